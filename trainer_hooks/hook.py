@@ -215,7 +215,7 @@ class ReplayHook(Closing, Generic[Task]):
         for planned in plan:
             made = list(islice(rollouts, planned.fresh_rollouts))
             for rollout in made if planned.histories else made[:1]:
-                replay.manager.tell_prompt(task_id_of(planned.task), prompt_of(rollout))
+                replay.manager.note_prompt(task_id_of(planned.task), prompt_of(rollout))
         return [
             dataclasses.replace(
                 planned,

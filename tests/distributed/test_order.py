@@ -115,7 +115,7 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
             assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
             assert mine.samples.tolist() == theirs.samples.tolist()
             assert len(twin.sample_trajectories(3)) == len(census.trajectories(3, window, draws))
-            census.tell(sampler)
+            census.inform(sampler)
             assert sampler.ids.tolist() == ids
             mine, theirs = (
                 sampler.draw(8, draws.generator, census.first_of(window)),
@@ -142,13 +142,13 @@ def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
         if not away:
             stores.start(0)
         stores.look()
-        stores.census.tell(sampler)
+        stores.census.inform(sampler)
         assert sampler.ids.tolist()[-5:] == stores.census.ids.tolist()[-5:] == shown
         assert len(stores.census) == 6
     assert stores.census.copies_of(stores.census.ids[-2:]).tolist() == first[-2:]
     stores.away.add(1)
     stores.look()
-    stores.census.tell(sampler)
+    stores.census.inform(sampler)
     assert sampler.ids.tolist() == stores.census.ids.tolist() == first
     assert not len(stores.census.copies_of(stores.census.ids))
     stores.close()

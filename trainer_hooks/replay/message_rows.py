@@ -123,7 +123,7 @@ class Tokenized:
         made, without = self.made + other.made, self.without_log_probs + other.without_log_probs
         return Tokenized([], made, without, self.problems + other.problems)
 
-    def tell(self, source: object) -> None:
+    def log(self, source: object) -> None:
         """Log a warning about trajectories without tokens, if there were any."""
         if self.made:
             logger.warning(

@@ -523,9 +523,9 @@ class ExperienceManager:
         """
         return self._state.waiting
 
-    def tell_prompt(self, task_id: str, prompt: Prompt) -> None:
+    def note_prompt(self, task_id: str, prompt: Prompt) -> None:
         """Set the prompt of a task's row, if no other source provides it."""
-        self._state.rows.tell(task_id, prompt)
+        self._state.rows.note(task_id, prompt)
 
     def answers(self, task_id: str, prompt: Prompt) -> bool:
         """Return whether a history with this prompt may be replayed for a task."""
@@ -836,7 +836,7 @@ class ExperienceManager:
         if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
         result = tokenized(trajectories, self._tokenizer)
-        result.tell(source)
+        result.log(source)
         self.tokenized += result
         return result.histories
 

@@ -87,7 +87,7 @@ class RowPrompts:
     Args:
         get_task: returns the task of an id; ``None`` if the data have no such task.
         row_of: returns the prompt of a task's row, as for :func:`prompt_of_row`. Without it, prompts are set by
-            :meth:`tell`.
+            :meth:`note`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class RowPrompts:
         """Prompt by task; ``None`` = nothing to compare."""
         self._warned = False
 
-    def tell(self, task: str, prompt: Prompt) -> None:
+    def note(self, task: str, prompt: Prompt) -> None:
         """Set the prompt of a task's row from a rollout of this run, if the data do not provide it.
 
         A task whose rollouts have different prompts, such as a clock or a first observation, is not compared.

@@ -177,7 +177,7 @@ class Census:
 
     # -- samplers ---------------------------------------------------------------------------------
 
-    def tell(self, sampler: Sampler) -> None:
+    def inform(self, sampler: Sampler) -> None:
         """Report additions and evictions to a sampler, in the order of ids.
 
         When older trajectories return (after a lost store or a rollback), all newer ones are removed and added again

@@ -48,7 +48,7 @@ class Survey:
             self._told.clear()
         self.refresh(not len(self.census))
         if sampler is not None and self._told.get(sampler) != self.census.revision:
-            self.census.tell(sampler)
+            self.census.inform(sampler)
             self._told[sampler] = self.census.revision
         return self.census
 

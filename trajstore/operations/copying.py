@@ -77,7 +77,7 @@ class Copied:
         self.lost = sorted(
             {at for problem in found.problems for low, high in problem.lost for at in range(low, high + 1)}
         )
-        self.problems = [told(problem, url) for problem in found.problems]
+        self.problems = [located(problem, url) for problem in found.problems]
         self.uncounted = any(problem.uncounted for problem in found.problems)
         self.notes = found.notes
 
@@ -236,7 +236,7 @@ def forget_rows(reader: Reader, damaged: Mapping[str, Iterable[str]]) -> None:
             source.lost_rows = frozenset(number for number in numbers if number is not None)
 
 
-def told(problem: Problem, url: str) -> str:
+def located(problem: Problem, url: str) -> str:
     """Return a sentence on damage that names its file once and omits the store's path."""
     text = without_advice(problem.message).removeprefix(f"{url}/").removeprefix(f"{url}: ")
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"

@@ -86,14 +86,14 @@ def _refused(catalog: Catalog, found: list[Said]) -> list[Said]:
     return [entry for entry in entries if entry.refused]
 
 
-def waiting_in_words(told: Mapping[str, Any]) -> str:
+def waiting_in_words(waiting: Mapping[str, Any]) -> str:
     """Return a sentence on the waiting values and on who will apply them.
 
     Args:
-        told: the result of :meth:`WaitingValues.to_json`.
+        waiting: the result of :meth:`WaitingValues.to_json`.
     """
-    files, values = told["files"], told["values"]
+    files, values = waiting["files"], waiting["values"]
     many = f"{values:,} value{'s' * (values != 1)} in {files:,} file{'s' * (files != 1)} of inbox/"
-    if told["written"]:
+    if waiting["written"]:
         return f"{many}; the writer takes them in within seconds"
     return f"{many}; the next writer takes them in, or the next `trajstore annotate`"

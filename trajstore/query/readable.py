@@ -57,7 +57,7 @@ def readable(ids: IntArray, read: Callable[[IntArray], T], faults: Faults) -> It
         yield from readable(ids[at : at + 1], read, faults)
 
 
-def tell(faults: Faults, relation: str) -> None:
+def log_faults(faults: Faults, relation: str) -> None:
     """Log a warning about unreadable trajectories, if there are any, whose rows of a relation are omitted."""
     if faults:
         names = listed(shown_id(number) for number, _ in faults)

@@ -17,7 +17,7 @@ from trajstore.core.base import exits, locks
 from trajstore.core.columns.portions import portions
 from trajstore.query import messages, metadata, rows
 from trajstore.query.engine import polars
-from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, readable, tell
+from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, log_faults, readable
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -174,7 +174,7 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
                     if most == 0:
                         return
         finally:
-            tell(faults, relation)
+            log_faults(faults, relation)
 
     frame: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
     return frame

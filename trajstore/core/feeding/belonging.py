@@ -82,7 +82,7 @@ def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         )
 
 
-def tell(sentences: Sequence[str]) -> None:
+def warn_of(sentences: Sequence[str]) -> None:
     """Warn of the differences since a state was saved."""
     for sentence in sentences:
         logger.warning("state of a loader: %s", sentence)

@@ -15,7 +15,7 @@ from trajstore.core.base.arguments import truth
 from trajstore.core.base.closing import Closing
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
-from trajstore.core.feeding.belonging import tell
+from trajstore.core.feeding.belonging import warn_of
 from trajstore.core.feeding.memory import Memory, Ready, memory_for
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore.core.feeding.prefetch import Prefetcher
@@ -195,7 +195,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         differences = self._source.check(state["source"])
         for rows in state["under_way"]:
             self._source.check_rows(rows)
-        tell(differences)
+        warn_of(differences)
         self._end()
         self._running = None
         self._state = state

@@ -290,4 +290,4 @@ def selection_of(options: LoaderOptions, unit: Unit) -> Sampler | None:
 
 def told_selection(sampler: Sampler | None) -> dict[str, Any]:
     """Return the selection of a loader's sampler, for its state."""
-    return sampler.told if isinstance(sampler, Selection) else {"where": None, "ids": None}
+    return sampler.settings if isinstance(sampler, Selection) else {"where": None, "ids": None}

@@ -118,12 +118,12 @@ class Source(ABC, Generic[D]):
 
     @property
     @abstractmethod
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Values besides the draws that determine the sequence of batches."""
 
     def changed(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state relabelled as one of this source's batches."""
-        return {**state, "batches": self.told}
+        return {**state, "batches": self.settings}
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -209,7 +209,7 @@ class BatchSource(Source[DrawnBatch]):
         self._drawn_demos: Drawn | None = None
 
     @property
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         windows = [None if buffer is None else buffer.sample_window_size for buffer in (self.replay, self.demos)]
         sizes = {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
         return {**sizes, **told_selection(self._samplers[0])}
@@ -347,7 +347,7 @@ class BatchSource(Source[DrawnBatch]):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "batches": self.told,
+            "batches": self.settings,
             "of": [belonging_of(self.replay), belonging_of(self.demos)],
             "replay": self.replay.state_dict(),
             "demos": None if self.demos is None else self.demos.state_dict(),
@@ -359,7 +359,7 @@ class BatchSource(Source[DrawnBatch]):
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
         check_state(state, ("batches", "of", "replay", "demos", "samplers"))
-        check_batches(state["batches"], self.told)
+        check_batches(state["batches"], self.settings)
         given = [part is not None for part in (state["demos"], *state["samplers"])]
         here = [part is not None for part in (self.demos, *self._samplers)]
         if given != here:

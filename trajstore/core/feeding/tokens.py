@@ -89,7 +89,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._skipped = 0
 
     @property
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {
             "tokens": self._tokens,
             "layout": self._layout,
@@ -237,14 +237,14 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
             "waiting": [[trajectory.number, trajectory.tokens, trajectory.weight] for trajectory in self._waiting],
             "skipped": self._skipped,
-            "batches": self.told,
+            "batches": self.settings,
         }
 
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
         check_state(state, ("buffer", "sampler", "waiting", "waiting_names", "skipped", "batches", "of"))
-        check_batches(state["batches"], self.told)
+        check_batches(state["batches"], self.settings)
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"

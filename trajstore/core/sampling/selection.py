@@ -46,7 +46,7 @@ class Selection(Sampler):
         self._absent_told = False
 
     @property
-    def told(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The condition and a digest of the ids, for the state of a loader."""
         return {"where": self.where, "ids": None if self.only is None else sha256(self.only.tobytes()).hexdigest()[:16]}
 
@@ -182,7 +182,7 @@ def selected(
     if selection is None and len(inner.ids):
         raise ConfigurationError("sampler: it has drawn without where= and ids=; make a sampler for each selection")
     if isinstance(selection, Selection):
-        if selection.told == Selection(inner, where, only).told:
+        if selection.settings == Selection(inner, where, only).settings:
             return selection
         raise ConfigurationError(
             f"sampler: it draws with where={selection.where!r} and "

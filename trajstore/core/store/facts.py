@@ -102,22 +102,29 @@ def facts_to_json(facts: Sequence[Facts]) -> dict[str, list[Any]]:
     return {name: [rollout.get(name) for rollout in facts] for name in dict.fromkeys(chain.from_iterable(facts))}
 
 
-def fact_columns(told: Sequence[tuple[Any, int]], table: StringTable) -> dict[str, npt.NDArray[Any]]:
+def fact_columns(facts_of_shards: Sequence[tuple[Any, int]], table: StringTable) -> dict[str, npt.NDArray[Any]]:
     """Return the fact columns of the trajectories of several shards; names that are not facts are ignored.
 
     Args:
-        told: per shard, the result of :func:`facts_to_json` (None for step trajectories), and its trajectory count.
+        facts_of_shards: per shard, the result of :func:`facts_to_json` (None for step trajectories), and its number of
+            trajectories.
         table: string table that receives the texts.
 
     Raises:
         TypeError, ValueError, OverflowError: a fact has values of the wrong kind, or the wrong number of them.
     """
-    if all(facts is None for facts, _ in told):
+    if all(facts is None for facts, _ in facts_of_shards):
         return {}
-    columns = {AGENT: np.repeat(np.array([facts is not None for facts, _ in told], np.int8), [n for _, n in told])}
-    for name in dict.fromkeys(name for facts, _ in told for name in facts or () if is_fact(name) and name != AGENT):
+    columns = {
+        AGENT: np.repeat(
+            np.array([facts is not None for facts, _ in facts_of_shards], np.int8), [n for _, n in facts_of_shards]
+        )
+    }
+    for name in dict.fromkeys(
+        name for facts, _ in facts_of_shards for name in facts or () if is_fact(name) and name != AGENT
+    ):
         values: list[Any] = []
-        for facts, count in told:
+        for facts, count in facts_of_shards:
             shard_values = (facts or {}).get(name)
             if shard_values is not None and (type(shard_values) is not list or len(shard_values) != count):
                 raise ValueError(f"fact {name} of {count} trajectories: not so many values")

@@ -75,7 +75,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
     entries: list[Columns] = []
     row, new = len(catalog.shards), dict[Schema, int]()
     for generation, shards in enumerate(commits, catalog.generation + 1):
-        told = len(new)
+        schema_count = len(new)
         records, parts = [], []
         for shard in shards:
             added, schema = shard.entries, shard.manifest.schema
@@ -87,7 +87,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
             parts.append(columns | starts_of(added.extents, schema.kind))
             row += 1
         record = {"generation": generation, "operation": "add", "time": time}
-        lines.append(encode_line(record | {"schemas": _to_json(new, told), "shards": records}))
+        lines.append(encode_line(record | {"schemas": _to_json(new, schema_count), "shards": records}))
         entries.append(by_id(parts))
     return b"".join(lines), entries
 

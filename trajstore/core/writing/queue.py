@@ -376,7 +376,7 @@ class WriteQueue:
             self._rejected.append(error)
             self._wait_list.wake()
 
-    def tell(self, error: StoreWriteError) -> None:
+    def report(self, error: StoreWriteError) -> None:
         """Set an error that concerns no group; the next ``add``, ``flush`` or ``close`` raises it."""
         with self._lock:
             self._untold = error

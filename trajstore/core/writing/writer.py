@@ -267,7 +267,7 @@ class StoreWriter:
                 if overcome:
                     logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
                 if failure is not None:
-                    self.queue.tell(failure)
+                    self.queue.report(failure)
                 self.rewriter.note()
                 if self._callbacks is not None:
                     for group in committed:
