@@ -261,7 +261,9 @@ def _known_stores(run: Directory) -> dict[str, str]:
         return {}
     except ValueError as error:
         raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is damaged ({error}); remove it") from error
-    return stores if isinstance(stores, dict) else {}
+    if not isinstance(stores, dict):
+        raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is no object of UUIDs by rank; remove it")
+    return stores
 
 
 def _check_not_lost(run: str, points: Sequence[RunPoint], there: Collection[int]) -> None:
