@@ -14,6 +14,7 @@ from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
+from trajstore.core.files.held import HeldFolder
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing.inbox import Inbox, InboxView
@@ -56,15 +57,15 @@ def test_the_next_writer_deletes_unfinished_files_and_a_process_that_is_writing_
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (store / "inbox" / "1.json.tmp").write_bytes(b"{")
-    write, opened = LocalDirectory._write_file, []
+    rename, opened = HeldFolder.rename, []
 
-    def write_while_a_writer_opens(directory: LocalDirectory, name: str, pieces: Any) -> None:
-        write(directory, name, pieces)
-        if name.startswith("inbox/") and not opened:
-            opened.append(name)
+    def rename_after_a_writer_opened(folder: HeldFolder, old: str, new: str) -> None:
+        if old.startswith("inbox/") and not opened:
+            opened.append(old)
             writer_to(store).close()
+        rename(folder, old, new)
 
-    monkeypatch.setattr(LocalDirectory, "_write_file", write_while_a_writer_opens)
+    monkeypatch.setattr(HeldFolder, "rename", rename_after_a_writer_opened)
     annotate(store, 0, {"score": 4})
     assert opened
     assert not list((store / "inbox").iterdir())

@@ -20,6 +20,13 @@ HELD = ("rename", "unlink", "remove_folder")
 LEFT_OUT = ("readers", "writer.lock")
 
 
+class SharedFiles(dict[str, Any]):
+    """Files of fsspec's memory, which other threads may change while they are listed."""
+
+    def items(self) -> Any:
+        return self.copy().items()
+
+
 class Place:
     """A folder for stores: a local one, or one of a bucket in memory.
 
@@ -30,6 +37,8 @@ class Place:
 
     def __init__(self, folder: Path, bucket: bool) -> None:
         self.folder, self.bucket = folder, bucket
+        if bucket and not isinstance(MemoryFileSystem.store, SharedFiles):
+            MemoryFileSystem.store = SharedFiles(MemoryFileSystem.store)
         self.root = f"memory://{folder.name}" if bucket else str(folder)
         self.numbers = iter(range(10_000))
 
