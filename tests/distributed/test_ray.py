@@ -308,7 +308,7 @@ def test_rows_of_all_stores_are_asked(
         stream = handle.query("tokens").select("trajectory_id").stream()
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
-        assert "2 trajectories cannot be read, so their tokens are not in the answer" in caplog.text
+        assert "2 trajectories cannot be read, so the answer lacks tokens: " in caplog.text
         parcel = Parcel(new_key(), [pack(ContentWatch().flatten([AgentTrajectory(task_id="again")]), Arena(0))])
         clock = max(ids) + 1
         for rank in (0, 1):  # as if the first was silent and returned

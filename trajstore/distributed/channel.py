@@ -144,6 +144,6 @@ def _add_each(trajectories: list[AnyTrajectory], buffer: Taker, channel: str) ->
                 channel,
                 place,
                 len(trajectories),
-                error,
+                error.__cause__ or error,  # without the position in the list of one
             )
     return len(trajectories) - refused
