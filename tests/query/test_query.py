@@ -355,7 +355,7 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda q: q.limit(-1), "limit"),
         (lambda q: q.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
-        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata has is metadata.KEY"),
+        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata are written metadata.KEY"),
         (
             lambda q: q.group_by("task").select("count(*) as n", "task").rows(),
             "select: 'task': is in the answer already, as all columns of group_by are",

@@ -412,11 +412,11 @@ def _refusal(
         close = get_close_matches(unknown, names, 1)
         reason = f"there is no column {unknown!r}; "
         if close:
-            reason += f"did you mean {close[0]!r}? What a rollout's metadata has is metadata.KEY"
+            reason += f"did you mean {close[0]!r}? Keys of a rollout's metadata are written metadata.KEY"
         elif f'"{unknown}"' in text:
             reason += f"a text takes single quotes: {_quoted(unknown)}"
         else:
             reason += f"there are {listed(names, 40)}"
             if "trajectory_id" in names:
-                reason += "; what a rollout's metadata has is metadata.KEY"
+                reason += "; keys of a rollout's metadata are written metadata.KEY"
     return ConfigurationError(f"{where}: {text!r}: {reason}")

@@ -111,7 +111,7 @@ class Sampler(ABC):
     needs_tasks: bool = False
     remembers: bool = False
     selection: Sampler | None = None
-    """Tells this sampler of the trajectories selected by ``where`` and ``ids``; None = of all."""
+    """Passes to this sampler only the trajectories selected by ``where`` and ``ids``; None = it receives all."""
 
     @property
     @abstractmethod
