@@ -327,7 +327,9 @@ def threads(place: Place, options: Options) -> Iterator[Figure]:
             for name, figures in (("t1", t01_sample.cached), ("t2", partial(t01_sample.uncached, kinds=("pt",)))):
                 for figure in figures(_inside(options, f"{name}_{count}")):
                     value = figure.details[f"ratio_torch_threads_{count}"]
-                    yield Figure(figure.id, f"{figure.name}, torch threads {count}", value, figure.target)
+                    details = {"raw_ms": figure.details[f"raw_ms_{count}"]}
+                    name_of_it = f"{figure.name}, torch threads {count}"
+                    yield Figure(figure.id, name_of_it, value, figure.target, details=details)
             for name, figures in (("t5", t05_growth.figures), ("t6", t06_durable.figures)):
                 for figure in figures(_inside(options, f"{name}_{count}")):
                     yield Figure(
