@@ -157,7 +157,8 @@ class TrajectoryIndex:
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """Return one column of all kept entries, oldest first (a view)."""
-        return self.at(name, slice(self.first, self.end))
+        column: npt.NDArray[Any] = self.at(name, slice(self.first, self.end))
+        return column
 
     def at(self, name: str, positions: Positions) -> Any:
         """Return one column at one or several positions (a copy; a view for a slice)."""
