@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from trainer_hooks.replay.rows import join_responses, row_lengths
+from trainer_hooks.replay.rows import join_responses, lengths_of_rows
 from trainer_hooks.transfer_queue.rows import Column, Row, unpack_columns
 from trajstore import Retention, TrajectoryReplayBuffer, annotate
 from trajstore.core.base import exits
@@ -310,7 +310,7 @@ class Recorder:
             return
         for number in ids:
             self._recorded += 1
-            known = _Known(number, rollout.reward is not None, row_lengths(rollout))
+            known = _Known(number, rollout.reward is not None, lengths_of_rows(rollout))
             self._by_name[rollout.rollout_id] = known
             self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
         while len(self._by_name) > _REMEMBERED:
