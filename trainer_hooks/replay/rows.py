@@ -138,6 +138,16 @@ def response_length(trajectory: AgentTrajectory) -> int | None:
     return sum(int(row["tokens"] - row["prompt"]) for row in descriptions)
 
 
+def row_lengths(trajectory: AgentTrajectory) -> tuple[int, int]:
+    """Return the prompt tokens of the first row, and the response tokens of the longest.
+
+    Prompts of later rows are made by the agent.
+    """
+    tokens = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
+    rows = _said(trajectory) or [{"tokens": tokens, "prompt": trajectory.response_start or 0}]
+    return rows[0]["prompt"], max(row["tokens"] - row["prompt"] for row in rows)
+
+
 def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
     """Return ``metadata["rows"]``; ``None`` if the rollout is one row."""
     descriptions = trajectory.metadata.get(ROWS)
