@@ -41,6 +41,7 @@ from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
     LeftOut,
     choose_histories,
+    is_too_long,
     is_worth_keeping,
     outcome_refusal,
     plan_admissions,
@@ -531,9 +532,16 @@ class ExperienceManager:
         """Return whether a history with this prompt may be replayed for a task."""
         return not self._state.rows.differs(task_id, prompt)
 
-    def of_other_rows(self) -> list[PoolEntry]:
-        """Return the entries that answer another prompt than their task's row, and are never drawn."""
-        return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
+    def never_drawn(self) -> dict[str, list[PoolEntry]]:
+        """Return the entries that are never drawn, by figure.
+
+        ``other_prompts`` answer another prompt than their task's row, ``too_long`` exceed the trainer's lengths.
+        """
+        entries = list(self._state.all_entries())
+        return {
+            "other_prompts": [entry for entry in entries if self._state.is_of_other_row(entry)],
+            "too_long": [entry for entry in entries if is_too_long(entry, self.rules)],
+        }
 
     # ---- changes and persistence ----
 
