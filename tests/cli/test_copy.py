@@ -164,7 +164,7 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
             else:
                 (copy / "log" / log.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     for name, lost in (("first", ((0, 0), (1, 4))), ("second", ((1, 1),)), ("index", ())):
-        remedy = "strict=False loads what is whole, and `trajstore repair`"
+        remedy = "strict=False loads the intact part, and `trajstore repair`"
         refused_to_all(tmp_path / name, CorruptStoreError, remedy)
         problems = verify(tmp_path / name).problems
         assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost

@@ -227,9 +227,9 @@ def test_chat_templates_see_tool_calls_of_parquet(store: Path, tmp_path: Path) -
     ("line", "message"),
     [
         ("{", "line 1: is no JSON"),
-        ("[1]", "line 1: is no JSON object"),
-        ('{"tokens": [1]}', "line 1: 'tokens' is no field of an export; put it in metadata"),
-        ('{"input_ids": [1, null]}', "line 1: is no rollout of an export: ValueError('null in place of a number')"),
+        ("[1]", "line 1: is not a JSON object"),
+        ('{"tokens": [1]}', "line 1: 'tokens' is not a field of an export; put it in metadata"),
+        ('{"input_ids": [1, null]}', "line 1: is not a rollout of an export: ValueError('null in place of a number')"),
         ('{"input_ids": [1.5]}', "line 1: is no rollout of an export"),
         ('{"task_id": 7}', "field task_id: 7 is a int"),
         ("", "has no rollouts"),

@@ -108,7 +108,7 @@ def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -
     (segment,) = (tmp_path / "log").iterdir()
     with segment.open("ab") as file:
         file.write(b"something")
-    with pytest.raises(errors.StoreWriteError, match="somebody else has changed it"):
+    with pytest.raises(errors.StoreWriteError, match="another process has changed it"):
         add_each(buffer, [1])
     with pytest.raises(errors.StoreWriteError):
         buffer.close()

@@ -110,7 +110,7 @@ def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, capl
         assert "writer.lock cannot say who writes here" in caplog.text
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             assert len(reader) == 1
-            assert caplog.text.count("cannot say what is read here") == 1
+            assert caplog.text.count("could not be written for this reader") == 1
 
 
 @pytest.mark.campaign

@@ -269,8 +269,8 @@ class BatchColumns:
         sampled = [interner.sampled[signature] for signature in signatures]
         if any(kind == "agent" for kind, _ in sampled):
             raise SchemaMismatchError(
-                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
-                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+                "sample() draws single steps, and this window has agent trajectories, which can only be drawn whole: "
+                "use sample_trajectories(count), or read one with get(trajectory_id)"
             )
 
         def who(at: Sequence[int]) -> str:
