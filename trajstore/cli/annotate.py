@@ -31,8 +31,8 @@ def _configure(parser: ArgumentParser) -> None:
         action="append",
         default=[],
         help="a JSON number (0.5, -3), true or false (1 or 0), or null, which removes the value; "
-        "anything else is a text, as is a value in double quotes ('NAME=\"7\"'); malformed numbers (.5, 007) are refused; "
-        "may be repeated",
+        "anything else is a text, as is a value in double quotes ('NAME=\"7\"'); malformed numbers (.5, 007) are "
+        "refused; may be repeated",
     )
     parser.add_argument(
         "--file", metavar="FILE", help='JSON lines: {"trajectory_id": "3/17", "NAME": VALUE, ...}; - = standard input'
