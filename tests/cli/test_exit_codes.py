@@ -136,7 +136,7 @@ def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: R
     code, out, _ = run("repair", store, tmp_path / "repaired")
     assert (code, "3 trajectories" in out) == (0, True)
     (store / "metadata.json").unlink()
-    with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: what is left of a store.*trajstore repair"):
+    with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: the rest of a store.*trajstore repair"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
 
 

@@ -96,7 +96,7 @@ def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCap
     with fill(tmp_path / "there", range(10)) as buffer:
         buffer.add_trajectories([block(key) for key in range(4)])
         buffer.evict(list(range(10)))
-        with pytest.raises(ConfigurationError, match="none of the 10 that it names is here, and it was taken of store"):
+        with pytest.raises(ConfigurationError, match="none of the 10 in it is here, and it was saved for store"):
             ReplayLoader(buffer, 8).load_state_dict(state)
 
 

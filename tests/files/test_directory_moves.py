@@ -198,7 +198,7 @@ def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
             opened(tmp_path)
         assert "writer.lock" not in os.listdir(tmp_path)
         add_each(buffer, [1])
-        assert "writer.lock was removed under its writer" in caplog.text
+        assert "writer.lock was removed while its writer was running" in caplog.text
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
             opened(tmp_path)
     assert contents_of(tmp_path) == [0, 1]

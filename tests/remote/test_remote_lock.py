@@ -303,7 +303,7 @@ def test_a_server_that_keeps_no_conditions_is_told_by_name(
     monkeypatch.setattr(object_store, "upload", forgetful)
     with open_directory(s3_url, **s3_options).lock_writer():
         (warning,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
-    assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in warning
+    assert "is not stopped when it wakes: it can replace their index, metadata, pins and lock" in warning
 
 
 def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(

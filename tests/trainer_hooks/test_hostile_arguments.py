@@ -202,7 +202,7 @@ def test_a_step_of_guidance_is_done_once() -> None:
     guidance.step_done(rollouts(), 1)
     assert guidance.wait(60)
     figures = guidance.metrics()
-    with pytest.raises(InvalidTrajectoryError, match=r"was handed over already in step 1"):
+    with pytest.raises(InvalidTrajectoryError, match=r"was passed already in step 1"):
         guidance.step_done(rollouts(), 1)
     assert guidance.metrics() == figures
     guidance.step_done(rollouts(), 2)
