@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,9 +63,20 @@ def test_more_than_there_is_is_cut_and_told_once(caplog: pytest.LogCaptureFixtur
     assert len([record for record in caplog.records if "1000" in record.getMessage()]) == 1
 
 
+class WithoutTruth(UserDict[str, Any]):
+    """Has no truth value, as a TensorDict."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("converting to a boolean value is not permitted")
+
+
 def test_columns_and_out() -> None:
     buffer = TrajectoryReplayBuffer(seed=3)
-    buffer.add_trajectories([witness(key) for key in range(5)])
+    some = [witness(key) for key in range(5)]
+    for observed in some[1].curr_obs, some[1].forward_inputs:
+        observed |= {key: WithoutTruth(value) for key, value in observed.items() if isinstance(value, dict)}
+    some[1].next_obs = WithoutTruth(some[1].next_obs)  # type: ignore[assignment]
+    buffer.add_trajectories(some)
     names = ["curr_obs.tag", "rewards"]
     out = {"curr_obs.tag": torch.full((20,), -1), "rewards": torch.zeros(20, 1, dtype=torch.float64)}
     batch = buffer.sample(8, columns=names, out=out)
