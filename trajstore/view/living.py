@@ -18,7 +18,7 @@ from trajstore.core.sampling import Drawn
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.core.writing.inbox import InboxView
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError, trajectories
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
@@ -153,7 +153,7 @@ class Living:
         ids, state = self._ids_of(where, order, state)
         if len(ids) > MOST_GIVEN:
             raise ConfigurationError(
-                f"annotate: {len(ids):,} trajectories, the page gives values to at most {MOST_GIVEN:,} at once; choose "
+                f"annotate: {trajectories(len(ids))}, the page gives values to at most {MOST_GIVEN:,} at once; choose "
                 "some with a condition, or call trajstore.annotate"
             )
         self.refresh()
