@@ -73,6 +73,11 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         rows = [row for page in pages for row in page["rows"]]
         assert all(list(row) == names for row in rows)
         assert [int(row["trajectory_id"]) for row in rows] == question.ids().tolist()
+        first, second, *_, last = [row["trajectory_id"] for row in rows]
+        around = ask(address, "around", id=second, **asked)
+        assert (around["at"], around["total"], around["previous"]) == (1, 20, first)
+        assert ask(address, "around", id=last, **asked)["next"] is None
+        assert ask(address, "around", id="0", **asked)["at"] is None  # its outcome is 0
         assert [row["reward_judge"] for row in rows] == [row["reward_judge"] for row in question.rows()]
         writer.evict([39])
         writer.add_trajectories([rollout(41)])

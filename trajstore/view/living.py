@@ -173,6 +173,26 @@ class Living:
             self._answers.popitem(last=False)
         return self._answers[key], key[0]
 
+    def around(self, shown: str, where: str, order: Sequence[str]) -> Answer:
+        """Return a trajectory's place in a query: ``{"at", "total", "previous", "next"}``.
+
+        ``at`` is its row, None if it is not in the query; the others are ids as displayed, None at the ends.
+
+        Args:
+            shown: its id as displayed.
+            where: condition; empty for all.
+            order: expressions to sort by.
+
+        Raises:
+            ConfigurationError: an expression is invalid; names its part of the query.
+        """
+        ids, _ = self._ids_of(where, order, "")
+        places = np.flatnonzero(ids == id_from("trajectory_id", shown))
+        at = int(places[0]) if len(places) else None
+        near = [None if at is None else at + by for by in (-1, 1)]
+        known = [None if n is None or not 0 <= n < len(ids) else shown_id(int(ids[n])) for n in near]
+        return {"at": at, "total": len(ids), "previous": known[0], "next": known[1]}
+
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories that match a condition; see ``view/overview``.
 
@@ -237,7 +257,12 @@ class Living:
 
     def get(self, shown: str) -> AnyTrajectory:
         """Return a trajectory; raises the errors of :meth:`rollout`."""
-        return self._shown.get(shown)
+        try:
+            return self._shown.get(shown)
+        except TrajectoryUnavailableError as error:
+            if self._shown.damage is None:
+                raise
+            raise self._none_of(shown) from error
 
     def body(self, trajectory: AnyTrajectory) -> bytes:
         """Return the result of :meth:`rollout` for a trajectory that was read."""
@@ -304,7 +329,7 @@ class Living:
         number = id_from("trajectory_id", shown)
         rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
-            raise _none_of(shown)
+            raise self._none_of(shown)
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
@@ -322,7 +347,7 @@ class Living:
             return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
-            raise _none_of(shown)
+            raise self._none_of(shown)
         if self._shown.pin is not None:  # with the values that it showed, also of trajectories evicted since
             return {**self.notes_shown(shown), "state": self.state.name}
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
@@ -330,7 +355,7 @@ class Living:
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if catalog is None or catalog.unknown([own_id(number)]):
-            raise _none_of(shown)
+            raise self._none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
 
     def notes_shown(self, shown: str) -> Answer:
@@ -344,6 +369,18 @@ class Living:
         else:
             notes = catalog.values_of(catalog.snapshot(self._shown.pin))
         return late_values(own_id(number), notes, [])
+
+    def _none_of(self, shown: str) -> TrajectoryUnavailableError:
+        """Return the error for an id that cannot be shown; names the damage that it is lost in."""
+        damage, number = self._shown.damage, id_from("trajectory_id", shown)
+        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
+        if damage is None:
+            return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+        if catalog is None or catalog.index.find(own_id(number)) is not None:
+            why = "it was recorded, but its part of the store cannot be read; the page's banner names the damage"
+        else:
+            why = "there is none in the part of the store that can be read"
+        return TrajectoryUnavailableError(f"trajectory {shown}: {why}")
 
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
         name = tokenizer_of(trajectory)
@@ -362,10 +399,6 @@ def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
     if trajectory.response_mask is not None:
         values = values[trajectory.response_mask.bool()]
     return float(values.double().sum()), values.numel()
-
-
-def _none_of(shown: str) -> TrajectoryUnavailableError:
-    return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
 
 
 def _told(state: State) -> Answer:

@@ -109,6 +109,7 @@ class Service:
             "about": self._about,
             "page": self._page,
             "ids": self._ids,
+            "around": self._around,
             "group": self._group,
             "facts": lambda request: self._living.facts(_said(request, "id")),
             "notes": lambda request: self._living.notes(_said(request, "id")),
@@ -148,6 +149,10 @@ class Service:
     def _ids(self, request: Request) -> Answer:
         order = request.query_params.getlist("order")
         return self._living.ids(_said(request, "where"), order, _said(request, "state"))
+
+    def _around(self, request: Request) -> Answer:
+        order = request.query_params.getlist("order")
+        return self._living.around(_said(request, "id"), _said(request, "where"), order)
 
     def _group(self, request: Request) -> Answer:
         version: int | Literal["all"] | None = "all"

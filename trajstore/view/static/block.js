@@ -57,7 +57,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   const pictures = make("div", { class: "cameras" });
   const curves = make("div", { class: "curves" });
   fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`), play, slider, says,
-    moved ? null : make("a", { class: "button", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
+    moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {

@@ -43,6 +43,7 @@ const CONDITIONS = [
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
   [/^difficulty = (\d+)$/, (row, difficulty) => row.difficulty === Number(difficulty)],
   [/^version_high is null$/, (row) => row.version_high === null],
+  [/^task = '((?:[^']|'')*)'(?: and version_high = (-?\d+))?$/, (row, task, version) => row.task === task.replaceAll("''", "'") && (version === undefined || row.version_high === Number(version))],
 ];
 
 const unanswered = (where) => new Refused(`where: '${where}': this page is of a folder that was written ahead, which answers no conditions`);
@@ -65,7 +66,9 @@ function compare(one, other) {
 }
 
 /** Returns rows sorted as a server sorts them: null comes last, equal ones in the order of their ids. */
-function sorted({ about, names }, rows, order) {
+const sorted = (all, rows, orders) => [orders].flat().reduceRight((found, order) => sortedBy(all, found, order), rows);
+
+function sortedBy({ about, names }, rows, order) {
   const name = order.replace(/ desc$/, "");
   if (!names.includes(name)) throw new Refused(`order: '${order}': this page sorts by a fact, or by a fact and desc`);
   const { type } = about.columns[names.indexOf(name)];
@@ -95,6 +98,11 @@ const ANSWERS = {
   page: (all, { where, order, first, count }) => {
     const rows = sorted(all, chosen(all.rows, where), order);
     return { total: rows.length, first, rows: rows.slice(first, first + count) };
+  },
+  around: (all, { id, where, order }) => {
+    const ids = sorted(all, chosen(all.rows, where), order).map((row) => row.trajectory_id);
+    const at = ids.indexOf(id);
+    return { at: at < 0 ? null : at, total: ids.length, previous: ids[at - 1] ?? null, next: at < 0 ? null : ids[at + 1] ?? null };
   },
   notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id] }),
   facts: (all, { id }) => all.rows[placeOf({ ...all, problems: {} }, id)],

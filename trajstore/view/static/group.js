@@ -1,6 +1,7 @@
 // Rollouts of one task side by side: outcomes, tokens as strips, and what they say once they differ.
 
 import { ask, askTrajectory } from "./api.js";
+import { amongOf } from "./condition.js";
 import { fillLegend, nameOf, scaleOf } from "./colors.js";
 import { messageOf, showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
@@ -89,8 +90,9 @@ export async function show(main, { parameters, keep, signal }) {
     const judged = make("span", { class: "judged" });
     const strip = make("canvas", { class: "map", height: 16, "aria-hidden": "true" });
     const said = make("div", { class: "said-by" });
+    const among = amongOf(`task = '${task.replaceAll("'", "''")}'${told.version === null ? "" : ` and version_high = ${told.version}`}`, "trajectory_id");
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
-      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id), judged),
+      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}${among}` }, row.trajectory_id), judged),
       make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
         fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),

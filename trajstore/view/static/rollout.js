@@ -11,7 +11,7 @@ export function showRollout(place, told, { parameters, keep }) {
   const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
   const both = make("div", { class: "both" }, conversation, tokens);
   const hasMessages = told.messages.length > 0 || told.query;
-  const part = parameters.get("show") ?? (hasMessages ? "conversation" : "tokens");
+  const part = parameters.get("show") ?? (hasMessages && parameters.get("token") === null ? "conversation" : "tokens");
   const choose = (name) => {
     both.dataset.show = name;
     for (const button of tabs.children) button.setAttribute("aria-pressed", button.dataset.show === name ? "true" : "false");

@@ -197,7 +197,9 @@ export function showTokens(place, told, { parameters, keep }) {
   function dye(element, at) {
     const value = column ? valueAt(column, at) : undefined;
     element.classList.toggle("odd", value !== undefined && !Number.isFinite(value));
-    element.style.backgroundColor = value === undefined || !Number.isFinite(value) ? "" : scale.background(value);
+    const background = value === undefined || !Number.isFinite(value) ? "" : scale.background(value);
+    element.style.backgroundColor = background;
+    element.classList.toggle("dyed", background !== ""); // grey text has too little contrast on a colour
   }
 
   function recolor() {
