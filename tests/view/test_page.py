@@ -372,9 +372,9 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         writer.add_trajectories([rollout(at) for at in range(24, 32)])
         writer.flush()
         caption = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        page.until(f"{caption} === 'Mean log-prob (at most 8 rollouts per point), 1 not finite'")
+        page.until(f"{caption} === 'Mean log-prob ± standard deviationat most 8 rollouts per point, 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
-        assert page.run(f"return {value}") == "version 3: -1.357"
+        assert page.run(f"return {value}") == "version 3: -1.357 ± 0, n = 8"
         page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a NaN point
         assert page.run(f"return {value}") == "version 2: unknown"
         page.click("[data-over=time]")
@@ -399,7 +399,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.click(".bar .button")
+    page.click(".besides")
     says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
     page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 8) · reward 8'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")

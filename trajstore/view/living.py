@@ -18,13 +18,19 @@ from trajstore.core.sampling import Drawn
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.core.writing.inbox import InboxView
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.errors import (
+    ConfigurationError,
+    SchemaMismatchError,
+    StoreError,
+    TrajectoryUnavailableError,
+    TrajstoreError,
+)
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
+from trajstore.view.answers import columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import Sample, overview, sampled
+from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
 
@@ -43,7 +49,7 @@ MOST_GIVEN = 10_000
 """Maximum number of trajectories annotated at once."""
 
 _SUMS = 10_000
-"""Number of rollouts whose sums of log-probs are cached."""
+"""Number of trajectories whose sums of log-probs or rewards are cached."""
 
 _FRAMES = 64
 """Maximum number of pictures per request."""
@@ -82,8 +88,8 @@ class Living:
         self._inboxes: dict[str, InboxView] = {}
         """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
-        self._log_probs: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
-        """(sum over tokens, number of tokens) per rollout; used by the thread for single trajectories."""
+        self._sums: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
+        """(sum of log-probs or rewards, number of tokens or steps) per trajectory; used by the second thread."""
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), shown.damage)
         """The present state; replaced as a whole, so that any thread may read it."""
@@ -230,16 +236,18 @@ class Living:
             "state": self.state.name
         }
 
-    def sampled(self, where: str, over: str) -> tuple[Answer, list[list[Sample]]]:
-        """Return the points and rollouts to pass to :meth:`log_prob`; see ``view/overview``.
+    def sampled(self, where: str, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
+        """Return the points and trajectories to pass to :meth:`measured`; see ``view/overview``.
 
         Raises:
-            ConfigurationError: the condition is invalid, or there are no curves over this quantity.
+            ConfigurationError: the condition is invalid, or there is no such curve.
         """
         if over not in ("version", "time"):
             raise ConfigurationError(f"over: {over!r}, must be version or time")
-        points, samples = sampled(self.table(where), over)
-        return {**points, "log_prob": [], "unread": 0, "state": self.state.name}, samples
+        if name not in MEASURED:
+            raise ConfigurationError(f"name: {name!r}, must be {' or '.join(MEASURED)}")
+        points, samples = sampled(self.table(where), over, name)
+        return {**points, "unread": 0, "state": self.state.name}, samples
 
     # -- one trajectory -----------------------------------------------------------------------------
 
@@ -294,30 +302,46 @@ class Living:
         columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
 
-    def log_prob(self, samples: Sequence[Sample]) -> tuple[float | None, int]:
-        """Return the mean log-prob of the model's tokens over some rollouts, and the number of unreadable rollouts.
+    def measured(self, name: str, samples: Sequence[Sample]) -> Answer:
+        """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
 
-        The trainer's log-probs are preferred to the engine's. None if there are none.
+        Of ``log_prob``, the mean over the model's tokens (the trainer's log-probs are preferred to the engine's); of
+        ``reward``, over the steps of blocks. The keys are ``name``, ``NAME_n`` and so on as in ``view/overview``, and
+        ``unread``. The mean is None if there are no values.
         """
         found, unread = [], 0
         for sample in samples:
             number, committed = sample
-            if sample not in self._log_probs:
+            if sample not in self._sums:
                 try:
-                    self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
-                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other rollouts
+                    self._sums[sample] = self._sum_of(number, name)
+                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other trajectories
                     continue
                 except (TrajstoreError, OSError) as error:  # the page shows their number
                     logger.debug("%s", error)
                     unread += 1
                     continue
-            found.append(self._log_probs[sample])
-            if committed is None:  # without a time, a later rollout of this id cannot be distinguished
-                del self._log_probs[sample]
-        while len(self._log_probs) > _SUMS:
-            self._log_probs.popitem(last=False)
-        tokens = sum(count for _, count in found)
-        return (sum(total for total, _ in found) / tokens if tokens else None), unread
+            found.append(self._sums[sample])
+            if committed is None:  # without a time, a later trajectory of this id cannot be distinguished
+                del self._sums[sample]
+        while len(self._sums) > _SUMS:
+            self._sums.popitem(last=False)
+        values = sum(count for _, count in found)
+        mean = sum(total for total, _ in found) / values if values else None
+        spread = spread_of([total / count for total, count in found if count], mean or 0.0)
+        return {name: plain(mean), **{f"{name}_{key}": plain(value) for key, value in spread.items()}, "unread": unread}
+
+    def _sum_of(self, number: int, name: str) -> tuple[float, int]:
+        """Return the sum of a trajectory's values, and their number."""
+        if name == "log_prob":
+            return _log_probs_of(self.get(shown_id(number)))
+        ids = np.array([number], np.int64)
+        (length,), (batch,) = self._shown.extents(ids)
+        try:
+            columns = self._shown.read(Drawn(ids.repeat(length * batch), np.arange(length * batch)), ["rewards"])
+        except SchemaMismatchError:  # a block without rewards
+            return 0.0, 0
+        return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), int(length * batch)
 
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
@@ -387,6 +411,13 @@ class Living:
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
+
+
+def with_points(answer: Answer, points: Sequence[Answer]) -> Answer:
+    """Return the answer of :meth:`Living.sampled` with its points, which :meth:`Living.measured` returned."""
+    unread = sum(point["unread"] for point in points)
+    names = points[0].keys() if points else ()
+    return {**answer, **{name: [point[name] for point in points] for name in names}, "unread": unread}
 
 
 def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:

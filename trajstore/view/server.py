@@ -24,10 +24,10 @@ from starlette.staticfiles import StaticFiles
 
 from trajstore.core.base.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
-from trajstore.view.answers import Answer, plain
+from trajstore.view.answers import Answer
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
-from trajstore.view.living import Living, State
+from trajstore.view.living import Living, State, with_points
 from trajstore.view.page import STATIC
 from trajstore.view.shown import Shown
 
@@ -120,7 +120,7 @@ class Service:
             Route("/", self._index),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
-            Route("/api/log_probs", self._log_probs),
+            Route("/api/sampled", self._sampled),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -169,17 +169,16 @@ class Service:
         steps = [_whole("step", text) for text in request.query_params.getlist("step")]
         return await self._read(lambda: self._living.frames(shown, name, environment, steps))
 
-    async def _log_probs(self, request: Request) -> Response:
-        where, over = _said(request, "where"), _said(request, "over")
-        answer, samples = await self._ask(lambda: self._living.sampled(where, over))
-        for rollouts in samples:  # one by one, so that a request for a single rollout can come in between
+    async def _sampled(self, request: Request) -> Response:
+        where, over, name = _said(request, "where"), _said(request, "over"), _said(request, "name")
+        answer, samples = await self._ask(lambda: self._living.sampled(where, over, name))
+        points = []
+        for some in samples:  # one by one, so that a request for a single trajectory can come in between
             if await request.is_disconnected():
                 raise ClientDisconnect
-            read = partial(self._living.log_prob, rollouts)
-            value, unread = await asyncio.get_running_loop().run_in_executor(self._reading, read)
-            answer["log_prob"].append(plain(value))
-            answer["unread"] += unread
-        return _json(answer)
+            read = partial(self._living.measured, name, some)
+            points.append(await asyncio.get_running_loop().run_in_executor(self._reading, read))
+        return _json(with_points(answer, points))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # already refused by the guard

@@ -37,11 +37,11 @@ function numberOf(shown) {
 
 // Conditions to which the page itself links. Others are SQL, which takes a server.
 const CONDITIONS = [
-  [/^version_high = (-?\d+)$/, (row, version) => row.version_high === Number(version)],
+  [/^(version_high|difficulty|outcome|response|turns|steps) = (\S+)$/, (row, name, value) => row[name] === Number(value)],
+  [/^(outcome|response|turns|steps) >= (\S+) and \1 < (\S+)$/, (row, name, least, end) => row[name] !== null && row[name] >= Number(least) && row[name] < Number(end)],
   [/^trajectory_id between '?([\d/]+)'? and '?([\d/]+)'?$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= numberOf(first) && numberOf(id) <= numberOf(last)],
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
-  [/^difficulty = (\d+)$/, (row, difficulty) => row.difficulty === Number(difficulty)],
   [/^version_high is null$/, (row) => row.version_high === null],
   [/^task = '((?:[^']|'')*)'(?: and version_high = (-?\d+))?$/, (row, task, version) => row.task === task.replaceAll("''", "'") && (version === undefined || row.version_high === Number(version))],
 ];
@@ -110,9 +110,9 @@ const ANSWERS = {
     if (where) throw unanswered(where);
     return all.overview;
   },
-  log_probs: (all, { where, over }) => {
+  sampled: (all, { where, over, name }) => {
     if (where) throw unanswered(where);
-    return all.log_probs[over];
+    return all.sampled[name][over];
   },
   group,
 };

@@ -8,11 +8,16 @@ import { count, several, short, time } from "./numbers.js";
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
   { name: "success_rate", title: "Mean success rate" },
-  { name: "response", title: "Mean response, tokens" },
+  { name: "response", title: "Mean response tokens" },
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Trajectories" },
 ];
-const LOG_PROB = { name: "log_prob", title: "Mean log-prob (at most 8 rollouts per point)" };
+/** Curves for which trajectories are read, at most 8 per point. */
+const SAMPLED = [
+  { name: "log_prob", title: "Mean log-prob", of: "at most 8 rollouts per point", kind: "agents" },
+  { name: "reward", title: "Mean reward per step", of: "at most 8 blocks per point", kind: "blocks" },
+];
+const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
 
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
 
@@ -37,19 +42,19 @@ const numberOf = (value) => (typeof value === "number" ? value : null);
  * Returns the points of a curve with one more where policy versions are missing, at which it is `value`. `real` says
  * which points there were. Versions are as far from each other as the nearest two.
  */
-function withGaps(data, name, value) {
-  const points = { x: [], y: [], real: [] };
-  const add = (x, y) => (points.x.push(x), points.y.push(y));
+function withGaps(data, names, value) {
+  const points = { x: [], lines: names.map(() => []), real: [] };
+  const add = (x, valueOf) => (points.x.push(x), points.lines.forEach((line, at) => line.push(valueOf(names[at]))));
   const all = data.x.map(Number);
   const apart = all.slice(1).map((x, at) => x - all[at]);
   const step = apart.reduce((least, one) => Math.min(least, one), Infinity);
   all.forEach((x, at) => {
     if (at && apart[at - 1] > step) {
-      add(all[at - 1] + step, value);
-      if (x - step > points.x.at(-1)) add(x - step, value);
+      add(all[at - 1] + step, () => value);
+      if (x - step > points.x.at(-1)) add(x - step, () => value);
     }
     points.real.push(points.x.length);
-    add(x, numberOf(data[name][at]));
+    add(x, (name) => numberOf(data[name][at]));
   });
   return points;
 }
@@ -60,7 +65,7 @@ export async function show(main, { parameters, keep, signal }) {
   let told = null;
   let over = parameters.get("over") ?? null;
   const plots = new Map(); // by curve
-  const logProbs = {}; // the last ones told, by what they are over
+  const read = {}; // the last sampled curves told, by name and what they are over
   let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
   const field = conditionField(parameters.get("where") ?? "", (task) => `task = ${task}`, () => {
@@ -73,14 +78,14 @@ export async function show(main, { parameters, keep, signal }) {
         over = name;
         keep({ over });
         lay();
-        readLogProbs();
+        readSampled();
       },
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const figures = make("dl", { class: "figures" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
-  const help = make("p", { class: "note", hidden: true }, "Point at a curve for its values; click a point to see its trajectories.");
+  const help = make("p", { class: "note", hidden: true }, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. Point at a curve for its values; click a point or a bar to see its trajectories.");
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
   fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, help, pool, tasks);
@@ -93,31 +98,36 @@ export async function show(main, { parameters, keep, signal }) {
       told = { ...(await ask("overview", { where }, signal)), where };
       field.suggest(told.by_task[0]?.task);
       keepingFocus(main, lay);
-      readLogProbs();
+      readSampled();
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
   }
 
-  /** Asks for the curve of log-probs, one at a time: its rollouts are read, which far away takes longer than the next commit. */
-  async function readLogProbs() {
-    const [is, { state, where }] = [isOver(), told];
-    if (isReading || logProbs[is]?.state === state && logProbs[is].where === where) return;
+  const kindsOf = () => SAMPLED.filter(({ kind }) => (kind === "agents" ? told.agents : told.trajectories - told.agents) > 0);
+  const keyIn = ({ name }) => `${name} ${isOver()}`;
+  const isRead = (curve) => read[keyIn(curve)]?.state === told.state && read[keyIn(curve)].where === told.where;
+
+  /** Asks for the sampled curves, one at a time: trajectories are read, which far away takes longer than the next commit. */
+  async function readSampled() {
+    const curve = kindsOf().find((one) => !isRead(one));
+    if (isReading || !curve) return;
+    const [is, key, { state, where }] = [isOver(), keyIn(curve), told];
     isReading = true;
-    let read = { x: [], log_prob: [] };
+    let answer = { x: [] };
     try {
-      read = await ask("log_probs", { where, over: is }, signal);
+      answer = await ask("sampled", { where, over: is, name: curve.name }, signal);
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
     isReading = false;
     if (signal.aborted) return;
-    logProbs[is] = { ...read, state, where };
-    const now = logProbsRead();
-    const isThere = curves.querySelector("[data-curve=log_prob]") !== null;
-    if (now && isThere !== known(LOG_PROB.name, now)) keepingFocus(main, lay);
-    else if (now && isThere) keepingFocus(curves, () => drawLogProbs(now));
-    readLogProbs(); // another one may be shown by now
+    read[key] = { [curve.name]: [], ...answer, state, where };
+    const now = readOf(curve);
+    const isThere = curves.querySelector(`[data-curve=${curve.name}]`) !== null;
+    if (now && isThere !== known(curve.name, now)) keepingFocus(main, lay);
+    else if (now && isThere) keepingFocus(curves, () => drawSampled(curve, now));
+    readSampled(); // another one may be shown by now
   }
 
   const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
@@ -147,7 +157,7 @@ export async function show(main, { parameters, keep, signal }) {
         : `A pool keeps rollouts whose outcome is high enough: that of these is ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
       say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
       say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
-      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
+      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts: the curve reads some blocks, and each block shows its own.") : null,
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
       say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
     draw();
@@ -170,28 +180,44 @@ export async function show(main, { parameters, keep, signal }) {
     plots.clear();
     const data = isOver() === "version" ? told.by_version : told.by_time;
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
-    const read = logProbsRead();
-    const isLater = kept.length && told.agents && (!read || known(LOG_PROB.name, read));
+    const sampled = kept.length ? kindsOf().filter((curve) => !readOf(curve) || known(curve.name, readOf(curve))) : [];
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
-      kept.map((curve) => figureOf(curve)), isLater ? figureOf(LOG_PROB, ["reading them …"]) : null);
+      kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
+      Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
     for (const curve of kept) drawCurve(curve, data);
-    if (isLater && read) drawLogProbs(read);
+    for (const curve of sampled) if (readOf(curve)) drawSampled(curve, readOf(curve));
   }
 
-  function logProbsRead() {
-    const read = logProbs[isOver()];
-    return read?.where === told.where ? read : null;
+  /** Returns how many trajectories have which value, as bars that lead to them. */
+  function histogram([name, title]) {
+    const { values, edges, counts } = told.histograms[name];
+    const most = Math.max(...counts);
+    const bars = counts.map((number, at) => {
+      const [condition, said] = values ? [`${name} = ${values[at]}`, short(values[at])]
+        : [`${name} >= ${edges[at]} and ${name} < ${edges[at + 1]}`, `${short(edges[at])} to below ${short(edges[at + 1])}`];
+      const level = make("span", { class: "level" });
+      level.style.setProperty("--share", number / most);
+      return make(number ? "a" : "span", { class: "column", href: number ? linkTo(within(condition)) : null, "data-focus": number ? `${name} ${at}` : null,
+        title: `${said}: ${several(number, "trajectory", "trajectories")}` }, make("span", { class: "many" }, number ? count(number) : ""), level, make("span", { class: "at" }, values ? short(values[at]) : `≥ ${short(edges[at])}`));
+    });
+    return make("figure", { "data-histogram": name, "aria-label": `Number of trajectories by ${title}` }, make("figcaption", {}, `Trajectories by ${title}`),
+      make("div", { class: "histogram" }, bars));
   }
 
-  function drawLogProbs(read) {
-    const odd = read.log_prob.filter((value) => typeof value === "string").length;
-    drawCurve(LOG_PROB, read, [read.of > read.x.length ? `at ${count(read.x.length)} of ${count(read.of)} points` : null,
-      odd ? `${count(odd)} not finite` : null, read.unread ? `${count(read.unread)} cannot be read` : null].filter(Boolean));
+  function readOf(curve) {
+    const found = read[keyIn(curve)];
+    return found?.where === told.where ? found : null;
   }
 
-  const figureOf = ({ name, title }, notes = []) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
-    make("figcaption", {}, [title, ...notes].join(", ")));
+  function drawSampled(curve, data) {
+    const odd = data[curve.name].filter((value) => typeof value === "string").length;
+    drawCurve(curve, data, [data.of > data.x.length ? `at ${count(data.x.length)} of ${count(data.of)} points` : null,
+      odd ? `${count(odd)} not finite` : null, data.unread ? `${count(data.unread)} cannot be read` : null].filter(Boolean));
+  }
+
+  const figureOf = ({ name, title, of }, notes = []) => make("figure", { "data-curve": name, class: of ? "sampled" : null, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
+    make("figcaption", {}, name === "count" ? title : `${title} ± standard deviation`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
 
   /** Draws a curve, and nothing else anew: what is beside it may be clicked on. */
   function drawCurve(curve, data, notes) {
@@ -201,21 +227,32 @@ export async function show(main, { parameters, keep, signal }) {
     plots.get(name)?.destroy();
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
     const isWhole = isVersion && !(data.of > data.x.length); // else missing versions are only not shown
-    const points = isWhole ? withGaps(data, name, name === "count" ? 0 : null)
-      : { x: data.x.map(Number), y: data[name].map(numberOf), real: [...data.x.keys()] };
+    const hasBand = name !== "count";
+    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
+    const points = isWhole ? withGaps(data, names, hasBand ? null : 0)
+      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
+    /** Says the value of a point, its spread and n. */
+    const said = (point) => {
+      const at = points.real.indexOf(point);
+      if (at < 0 || points.lines.at(-1)[point] === null) return point >= 0 && !hasBand ? "0" : "";
+      const [value, deviation, n] = [data[name][at], data[`${name}_sd`]?.[at] ?? null, data[`${name}_n`]?.[at]];
+      return hasBand ? `${short(value)}${deviation === null ? "" : ` ± ${short(deviation)}`}, n = ${count(n)}` : short(value);
+    };
     const last = points.x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
-      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
+      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
       axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time"),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
       series: [
         { label: isVersion ? "version" : "time" },
-        { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
-          points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
+        ...names.slice(0, -1).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
+        { label: hasBand ? "mean" : name, stroke: styleOf("--accent"), width: 1.75, fill: hasBand ? undefined : styleOf("--accent-back"), spanGaps: false,
+          points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => said(at) },
       ],
-    }, [points.x, points.y], figure);
+      bands: hasBand ? [{ series: [1, 2], fill: styleOf("--accent-back") }] : [],
+    }, [points.x, ...points.lines], figure);
     plot.setLegend({ idx: last });
     const open = (point) => {
       const at = points.real.indexOf(point);
@@ -225,7 +262,7 @@ export async function show(main, { parameters, keep, signal }) {
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, points.real, name, title, isVersion, open);
+    atKeys(plot, points.real, name, title, isVersion, open, said);
     plots.set(name, plot);
   }
 
@@ -259,15 +296,15 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, real, name, title, isVersion, open) {
-    const [x, y] = plot.data;
+  function atKeys(plot, real, name, title, isVersion, open, said) {
+    const [x, y] = [plot.data[0], plot.data.at(-1)];
     const last = real.length - 1;
     const go = (at) => {
       const number = Math.max(0, Math.min(at, last));
       const here = real[number];
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
       plot.over.setAttribute("aria-valuenow", number);
-      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
+      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : said(here)}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
     for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);
