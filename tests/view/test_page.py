@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.stores import stored, writer_to
+from tests.tokenizers_of_words import tokenizer_of
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
@@ -64,10 +65,18 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
 
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1)])
+    tokenizer_of(["<unk>", "be ", "brief ", "it ", "ok "], " ", "").save_pretrained(tmp_path / "words")
+    said = [("system", "be brief"), ("user", "be it"), ("assistant", "be brief")]
+    worded = rollout(
+        2,
+        input_ids=torch.tensor([1, 2, 1, 3, 1, 2, *[4] * 18]),
+        messages=[{"role": role, "content": content} for role, content in said],
+        metadata={"tokenizer": str(tmp_path / "words")},
+    )
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1), worded])
         annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
-    address = serve(tmp_path)
+    address = serve(tmp_path / "store")
     page.open(f"{address}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     texts = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
@@ -95,6 +104,10 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
         assert page.run("return document.querySelector('#color').value") == colored
     assert "notes.advantages -1" in text_of(page, "#token")
+    links = "[...document.querySelectorAll('.to-token')].map((one) => one.textContent).join()"
+    assert page.run(f"return {links}") == "token 4"  # without a tokenizer, what the model wrote
+    opened(page, f"{address}/#/trajectory/2", f"{links} === 'token 0,token 2,token 4'")
+    clicked(page, "article:nth-child(3) .to-token", "document.querySelector('.token.selected')?.dataset.at === '4'")
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
