@@ -358,15 +358,20 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
 
 
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
-    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
+    store = stored(tmp_path / "one", [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
+    other = stored(tmp_path / "other", [rollout(0, policy_version=version) for version in (2, 2, 3)])
+    address = serve(store, compare=other)
+    opened(page, f"{address}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
     values = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
-    page.until(f"['3,0', '8,0'].includes({values})")
+    page.until(f"['3,0,1', '8,0,'].includes({values})")
     assert "overview" in page.run("return location.hash")  # no trajectories to show
     page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to an existing version
     label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-    assert page.run(f"return {label}") == "version 2: 1"
+    assert page.run(f"return {label}") == "version 2: 1; other run 2"
+    assert text_of(page, ".figures .other") == "3"
+    assert text_of(page, ".compared").startswith(f"{store}{other}")
+    page.until("document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('other run')")
 
 
 def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
@@ -378,7 +383,7 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         page.open(f"{serve(tmp_path)}/#/overview?over=version")
         page.until(
             "document.querySelectorAll('.curves canvas').length === 4"
-            " && document.querySelectorAll('.curves figure').length === 4"
+            " && document.querySelectorAll('[data-curve]').length === 4"
         )
         odd = torch.full((20,), float("nan"))
         writer.add_trajectories([rollout(at, old_log_probs=odd) for at in range(16, 24)])

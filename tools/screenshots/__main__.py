@@ -46,6 +46,7 @@ class View:
         documented: whether the documentation has its picture.
         damaged: whether the page is expected to report an error.
         who: author of values given in the page; None if the page is read-only.
+        other: store to compare.
     """
 
     name: str
@@ -56,6 +57,12 @@ class View:
     documented: bool = True
     damaged: bool = False
     who: str | None = None
+    other: str | None = None
+
+    @property
+    def served(self) -> tuple[str, str | None, str | None]:
+        """Arguments of its server."""
+        return self.store, self.who, self.other
 
 
 _CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
@@ -99,6 +106,7 @@ _READ = "document.querySelectorAll('.message').length"
 OTHER_VIEWS = tuple(
     View(*view, documented=False, **more)
     for *view, more in (
+        ("compare", "terminal", "overview", f"{_CURVES} === 5", {"other": "slower"}),
         ("tokens", "terminal", "trajectory/52?show=tokens&token=113", "document.querySelector('.token.selected')", {}),
         ("mask", "terminal", "trajectory/52?color=loss_mask&show=tokens", "document.querySelector('.token')", {}),
         ("group-all", "terminal", "group?task=undo-commit&version=all", f"{_READ} > 8", {}),
@@ -142,11 +150,14 @@ def pictures(*, every: bool = False) -> Iterator[tuple[str, bytes]]:
         profile = Path(folder, "profile")
         views = [*VIEWS, *(OTHER_VIEWS if every else ())]
         with browser(profile) as driver, contextlib.ExitStack() as stack:
-            for store in {view.store for view in views}:
+            for store in {store for view in views for store in (view.store, view.other) if store is not None}:
                 WRITERS[store](runs / store)
             addresses = {
-                (store, who): stack.enter_context(serving(runs / store, who=who))
-                for store, who in {(view.store, view.who) for view in views}
+                served: stack.enter_context(
+                    serving(runs / store, who=who, compare=None if other is None else runs / other)
+                )
+                for served in {view.served for view in views}
+                for store, who, other in (served,)
             }
             page = Page(driver)
             for view in views:
@@ -155,7 +166,7 @@ def pictures(*, every: bool = False) -> Iterator[tuple[str, bytes]]:
                     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
                     for theme in ("light", "dark"):
                         name = f"view-{view.name}-{theme}{'' if width == WIDE else f'-{width}'}.png"
-                        yield name, _picture(page, view, addresses[view.store, view.who], theme)
+                        yield name, _picture(page, view, addresses[view.served], theme)
 
 
 def _picture(page: Page, view: View, address: str, theme: str) -> bytes:

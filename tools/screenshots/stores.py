@@ -27,11 +27,16 @@ END = "<|end|>"
 Message = dict[str, Any]
 
 
-def write_rollouts(path: Path) -> None:
+def write_rollouts(path: Path, slowness: float = 6) -> None:
     """Write a store of rollouts, and the tokenizer that they name beside it."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
-        for rollout in _rollouts(path.parent / "tokenizer"):
+        for rollout in _rollouts(path.parent / "tokenizer", slowness):
             writer.add_trajectories([rollout])
+
+
+def write_slower(path: Path) -> None:
+    """Write a store of rollouts of an agent that learns more slowly."""
+    write_rollouts(path, 16)
 
 
 def write_pool(path: Path) -> None:
@@ -64,11 +69,11 @@ def write_empty(path: Path) -> None:
     TrajectoryReplayBuffer(auto_save=True, auto_save_path=path).close()
 
 
-def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
+def _rollouts(folder: Path, slowness: float = 6) -> Iterator[AgentTrajectory]:
     """Yield rollouts, version by version and task by task; their tokenizer is written into a folder."""
     chance = random.Random(5)
     made = [
-        (task, version, *_conversation(task, version, chance))
+        (task, version, *_conversation(task, version * 6 / slowness, chance))
         for version in range(VERSIONS)
         for task in TASKS
         for _ in range(SIBLINGS)
@@ -81,7 +86,7 @@ def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
         yield _rollout(task, version, is_solved, messages, tokens, numbers, folder)
 
 
-def _conversation(task: Task, version: int, chance: random.Random) -> tuple[bool, list[Message]]:
+def _conversation(task: Task, version: float, chance: random.Random) -> tuple[bool, list[Message]]:
     """Return whether a task was solved, and the messages; later versions solve more, with fewer detours."""
     skill = 2.6 * (1 - math.exp(-version / 6))
     is_solved = chance.random() < 1 / (1 + math.exp(task.hard - skill))
@@ -245,6 +250,7 @@ def _picture(hand: npt.NDArray[Any], cube: npt.NDArray[Any], mark: npt.NDArray[A
 
 WRITERS = {
     "terminal": write_rollouts,
+    "slower": write_slower,
     "pusher": write_blocks,
     "experience_pool": write_pool,
     "noted": write_noted,

@@ -79,24 +79,30 @@ class Living:
     Args:
         shown: the contents of the page; owned by this object from now on.
         tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
+        other: contents to compare in the overview; also owned by this object.
     """
 
-    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
+    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None, other: Shown | None = None) -> None:
         self._shown = shown
+        self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
         self._decoders: dict[str | None, Decode | None] = {}
         self._inboxes: dict[str, InboxView] = {}
         """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
-        self._sums: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
-        """(sum of log-probs or rewards, number of tokens or steps) per trajectory; used by the second thread."""
+        self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
+        """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
         self._start, self._number = secrets.token_hex(4), 0
-        self.state = State(self._name(), len(shown), shown.damage)
+        self.state = State(self._name(), len(shown), self._damage())
         """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
         """Release the resources taken for reading."""
-        self._shown.close()
+        for run in self._runs:
+            run.close()
+
+    def _damage(self) -> str | None:
+        return "; ".join(run.damage for run in self._runs if run.damage is not None) or None
 
     @property
     def path(self) -> str:
@@ -111,7 +117,8 @@ class Living:
     def refresh(self) -> State:
         """Show new commits, and return the state."""
         try:
-            changed, trouble = self._shown.refresh(), self._shown.damage
+            changed = sum(run.refresh() for run in self._runs) > 0
+            trouble = self._damage()
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, trouble = False, str(error)
             if trouble != self.state.trouble:
@@ -202,20 +209,32 @@ class Living:
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories that match a condition; see ``view/overview``.
 
+        ``other`` has those of the contents to compare, and their ``path``.
+
         Raises:
             ConfigurationError: the condition is invalid; names the position.
         """
         pool = None if self._shown.pool is None else self._shown.pool.overview()
-        extra = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
-        return {**overview(self.table(where)), **extra}
+        runs = [{**overview(self.table(where, number)), "path": run.path} for number, run in enumerate(self._runs)]
+        extra = {
+            "other": runs[1] if len(runs) > 1 else None,
+            "pool": pool,
+            "limits": list(self._shown.limits),
+            "state": self.state.name,
+        }
+        return {**runs[0], **extra}
 
-    def table(self, where: str = "") -> DataFrame:
+    def table(self, where: str = "", run: int = 0) -> DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
+
+        Args:
+            where: condition; empty for all.
+            run: 0, or 1 for the contents to compare.
 
         Raises:
             ConfigurationError: the condition is invalid, with the reason.
         """
-        question = self._shown.query()
+        question = self._runs[run].query()
         return (question.where(where) if where else question).table()
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
@@ -236,7 +255,7 @@ class Living:
             "state": self.state.name
         }
 
-    def sampled(self, where: str, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
+    def sampled(self, where: str, over: str, name: str, run: int = 0) -> tuple[Answer, list[list[Sample]]]:
         """Return the points and trajectories to pass to :meth:`measured`; see ``view/overview``.
 
         Raises:
@@ -246,7 +265,9 @@ class Living:
             raise ConfigurationError(f"over: {over!r}, must be version or time")
         if name not in MEASURED:
             raise ConfigurationError(f"name: {name!r}, must be {' or '.join(MEASURED)}")
-        points, samples = sampled(self.table(where), over, name)
+        if run >= len(self._runs):
+            raise ConfigurationError(f"run: {run}, there is no other run to compare")
+        points, samples = sampled(self.table(where, run), over, name)
         return {**points, "unread": 0, "state": self.state.name}, samples
 
     # -- one trajectory -----------------------------------------------------------------------------
@@ -302,7 +323,7 @@ class Living:
         columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
 
-    def measured(self, name: str, samples: Sequence[Sample]) -> Answer:
+    def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
         """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
 
         Of ``log_prob``, the mean over the model's tokens (the trainer's log-probs are preferred to the engine's); of
@@ -312,18 +333,19 @@ class Living:
         found, unread = [], 0
         for sample in samples:
             number, committed = sample
-            if sample not in self._sums:
+            key = run, sample
+            if key not in self._sums:
                 try:
-                    self._sums[sample] = self._sum_of(number, name)
+                    self._sums[key] = self._sum_of(number, name, run)
                 except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other trajectories
                     continue
                 except (TrajstoreError, OSError) as error:  # the page shows their number
                     logger.debug("%s", error)
                     unread += 1
                     continue
-            found.append(self._sums[sample])
+            found.append(self._sums[key])
             if committed is None:  # without a time, a later trajectory of this id cannot be distinguished
-                del self._sums[sample]
+                del self._sums[key]
         while len(self._sums) > _SUMS:
             self._sums.popitem(last=False)
         values = sum(count for _, count in found)
@@ -331,14 +353,14 @@ class Living:
         spread = spread_of([total / count for total, count in found if count], mean or 0.0)
         return {name: plain(mean), **{f"{name}_{key}": plain(value) for key, value in spread.items()}, "unread": unread}
 
-    def _sum_of(self, number: int, name: str) -> tuple[float, int]:
+    def _sum_of(self, number: int, name: str, run: int) -> tuple[float, int]:
         """Return the sum of a trajectory's values, and their number."""
         if name == "log_prob":
-            return _log_probs_of(self.get(shown_id(number)))
+            return _log_probs_of(self._runs[run].get(shown_id(number)))
         ids = np.array([number], np.int64)
-        (length,), (batch,) = self._shown.extents(ids)
+        (length,), (batch,) = self._runs[run].extents(ids)
         try:
-            columns = self._shown.read(Drawn(ids.repeat(length * batch), np.arange(length * batch)), ["rewards"])
+            columns = self._runs[run].read(Drawn(ids.repeat(length * batch), np.arange(length * batch)), ["rewards"])
         except SchemaMismatchError:  # a block without rewards
             return 0.0, 0
         return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), int(length * batch)

@@ -171,12 +171,13 @@ class Service:
 
     async def _sampled(self, request: Request) -> Response:
         where, over, name = _said(request, "where"), _said(request, "over"), _said(request, "name")
-        answer, samples = await self._ask(lambda: self._living.sampled(where, over, name))
+        run = _number(request, "run", 0)
+        answer, samples = await self._ask(lambda: self._living.sampled(where, over, name, run))
         points = []
         for some in samples:  # one by one, so that a request for a single trajectory can come in between
             if await request.is_disconnected():
                 raise ClientDisconnect
-            read = partial(self._living.measured, name, some)
+            read = partial(self._living.measured, name, some, run)
             points.append(await asyncio.get_running_loop().run_in_executor(self._reading, read))
         return _json(with_points(answer, points))
 
@@ -311,6 +312,7 @@ def served(
     port: int,
     *,
     tokenizer: str | Path | None = None,
+    other: Shown | None = None,
     token: str | None = None,
     correcting: Correcting | None = None,
 ) -> Iterator[str]:
@@ -321,13 +323,17 @@ def served(
         host: address to listen on.
         port: port; 0 = any free one.
         tokenizer: as for :class:`Living`.
+        other: as for :class:`Living`.
         token: token to require if the host is a loopback address; other hosts get a random one.
         correcting: applies values from the page; None if the page is read-only.
 
     Raises:
         ConfigurationError: the address does not exist here, or the port is taken.
     """
-    with listening(host, port) as (listener, own, address), closing(Living(shown, tokenizer=tokenizer)) as living:
+    with (
+        listening(host, port) as (listener, own, address),
+        closing(Living(shown, tokenizer=tokenizer, other=other)) as living,
+    ):
         server = server_of(living, own or token, correcting)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
         thread.start()

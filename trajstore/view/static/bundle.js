@@ -110,9 +110,9 @@ const ANSWERS = {
     if (where) throw unanswered(where);
     return all.overview;
   },
-  sampled: (all, { where, over, name }) => {
+  sampled: (all, { where, over, name, run }) => {
     if (where) throw unanswered(where);
-    return all.sampled[name][over];
+    return all.sampled[name][over][run];
   },
   group,
 };

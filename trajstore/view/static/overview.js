@@ -83,12 +83,13 @@ export async function show(main, { parameters, keep, signal }) {
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const figures = make("dl", { class: "figures" });
+  const compared = make("div", { class: "compared quiet" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
   const help = make("p", { class: "note", hidden: true }, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. Point at a curve for its values; click a point or a bar to see its trajectories.");
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, help, pool, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, curves, help, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -104,26 +105,27 @@ export async function show(main, { parameters, keep, signal }) {
     }
   }
 
-  const kindsOf = () => SAMPLED.filter(({ kind }) => (kind === "agents" ? told.agents : told.trajectories - told.agents) > 0);
-  const keyIn = ({ name }) => `${name} ${isOver()}`;
-  const isRead = (curve) => read[keyIn(curve)]?.state === told.state && read[keyIn(curve)].where === told.where;
+  const runs = () => [told, told.other].filter(Boolean);
+  const kindsOf = ({ agents, trajectories }) => SAMPLED.filter(({ kind }) => (kind === "agents" ? agents : trajectories - agents) > 0);
+  const keyIn = ({ name }, run) => `${name} ${isOver()} ${run}`;
+  const isRead = ([curve, run]) => read[keyIn(curve, run)]?.state === told.state && read[keyIn(curve, run)].where === told.where;
 
   /** Asks for the sampled curves, one at a time: trajectories are read, which far away takes longer than the next commit. */
   async function readSampled() {
-    const curve = kindsOf().find((one) => !isRead(one));
+    const [curve, run] = runs().flatMap((one, at) => kindsOf(one).map((wanted) => [wanted, at])).find((one) => !isRead(one)) ?? [];
     if (isReading || !curve) return;
-    const [is, key, { state, where }] = [isOver(), keyIn(curve), told];
+    const [is, key, { state, where }] = [isOver(), keyIn(curve, run), told];
     isReading = true;
     let answer = { x: [] };
     try {
-      answer = await ask("sampled", { where, over: is, name: curve.name }, signal);
+      answer = await ask("sampled", { where, over: is, name: curve.name, run }, signal);
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
     isReading = false;
     if (signal.aborted) return;
     read[key] = { [curve.name]: [], ...answer, state, where };
-    const now = readOf(curve);
+    const now = readOf(curve, 0);
     const isThere = curves.querySelector(`[data-curve=${curve.name}]`) !== null;
     if (now && isThere !== known(curve.name, now)) keepingFocus(main, lay);
     else if (now && isThere) keepingFocus(curves, () => drawSampled(curve, now));
@@ -139,7 +141,7 @@ export async function show(main, { parameters, keep, signal }) {
   function lay() {
     axis.hidden = !hasTimes();
     for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
-    const pairs = [
+    const pairsOf = (told) => [
       ["trajectories", count(told.trajectories)],
       ["mean outcome", told.outcome === null || isSaid() ? null : short(told.outcome)],
       ["tasks", told.tasks ? count(told.tasks) : null],
@@ -149,7 +151,10 @@ export async function show(main, { parameters, keep, signal }) {
       ["first commit", told.begun === null ? null : time(told.begun)],
       ["last commit", told.ended === null ? null : time(told.ended)],
     ];
-    fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const others = told.other && pairsOf(told.other);
+    fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
+    fill(figures, pairsOf(told).map(([name, value], at) => [name, value, others?.[at][1] ?? null]).filter(([, ...values]) => values.some((value) => value !== null))
+      .map(([name, value, other]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"), others && make("dd", { class: "other" }, other ?? "–"))));
     const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
     fill(lacking, ...[
       told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
@@ -170,7 +175,7 @@ export async function show(main, { parameters, keep, signal }) {
     const bar = make("span", { class: outcome === null ? null : "bar-of" });
     if (outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
+      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome), told.other && make("span", { class: "other" }, ` ${short(told.other.by_task.find(({ task }) => task === row.task)?.outcome) || "–"}`)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -178,15 +183,15 @@ export async function show(main, { parameters, keep, signal }) {
   function draw() {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
-    const data = isOver() === "version" ? told.by_version : told.by_time;
+    const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
-    const sampled = kept.length ? kindsOf().filter((curve) => !readOf(curve) || known(curve.name, readOf(curve))) : [];
+    const sampled = kept.length ? kindsOf(told).filter((curve) => !readOf(curve, 0) || known(curve.name, readOf(curve, 0))) : [];
     fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
       kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
       Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
-    for (const curve of kept) drawCurve(curve, data);
-    for (const curve of sampled) if (readOf(curve)) drawSampled(curve, readOf(curve));
+    for (const curve of kept) drawCurve(curve, data, other);
+    for (const curve of sampled) if (readOf(curve, 0)) drawSampled(curve, readOf(curve, 0));
   }
 
   /** Returns how many trajectories have which value, as bars that lead to them. */
@@ -205,64 +210,78 @@ export async function show(main, { parameters, keep, signal }) {
       make("div", { class: "histogram" }, bars));
   }
 
-  function readOf(curve) {
-    const found = read[keyIn(curve)];
+  function readOf(curve, run) {
+    const found = read[keyIn(curve, run)];
     return found?.where === told.where ? found : null;
   }
 
   function drawSampled(curve, data) {
     const odd = data[curve.name].filter((value) => typeof value === "string").length;
-    drawCurve(curve, data, [data.of > data.x.length ? `at ${count(data.x.length)} of ${count(data.of)} points` : null,
+    drawCurve(curve, data, readOf(curve, 1), [data.of > data.x.length ? `at ${count(data.x.length)} of ${count(data.of)} points` : null,
       odd ? `${count(odd)} not finite` : null, data.unread ? `${count(data.unread)} cannot be read` : null].filter(Boolean));
   }
 
   const figureOf = ({ name, title, of }, notes = []) => make("figure", { "data-curve": name, class: of ? "sampled" : null, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
     make("figcaption", {}, name === "count" ? title : `${title} ± standard deviation`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
 
-  /** Draws a curve, and nothing else anew: what is beside it may be clicked on. */
-  function drawCurve(curve, data, notes) {
+  /**
+   * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, the
+   * spread and n at an x.
+   */
+  function lineOf(data, name) {
+    const hasBand = name !== "count";
+    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
+    const isWhole = isOver() === "version" && !(data.of > data.x.length); // else missing versions are only not shown
+    const points = isWhole ? withGaps(data, names, hasBand ? null : 0)
+      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
+    const said = (x) => {
+      const point = points.x.indexOf(x);
+      const at = points.real.indexOf(point);
+      if (point < 0 || points.lines.at(-1)[point] === null) return "";
+      if (!hasBand) return short(points.lines[0][point]);
+      const deviation = data[`${name}_sd`][at];
+      return `${short(data[name][at])}${deviation === null ? "" : ` ± ${short(deviation)}`}, n = ${count(data[`${name}_n`][at])}`;
+    };
+    return { ...points, said };
+  }
+
+  /** Draws a curve, that of the other run with it, and nothing else anew: what is beside it may be clicked on. */
+  function drawCurve(curve, data, other, notes) {
     const { name, title } = curve;
     const isVersion = isOver() === "version";
     const figure = figureOf(curve, notes);
     plots.get(name)?.destroy();
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
-    const isWhole = isVersion && !(data.of > data.x.length); // else missing versions are only not shown
     const hasBand = name !== "count";
-    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
-    const points = isWhole ? withGaps(data, names, hasBand ? null : 0)
-      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
-    /** Says the value of a point, its spread and n. */
-    const said = (point) => {
-      const at = points.real.indexOf(point);
-      if (at < 0 || points.lines.at(-1)[point] === null) return point >= 0 && !hasBand ? "0" : "";
-      const [value, deviation, n] = [data[name][at], data[`${name}_sd`]?.[at] ?? null, data[`${name}_n`]?.[at]];
-      return hasBand ? `${short(value)}${deviation === null ? "" : ` ± ${short(deviation)}`}, n = ${count(n)}` : short(value);
-    };
-    const last = points.x.length - 1;
+    const drawn = [data, other].filter(Boolean).map((one) => lineOf(one, name));
+    const [x, ...lines] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
+    const places = new Map(x.map((value, at) => [value, at]));
+    const real = drawn[0].real.map((point) => places.get(drawn[0].x[point])); // where the first run has points
+    const seriesOf = ({ said }, run) => [
+      ...(hasBand ? ["high", "low"] : []).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
+      { label: run ? "other" : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, fill: hasBand || run ? undefined : styleOf("--accent-back"), spanGaps: false,
+        points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : "") },
+    ];
+    const last = x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
       axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time"),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
-      series: [
-        { label: isVersion ? "version" : "time" },
-        ...names.slice(0, -1).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
-        { label: hasBand ? "mean" : name, stroke: styleOf("--accent"), width: 1.75, fill: hasBand ? undefined : styleOf("--accent-back"), spanGaps: false,
-          points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => said(at) },
-      ],
-      bands: hasBand ? [{ series: [1, 2], fill: styleOf("--accent-back") }] : [],
-    }, [points.x, ...points.lines], figure);
+      series: [{ label: isVersion ? "version" : "time" }, ...drawn.flatMap(seriesOf)],
+      bands: hasBand ? drawn.map((_, run) => ({ series: [3 * run + 1, 3 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
+    }, [x, ...lines], figure);
     plot.setLegend({ idx: last });
     const open = (point) => {
-      const at = points.real.indexOf(point);
+      const at = real.indexOf(point);
       if (at < 0) return; // nothing is there
       const condition = isVersion ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
       location.hash = linkTo(within(condition));
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, points.real, name, title, isVersion, open, said);
+    atKeys(plot, real, name, title, isVersion, open, drawn);
     plots.set(name, plot);
   }
 
@@ -296,15 +315,16 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, real, name, title, isVersion, open, said) {
-    const [x, y] = [plot.data[0], plot.data.at(-1)];
+  function atKeys(plot, real, name, title, isVersion, open, drawn) {
+    const x = plot.data[0], y = plot.data[name === "count" ? 1 : 3];
+    const saidAt = (at) => drawn.map(({ said }) => said(x[at])).map((text, run) => (run ? `; other run ${text || "unknown"}` : text || "unknown")).join("");
     const last = real.length - 1;
     const go = (at) => {
       const number = Math.max(0, Math.min(at, last));
       const here = real[number];
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
       plot.over.setAttribute("aria-valuenow", number);
-      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : said(here)}`);
+      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${saidAt(here)}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
     for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);
