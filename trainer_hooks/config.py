@@ -179,15 +179,20 @@ class ExperienceReplayConfig(PoolOptions):
                 self.success_threshold,
             )
 
-    def pool_rules(self, n_rollout: int) -> PoolRules:
+    def pool_rules(self, n_rollout: int, **lengths: int | None) -> PoolRules:
         """Return the rules of the pool for ``n_rollout`` rollouts per task.
+
+        Args:
+            n_rollout: rows of every task in a batch.
+            lengths: ``max_prompt_length`` and ``max_response_length`` of the rules.
 
         Raises:
             ConfigurationError: ``n_rollout`` is not above 0, k is not below it, or no history could be replayed.
         """
         whole("n_rollout", n_rollout, 1)
         refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout) or self._problems(n_rollout))
-        return PoolRules(n_rollout=n_rollout, **{name: getattr(self, name) for name in names_of(PoolOptions)})
+        options: dict[str, Any] = lengths | {name: getattr(self, name) for name in names_of(PoolOptions)}
+        return PoolRules(n_rollout=n_rollout, **options)
 
     def _problems(self, n_rollout: int) -> list[str]:
         """Return a sentence for each key that ``n_rollout`` makes useless."""

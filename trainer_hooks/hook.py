@@ -71,6 +71,9 @@ class ReplayHook(Closing, Generic[Task]):
             a task whose own rollouts have different prompts is not compared.
         draws_ahead: steps between :meth:`tasks_chosen` and the step that trains on its histories, in an asynchronous
             trainer; ``max_policy_age`` applies to that step.
+        max_prompt_length: tokens of the longest prompt in a batch; histories with a longer one are not drawn. ``None``:
+            no limit.
+        max_response_length: the same of responses.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -91,11 +94,15 @@ class ReplayHook(Closing, Generic[Task]):
         task_text: Callable[[Task], str] | None = None,
         task_prompt: Callable[[Task], Sequence[Message] | Tensor] | None = None,
         draws_ahead: int = 0,
+        max_prompt_length: int | None = None,
+        max_response_length: int | None = None,
     ) -> None:
         self.config = config
         self._n_rollout = whole("n_rollout", n_rollout, 1)
         self._handed_over = HandedOver()
-        rules = config.pool_rules(n_rollout)
+        rules = config.pool_rules(
+            n_rollout, max_prompt_length=max_prompt_length, max_response_length=max_response_length
+        )
         self._store = config.open_store() if config.enable else None
         self._made: ReplayParts[Task] | None = None
         if not config.enable:
@@ -445,11 +452,6 @@ class ReplayHook(Closing, Generic[Task]):
     def manager(self) -> ExperienceManager | None:
         """The pool; ``None`` if disabled."""
         return None if self._replay is None else self._replay.manager
-
-    @property
-    def training_step(self) -> int:
-        """The step that trains on what is drawn now; 0 if disabled."""
-        return 0 if self._made is None else self._made.manager.training_step
 
     def close(self) -> None:
         """Flush and close the pool's store. Idempotent."""

@@ -282,13 +282,18 @@ _INTEGER_OF = {torch.float32: torch.int32, torch.float64: torch.int64}
 def _zero_unless(values: Tensor, keep: Tensor) -> Tensor:
     """Return ``values`` where ``keep`` (bool), else 0 (even for NaN), by a bitwise "and", fast for any pattern."""
     integer = _INTEGER_OF[values.dtype]
-    bits = keep.view(torch.uint8).to(integer).neg_()
+    bits = _as_bytes(keep).to(integer).neg_()
     return (values.view(integer) & bits).view(values.dtype)
 
 
 def _as_numbers(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a bool mask as 0 and 1, through uint8 since torch converts bool to float slowly."""
-    return mask.view(torch.uint8).to(dtype)
+    return _as_bytes(mask).to(dtype)
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    """Return a bool mask as uint8: a view, or a conversion in compiled code, since Inductor cannot view bool."""
+    return mask.to(torch.uint8) if torch.compiler.is_compiling() else mask.view(torch.uint8)
 
 
 def _below_zero(values: Tensor) -> Tensor:

@@ -31,7 +31,8 @@ Shown = Literal["main", "all"]
 MAIN = frozenset(
     {
         *("pool_tasks", "pool_trajectories", "skipped_tasks", "refused_share", "unreadable"),
-        *("nothing_to_replay", "waiting_tasks", "unknown_tasks", "other_prompts", "starving_buckets", "similar_tasks"),
+        *("nothing_to_replay", "waiting_tasks", "unknown_tasks", "other_prompts", "too_long"),
+        *("starving_buckets", "similar_tasks"),
         *("replayed_rows", "demonstration_rows", "age_mean", "age_unknown_rows"),
         *("fresh_score_mean", "fresh_success_rate", "recorded_difference_mean", "off_policy_share", "off_ratio_mean"),
         *("off_ratio_near_zero_share", "off_effective_sample_size", "off_pg_loss"),

@@ -95,8 +95,17 @@ def test_workers_that_are_spawned_give_the_same_sequence(tmp_path: Path) -> None
 
 
 _KILLED = """
-import gc, os, signal, sys, threading, time
+import atexit, gc, os, signal, sys, threading, time
 from pathlib import Path
+
+
+@atexit.register  # before trajstore's, so it runs after them
+def at_exit():
+    if names := [thread.name for thread in threading.enumerate() if thread.name.startswith("trajstore")]:
+        print("Python ends these threads by force:", names, file=sys.stderr, flush=True)
+        os._exit(3)
+
+
 from torch.utils.data import DataLoader
 from tests.feeding.test_loader import reader
 from tests.feeding.test_processes import opened
@@ -137,10 +146,12 @@ for _ in range(6000):  # what ends in the background may take its time
     time.sleep(0.05)
 else:
     raise SystemExit(f"threads and files that are left: {left()}")
+unclosed = ReplayLoader(reader(Path(sys.argv[1])), 8)
+next(unclosed)
 """
 
 
-def test_a_worker_that_is_killed_is_an_error_and_leaves_nothing(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_a_worker_that_is_killed_is_an_error_and_nothing_is_left(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     fill(tmp_path / "store", range(10)).close()
     environment = {**os.environ, "PYTHONPATH": str(pytestconfig.rootpath)}
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "store")]

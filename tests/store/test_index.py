@@ -325,3 +325,4 @@ def test_entries_that_a_view_shows_are_in_memory_once() -> None:
         store.append({**entry, **rows, "shard": np.zeros(1)})
     for name in ("uuid", "nbytes", "version_low"):
         assert np.shares_memory(view[name], store[name])
+    assert np.shares_memory(view.before, store.before)

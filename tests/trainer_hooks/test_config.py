@@ -55,7 +55,8 @@ def test_every_rule_of_the_pool_is_that_of_the_configuration() -> None:
         "task_sampling": "sqrt",
         "seed": 5,
     }
-    assert {rule.name for rule in dataclasses.fields(PoolRules)} == {*other, "n_rollout"}
+    of_the_trainer = {"n_rollout", "max_prompt_length", "max_response_length"}
+    assert {rule.name for rule in dataclasses.fields(PoolRules)} == {*other, *of_the_trainer}
     assert ExperienceReplayConfig().pool_rules(8) == PoolRules(n_rollout=8)
     assert ExperienceReplayConfig(**other).pool_rules(6) == PoolRules(n_rollout=6, **other)  # type: ignore[arg-type]
 

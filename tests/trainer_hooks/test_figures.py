@@ -180,7 +180,7 @@ def test_a_step_reports_the_figures_of_the_first_table() -> None:
         for name in re.findall(r"`([^`]+)`", line.split("|")[1])
     }
     assert first_column == MAIN | {"refused/<reason>", "histories_refused/<reason>"}
-    assert len(first_column) == 25
+    assert len(first_column) == 26
     assert names >= MAIN
 
 

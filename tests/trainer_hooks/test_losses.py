@@ -337,13 +337,14 @@ def test_inputs_are_left_as_they_were() -> None:
     [OPTIONS[0], *(pytest.param(loss_options, marks=pytest.mark.campaign) for loss_options in OPTIONS[1:3])],
     ids=str,
 )
-def test_compiles_to_one_graph(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.campaign)])
+def test_compiles_to_one_graph(options: dict[str, Any], backend: str) -> None:
     torch.compiler.reset()
     case = make_case(31, dtype=torch.float32, options=options)
     expected = case.run()
     (expected_gradient,) = torch.autograd.grad(expected["pg_loss"], case.log_prob)
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend=backend)
     def run(log_prob: Tensor) -> dict[str, Tensor]:
         return het_compute_token_on_off_policy_loss(
             case.old_log_prob, log_prob, case.advantages, case.response_mask, case.exp_mask,

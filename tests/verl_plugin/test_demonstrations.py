@@ -40,7 +40,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
     done = train(tmp_path, *REPLAY, *limits)
     records, rows = done.steps, done.rows
     if longest == 3:  # answers are three digits and an end token
-        assert [record["experience_replay/histories_refused/too_long"] for record in records] == [2.0, 2.0]
+        assert [record["experience_replay/too_long"] for record in records] == [TRAIN_ROWS, TRAIN_ROWS]
         assert not any(row.exp_mask.any() for row in rows)
         assert {row.response.numel() <= longest for row in rows} == {True}
         return

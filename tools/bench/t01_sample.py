@@ -6,7 +6,7 @@ with torch at its default number of threads, and at one (threads of a busy machi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,10 +28,11 @@ def cached(options: Options) -> Iterator[Figure]:
             yield _compare("T1", f"sample, cached, {workload.name}", 1.0, buffer, workload, options)
 
 
-def uncached(options: Options) -> Iterator[Figure]:
-    """Yield T2 of both workloads, in two formats."""
+def uncached(options: Options, kinds: Sequence[str] = ("pt", "zarr")) -> Iterator[Figure]:
+    """Yield T2 of both workloads, in some formats."""
     for workload in (state(options), image(options)):
-        for kind, target in (("pt", 1.1), ("zarr", None)):
+        for kind in kinds:
+            target = 1.1 if kind == "pt" else None
             folder = options.folder / f"{workload.name}_{kind}"
             with filled(folder, workload.trajectories, seed=SEED, trajectory_format=kind) as buffer:
                 name = f"sample, nothing cached, {workload.name}, {kind}"

@@ -100,9 +100,9 @@ def ours(batch: Inputs) -> dict[str, Tensor]:
     )
 
 
-def make_inputs(masks: str, rows: int, generator: torch.Generator) -> Inputs:
-    """Return a batch of some rows; ``masks`` is ``scattered`` or ``turns``."""
-    shape = (rows, TOKENS)
+def make_inputs(masks: str, rows: int, generator: torch.Generator, tokens: int = TOKENS) -> Inputs:
+    """Return a batch [rows, tokens]; ``masks`` is ``scattered`` or ``turns``."""
+    shape = (rows, tokens)
     log_prob = -torch.rand(shape, generator=generator)
     old_log_prob = log_prob + 0.3 * torch.randn(shape, generator=generator)
     if masks == "scattered":
@@ -111,8 +111,8 @@ def make_inputs(masks: str, rows: int, generator: torch.Generator) -> Inputs:
         exp_mask = (torch.rand(shape, generator=generator) < 0.3).float() * response_mask
     else:
         advantages = torch.randn((rows, 1), generator=generator).expand(shape).contiguous()
-        position = torch.arange(TOKENS)
-        length = torch.randint(TOKENS // 4, TOKENS + 1, (rows, 1), generator=generator)
+        position = torch.arange(tokens)
+        length = torch.randint(tokens // 4, tokens + 1, (rows, 1), generator=generator)
         response_mask = ((position % 256 < 192) & (position < length)).float()
         exp_mask = (torch.rand((rows, 1), generator=generator) < 0.3).float() * response_mask
     return Inputs(old_log_prob, log_prob.requires_grad_(), advantages, response_mask, exp_mask)

@@ -11,6 +11,7 @@ import torch
 
 from trainer_hooks.replay.outcomes import outcome_of
 from trainer_hooks.replay.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
+from trainer_hooks.replay.rows import row_lengths
 from trainer_hooks.replay.wellformed import as_recorded, field_problem, record_problem
 from trajstore.core.columns.facts import RECORDED
 from trajstore.trajectory import AgentTrajectory
@@ -99,6 +100,10 @@ class PoolEntry:
     """Identifies the tokens."""
     prompt: Prompt = UNKNOWN_PROMPT
     """The prompt that it answers, computed from its tokens and messages on every load."""
+    prompt_length: int = 0
+    """Tokens of the prompt, of several rows the first one's."""
+    response_length: int = 0
+    """Tokens of the longest row's response."""
     reward_fingerprint: str = ""
     """Reward function that gave the outcome; empty = unknown."""
     is_demonstration: bool = False
@@ -299,6 +304,7 @@ def _entropy_of(trajectory: AgentTrajectory) -> float | None:
 
 def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | None) -> PoolEntry:
     recorded = trajectory.metadata.get(RECORDED)
+    prompt_length, response_length = row_lengths(trajectory)
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,
@@ -307,6 +313,8 @@ def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | Non
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
         prompt=prompt_of(trajectory),
+        prompt_length=prompt_length,
+        response_length=response_length,
         reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
         is_demonstration=is_demonstration(trajectory),
         is_corrected=isinstance(recorded, dict) and "outcome" in recorded,

@@ -28,6 +28,16 @@ logger = logging.getLogger(__name__)
 Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
+_NEVER_DRAWN = {
+    "other_prompts": "answer another prompt than the training data's row of their task: they are not replayed, and"
+    " counted as experience_replay/other_prompts. Data that were shuffled or filtered anew give other rows the same"
+    " names: name tasks by what they ask, or give the run a pool of its own. If prompts have a clock or a first"
+    " observation, return an empty one (task_prompt)",
+    "too_long": "are longer than the trainer's longest prompt or response: they are not replayed, and counted as"
+    " experience_replay/too_long. Raise max_prompt_length or max_response_length, or import shorter ones",
+}
+"""Ends of the warnings, by figure."""
+
 
 @dataclass(frozen=True)
 class RatioSchedule:
@@ -109,7 +119,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._histories = histories
         self._unsolved_first = truth("unsolved_first", unsolved_first)
         self._n_rollout = n_rollout
-        self._told_others = False
+        self._warned: set[str] = set()
         self._known: dict[str, bool] = {}
         """Whether the training data have each task that the pool has had so far."""
         self._given: dict[str, Task] = {}  # waiting tasks as passed in; after a resume, from get_task
@@ -254,20 +264,19 @@ class ExperienceMixCollateFn(Generic[Task]):
         self._known |= dict.fromkeys(fresh, True) | dict.fromkeys(lacking, False)
         return {name for name in tasks if not self._known[name]}
 
-    def _other_prompts(self) -> int:
-        """Return how many histories answer another prompt than their task's row; warns once."""
-        others = self._manager.of_other_rows()
-        if others and not self._told_others:
-            self._told_others = True
-            logger.warning(
-                "experience pool: %d histories, of task %s, answer another prompt than the training data's row of their"
-                " task: they are not replayed, and counted as experience_replay/other_prompts. Data that were shuffled"
-                " or filtered anew give other rows the same names: name tasks by what they ask, or give the run a pool"
-                " of its own. If prompts have a clock or a first observation, return an empty one (task_prompt)",
-                len(others),
-                listed(dict.fromkeys(repr(entry.task_id) for entry in others), 3),
-            )
-        return len(others)
+    def _never_drawn(self) -> dict[str, float]:
+        """Return how many histories are never drawn, by figure; warns once of each kind."""
+        kinds = self._manager.never_drawn()
+        for name, held in kinds.items():
+            if held and name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "experience pool: %d histories, of task %s, %s",
+                    len(held),
+                    listed(dict.fromkeys(repr(entry.task_id) for entry in held), 3),
+                    _NEVER_DRAWN[name],
+                )
+        return {f"experience_replay/{name}": float(len(held)) for name, held in kinds.items()}
 
     def _take_waiting(self, passed_over: Collection[str]) -> list[Task]:
         """Return and clear the waiting tasks, longest waiting first, without those passed over."""
@@ -286,7 +295,7 @@ class ExperienceMixCollateFn(Generic[Task]):
             "experience_replay/displaced_tasks": float(displaced),
             "experience_replay/waiting_tasks": float(len(self._manager.waiting_tasks)),
             "experience_replay/unknown_tasks": float(len(self._unknown())),
-            "experience_replay/other_prompts": float(self._other_prompts()),
+            **self._never_drawn(),
         }
         if self._similar is not None:
             self.metrics["experience_replay/similar_tasks"] = float(self._by_similarity if experience else 0)

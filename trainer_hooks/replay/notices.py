@@ -13,7 +13,7 @@ from trainer_hooks.replay.buckets import bucket_probabilities
 from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry, problem_of
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.selection import has_known_age, outcome_refusal
+from trainer_hooks.replay.selection import has_known_age, is_too_long, outcome_refusal
 from trainer_hooks.replay.state import PoolState
 from trajstore.trajectory import AgentTrajectory
 
@@ -188,6 +188,8 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     barred = len(held) - skipped - unplaced
     limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
     limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
+    too_long = sum(is_too_long(entry, rules) for entry in state.all_entries())
+    limits += f", {too_long} trajectories too long" if too_long else ""
     corrected = sum(entry.is_corrected for entry in state.all_entries())
     limits += f", {corrected} outcomes given late" if corrected else ""
     return (

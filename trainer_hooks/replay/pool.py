@@ -41,6 +41,7 @@ from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
     LeftOut,
     choose_histories,
+    is_too_long,
     is_worth_keeping,
     outcome_refusal,
     plan_admissions,
@@ -51,7 +52,7 @@ from trainer_hooks.replay.selection import (
 from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy, trajectory_of_entry
 from trainer_hooks.replay.store import MemoryStore, PoolStore
 from trajstore.core.base.arguments import truth, whole, whole_or_none
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ class ExperienceManager:
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
                 raise InvalidTrajectoryError(
-                    f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
+                    f"{counted(len(trajectories), 'trajectory')}, entropys of {len(entropys)} rows and response_mask of"
                     f" {len(response_mask)}: row i must belong to trajectory i"
                 )
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
@@ -531,9 +532,16 @@ class ExperienceManager:
         """Return whether a history with this prompt may be replayed for a task."""
         return not self._state.rows.differs(task_id, prompt)
 
-    def of_other_rows(self) -> list[PoolEntry]:
-        """Return the entries that answer another prompt than their task's row, and are never drawn."""
-        return [entry for entry in self._state.all_entries() if self._state.is_of_other_row(entry)]
+    def never_drawn(self) -> dict[str, list[PoolEntry]]:
+        """Return the entries that are never drawn, by figure.
+
+        ``other_prompts`` answer another prompt than their task's row, ``too_long`` exceed the trainer's lengths.
+        """
+        entries = list(self._state.all_entries())
+        return {
+            "other_prompts": [entry for entry in entries if self._state.is_of_other_row(entry)],
+            "too_long": [entry for entry in entries if is_too_long(entry, self.rules)],
+        }
 
     # ---- changes and persistence ----
 
@@ -683,7 +691,7 @@ class ExperienceManager:
         )
         if held and all(trajectory.input_ids is None for trajectory in held):
             raise ConfigurationError(
-                f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
+                f"{directory}: has {counted(len(held), 'trajectory')}, none with token ids, and messages cannot become"
                 f" tokens: {self._why_no_tokens()}"
             )
         if not truth("same_run", same_run):
@@ -765,7 +773,7 @@ class ExperienceManager:
         try:
             values = list(map(float, self.current_entropy([replayed_copy(record) for _, record in records])))
             if len(values) != len(records) or not np.isfinite(values).all():
-                raise ValueError(f"{len(values)} values for {len(records)} trajectories, or not finite")
+                raise ValueError(f"{len(values)} values for {counted(len(records), 'trajectory')}, or not finite")
         except Exception as error:  # trainer code may raise anything; saved entropies are used
             if not self._scoring_failed:
                 self._scoring_failed = True

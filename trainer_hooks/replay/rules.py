@@ -73,10 +73,13 @@ class PoolOptions(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRules(PoolOptions):
-    """The rules of a pool: :class:`PoolOptions`, and the size of a task's group.
+    """The rules of a pool: :class:`PoolOptions`, and those that the trainer sets.
 
     Attributes:
         n_rollout: rows of each task in a batch.
+        max_prompt_length: tokens of the longest prompt; trajectories with a longer one are not drawn. Of several rows
+            only the first one's counts.
+        max_response_length: tokens of the longest response of a row; trajectories with a longer one are not drawn.
 
     Raises:
         ConfigurationError: values out of range; the message lists all of them.
@@ -85,6 +88,8 @@ class PoolRules(PoolOptions):
     section: ClassVar[str] = "experience pool"
 
     n_rollout: Count
+    max_prompt_length: Whole | None = None
+    max_response_length: Whole | None = None
 
     @property
     def bounds(self) -> str:

@@ -154,13 +154,19 @@ def has_known_age(entry: PoolEntry, global_steps: int) -> bool:
     return entry.policy_version is not None and entry.policy_version <= global_steps
 
 
+def is_too_long(entry: PoolEntry, rules: PoolRules) -> bool:
+    """Return whether an entry is longer than a row of the trainer may be; then it is never drawn."""
+    longest = ((entry.prompt_length, rules.max_prompt_length), (entry.response_length, rules.max_response_length))
+    return any(limit is not None and length > limit for length, limit in longest)
+
+
 def eligible(entry: PoolEntry, rules: PoolRules, global_steps: int) -> bool:
-    """Return whether an entry may be drawn at this step: young enough and rewarded enough.
+    """Return whether an entry may be drawn at this step: short enough, young enough and rewarded enough.
 
     An unknown outcome is below any ``min_reward``, an unknown age above any ``max_policy_age``. A corrected outcome
     must also be one with which the entry could enter.
     """
-    if entry.is_corrected and not _deserves_keeping(entry.outcome, rules):
+    if is_too_long(entry, rules) or (entry.is_corrected and not _deserves_keeping(entry.outcome, rules)):
         return False
     if rules.min_reward is not None and (entry.outcome is None or entry.outcome < rules.min_reward):
         return False
@@ -179,7 +185,8 @@ def admit(
     A full task gives up its highest entropy for a lower one (``argmin``), its lowest for a higher one (``argmax``), its
     lowest outcome for one that is as high or higher (``reward``), or its oldest (``random``). By entropy,
     demonstrations, which have none, go first. A rollout replaces a demonstration with the same tokens, since it has
-    log-probs. It also replaces a history with another prompt, which is never drawn. Entries stay in order of arrival.
+    log-probs. It also replaces a history that is never drawn: one with another prompt, or a longer one than allowed.
+    Entries stay in order of arrival.
     Recovery is exact because adding the survivors of some additions again, in the same order, gives the same entries.
 
     Returns:
@@ -195,7 +202,11 @@ def admit(
     others: list[PoolEntry] = []
     if not new.is_demonstration:
         prompts = RowPrompts() if rows is None else rows
-        others = [entry for entry in entries if prompts.is_other(new.task_id, entry.prompt, new.prompt)]
+        others = [
+            entry
+            for entry in entries
+            if is_too_long(entry, rules) or prompts.is_other(new.task_id, entry.prompt, new.prompt)
+        ]
     worst = max(others or entries, key=lambda entry: _place(entry, rules))  # the oldest among equals
     by_entropy = rules.exp_select_mode in ("argmin", "argmax")
     better = _place(new, rules) < _place(worst, rules) or (

@@ -17,9 +17,10 @@ from transfer_queue import KVBatchMeta
 
 from trainer_hooks.replay.entry import llm_mask
 from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
@@ -44,8 +45,6 @@ class Histories:
     Args:
         n_rollout: sessions of a prompt that has no number of its own.
         own_group: each replayed row is its own group.
-        max_prompt_length: tokens; longer histories are refused; ``None`` = any.
-        max_response_length: tokens; longer histories are refused; ``None`` = any.
         max_policy_age: steps; older histories are refused; ``None`` = any.
     """
 
@@ -54,8 +53,6 @@ class Histories:
         n_rollout: int,
         *,
         own_group: bool,
-        max_prompt_length: int | None = None,
-        max_response_length: int | None = None,
         max_policy_age: int | None = None,
     ) -> None:
         self.expected: dict[str, Sequence[AgentTrajectory]] = {}
@@ -72,42 +69,24 @@ class Histories:
         """The current training step."""
         self._n_rollout = n_rollout
         self._own_group = own_group
-        self._max_prompt_length = max_prompt_length
-        self._max_response_length = max_response_length
         self._max_policy_age = max_policy_age
-        reasons = ("too_long", "too_old", "without_metric", "without_room")
+        reasons = ("too_old", "without_metric", "without_room")
         self._refused = {reason: FirstTold(logger) for reason in reasons}
 
-    def fitting(self, histories: Sequence[AgentTrajectory], step: int) -> tuple[AgentTrajectory, ...]:
-        """Return the histories that are neither too long nor too old, in their order.
-
-        Args:
-            histories: of one task.
-            step: the training step in which they are used.
-        """
-        bound = self._max_policy_age
-        versions = [step if history.policy_version is None else history.policy_version for history in histories]
-        young = [bound is None or step - version <= bound for version in versions]
-        if not all(young):
-            old = histories[young.index(False)]
+    def _young(self, histories: Sequence[AgentTrajectory]) -> tuple[AgentTrajectory, ...]:
+        """Return the histories that are not too old in the current step, because their prompt waited."""
+        bound, step = self._max_policy_age, self.step
+        ages = [0 if history.policy_version is None else step - history.policy_version for history in histories]
+        old = [bound is not None and age > bound for age in ages]
+        if any(old):
+            first = histories[old.index(True)]
             self._refused["too_old"].add(
-                young.count(False),
+                old.count(True),
                 "experience replay: rollout %r of task %r is not replayed: its age in step %d is %d, above"
                 " max_policy_age: its prompt waited. histories_refused/too_old counts such histories of a step",
-                *(old.rollout_id, old.task_id, step, step - versions[young.index(False)]),
+                *(first.rollout_id, first.task_id, step, ages[old.index(True)]),
             )
-        histories = [history for history, flag in zip(histories, young, strict=True) if flag]
-        fits = [not self._is_too_long(history) for history in histories]
-        long = [history for history, fit in zip(histories, fits, strict=True) if not fit]
-        if long:
-            self._refused["too_long"].add(
-                len(long),
-                "experience replay: rollout %r of task %r is not replayed: it is longer than data.max_prompt_length or"
-                " data.max_response_length allows. histories_refused/too_long counts such histories of a step",
-                long[0].rollout_id,
-                long[0].task_id,
-            )
-        return tuple(history for history, fit in zip(histories, fits, strict=True) if fit)
+        return tuple(history for history, flag in zip(histories, old, strict=True) if not flag)
 
     def take_refused(self) -> dict[str, float]:
         """Return the number of histories refused since the last call by reason, as metrics."""
@@ -115,17 +94,6 @@ class Histories:
             f"experience_replay/histories_refused/{reason}": float(count.take())
             for reason, count in self._refused.items()
         }
-
-    def _is_too_long(self, history: AgentTrajectory) -> bool:
-        for number, row in enumerate(rows_of(history)):
-            start = row.response_start or 0
-            length = 0 if row.input_ids is None else row.input_ids.numel()
-            # The prompts of later outputs are made by the agent loop, so their length is not limited.
-            if self._max_prompt_length is not None and not number and start > self._max_prompt_length:
-                return True
-            if self._max_response_length is not None and length - start > self._max_response_length:
-                return True
-        return False
 
     def expect(
         self, histories: Mapping[str, Sequence[AgentTrajectory]], wanted: Mapping[str, int] | None = None
@@ -256,7 +224,7 @@ class Histories:
         if not room or not self.expected.get(uid):
             return []
         template = dataplane.read_whole_row(key, tag, partition_id)
-        held = self.fitting(tuple(self.expected[uid])[:room], self.step)
+        held = self._young(tuple(self.expected[uid])[:room])
         self.expected[uid] = (*held, *self.expected[uid][room:])
         rows = []
         for number, history in enumerate(held):

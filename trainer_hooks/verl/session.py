@@ -28,6 +28,7 @@ from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
 from trainer_hooks.replay.persistence import from_plain, to_plain
 from trainer_hooks.replay.rows import row_count
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
@@ -42,7 +43,6 @@ from trainer_hooks.verl.rows import (
     NEEDED,
     NEEDED_UNRATED,
     WELCOME,
-    Row,
     has_outcome,
     messages_of,
     recorded_log_probs,
@@ -90,8 +90,6 @@ class ReplaySession:
         self._histories = Histories(
             block.n_rollout,
             own_group=block.experience_replay.group_offpolicy == "separate",
-            max_prompt_length=block.max_prompt_length,
-            max_response_length=block.max_response_length,
             max_policy_age=block.experience_replay.max_policy_age,
         )
         self.expect, self.join_finished = self._histories.expect, self._histories.join_finished
@@ -119,6 +117,8 @@ class ReplaySession:
                     tokenizer_fingerprint=tokenizer.fingerprint,
                     tokenizer=tokenizer.messages,
                     draws_ahead=block.draws_ahead,
+                    max_prompt_length=block.max_prompt_length,
+                    max_response_length=block.max_response_length,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
         except BaseException:
@@ -147,17 +147,7 @@ class ReplaySession:
         """
         self._histories.step = step
         plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
-        return [self._fitted(planned) for planned in plan or ()] or [
-            PlannedTask(task, self._block.n_rollout, ()) for task in task_ids
-        ]
-
-    def _fitted(self, planned: PlannedTask[str]) -> PlannedTask[str]:
-        """Return a task without histories that do not fit. Histories drawn in a thread are checked on joining."""
-        held = planned.histories
-        if not held or not isinstance(held, tuple):
-            return planned
-        kept = self._histories.fitting(held, self._hook.training_step)
-        return PlannedTask(planned.task, planned.fresh_rollouts + len(held) - len(kept), kept)
+        return plan or [PlannedTask(task, self._block.n_rollout, ()) for task in task_ids]
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
         """Return the training data's row of a task."""

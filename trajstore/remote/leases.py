@@ -10,7 +10,7 @@ import weakref
 
 import orjson
 
-from trajstore.core.base import locks
+from trajstore.core.base import exits, locks
 from trajstore.core.base.interrupts import start_thread
 from trajstore.core.files.base import Reader, ReaderLease
 from trajstore.core.files.holder import LOCK_NAME, holder_document, parse_holder
@@ -50,11 +50,17 @@ class RemoteReaderLease(ReaderLease):
         self._told_looking = True
         self._ended = threading.Event()
         self._write(looking=True)
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=_keep, args=(weakref.ref(self), self._ended, ttl / 3), name="trajstore-reader-lease", daemon=True
         )
         weakref.finalize(self, self._ended.set)
-        start_thread(thread)
+        exits.stop_at_exit(self)
+        start_thread(self._thread)
+
+    def stop_and_wait(self) -> None:
+        """Stop renewing the lease, which expires."""
+        self._ended.set()
+        self._thread.join()
 
     def look(self) -> None:
         with self._mutex:

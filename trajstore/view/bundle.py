@@ -21,7 +21,7 @@ from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import local_target
-from trajstore.errors import ConfigurationError, TrajstoreError, written
+from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows
 from trajstore.view.living import Living, with_points
@@ -94,7 +94,7 @@ def write_bundle(
     table = living.table(where)
     if len(table) > MOST:
         raise ConfigurationError(
-            f"bundle: {len(table):,} trajectories, more than the {MOST:,} that a bundle takes; choose some with --where"
+            f"bundle: {trajectories(len(table))}, more than the {MOST:,} that a bundle takes; choose some with --where"
         )
     about = {**living.about(), "columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
     rows = named_rows(table)
@@ -173,7 +173,7 @@ def _write(folder: LocalDirectory, done: Bundled, files: list[tuple[str, bytes]]
     done.bytes += sum(len(data) for _, data in files)
     if done.bytes > MOST_BYTES:
         raise ConfigurationError(
-            f"bundle: more than {MOST_BYTES:,} bytes after {done.trajectories:,} trajectories; choose some with --where"
+            f"bundle: more than {MOST_BYTES:,} bytes after {trajectories(done.trajectories)}; choose some with --where"
         )
     folder.publish([EncodedFile(name, [data]) for name, data in files])
 

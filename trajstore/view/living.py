@@ -24,6 +24,7 @@ from trajstore.errors import (
     StoreError,
     TrajectoryUnavailableError,
     TrajstoreError,
+    trajectories,
 )
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
@@ -166,7 +167,7 @@ class Living:
         ids, state = self._ids_of(where, order, state)
         if len(ids) > MOST_GIVEN:
             raise ConfigurationError(
-                f"annotate: {len(ids):,} trajectories, the page gives values to at most {MOST_GIVEN:,} at once; choose "
+                f"annotate: {trajectories(len(ids))}, the page gives values to at most {MOST_GIVEN:,} at once; choose "
                 "some with a condition, or call trajstore.annotate"
             )
         self.refresh()

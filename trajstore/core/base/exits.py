@@ -1,8 +1,11 @@
-"""Flushes and closes open stores when the interpreter exits.
+"""Stops threads, and flushes and closes open stores, when the interpreter exits.
 
 The interpreter exits in this order: hooks of ``threading`` (thread pools stop, and with them zarr's compression), the
 end of all non-daemon threads, hooks of ``atexit``, the last registered first (zarr stops its event loop).
 So stores are flushed first of all, while everything works, and closed before zarr stops.
+
+Python ends daemon threads by force, which aborts the process if one is in C++ or Rust code then. So threads that read
+are stopped before, but after the end of non-daemon threads, which may still use their batches.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401  # its hook must run after ours, which is registered later
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -31,7 +36,15 @@ class Writer(Protocol):
         """Whether it is closed already."""
 
 
+class Stoppable(Protocol):
+    """An object with a thread."""
+
+    def stop_and_wait(self) -> None:
+        """Stop the thread and wait for its end."""
+
+
 _open: dict[int, Writer] = {}
+_threads = weakref.WeakSet[Stoppable]()
 
 
 def remember(writer: Writer) -> None:
@@ -42,6 +55,11 @@ def remember(writer: Writer) -> None:
 def forget(writer: Writer) -> None:
     """Do not close this writer at exit."""
     _open.pop(id(writer), None)
+
+
+def stop_at_exit(thread: Stoppable) -> None:
+    """Stop a thread at exit, unless it is garbage-collected or forked before."""
+    _threads.add(thread)
 
 
 def before_the_end(call: Callable[[], None]) -> None:
@@ -61,6 +79,8 @@ def _flush_all() -> None:
 
 
 def _close_all() -> None:
+    for thread in list(_threads):
+        _quietly(thread.stop_and_wait)
     for writer in list(_open.values()):
         if not writer.closed:
             _quietly(writer.close)
@@ -76,5 +96,6 @@ def _quietly(call: Callable[[], None]) -> None:
         logger.error("%s", error)
 
 
+os.register_at_fork(after_in_child=_threads.clear)
 before_the_end(_flush_all)
 atexit.register(_close_all)

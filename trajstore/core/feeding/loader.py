@@ -131,7 +131,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def _end(self) -> None:
         if self._running is not None and self._dropped is not None and self._pid == os.getpid():
-            self._running.close()
+            self._running.stop_and_wait()
             self._dropped.detach()  # else it would keep ready batches until this loader is released
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:

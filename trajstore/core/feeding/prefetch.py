@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from trajstore.core.base import locks
+from trajstore.core.base import exits, locks
 from trajstore.core.base.interrupts import start_thread
 from trajstore.core.feeding.source import Source
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
@@ -87,6 +87,7 @@ class Prefetcher(Generic[D, T]):
         """Start making batches. Idempotent."""
         if self._thread is None and not self._stopping:
             self._thread = threading.Thread(target=self._run, name="trajstore-prefetch", daemon=True)
+            exits.stop_at_exit(self)
             start_thread(self._thread)
 
     def next(self, timeout: float | None = None) -> tuple[D, T]:
@@ -125,7 +126,7 @@ class Prefetcher(Generic[D, T]):
         """Wait, with the condition held, for a batch, an error or shutdown; return False on timeout."""
         return self._changed.wait_for(lambda: bool(self._made) or self._error is not None or self._stopping, timeout)
 
-    def close(self) -> None:
+    def stop_and_wait(self) -> None:
         """Stop the thread and wait for it. Idempotent."""
         with self._changed:
             self._stopping = True

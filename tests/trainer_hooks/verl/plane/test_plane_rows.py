@@ -17,11 +17,13 @@ from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
+from trainer_hooks.metrics import PREFIX
 from trainer_hooks.replay.entry import DEMONSTRATION
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.dataplane import read_rows, read_whole_row, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
 from trainer_hooks.verl.sampler import ReplaySampler
 from trajstore.errors import ConfigurationError
 
@@ -154,18 +156,19 @@ def test_prompts_may_say_how_many_sessions_they_have(make_session: MakeSession) 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(
-    ("changed", "reason"),
+    ("changed", "left_out", "joining"),
     [
-        ({"asks": [3, 2, 1, 0]}, "other_prompts"),
-        ({"longest": (2, None)}, "too_long"),
-        ({"longest": (3, 2)}, "too_long"),
-        ({"longest": (3, 5)}, ""),
+        ({"asks": [3, 2, 1, 0]}, {"other_prompts": 8.0}, 0),
+        ({"longest": (2, None)}, {"too_long": 8.0}, 0),
+        ({"longest": (3, 2)}, {"too_long": 4.0}, 1),
+        ({"longest": (3, 5)}, {}, 1),
     ],
-    ids=["reversed data", "prompt", "response", "within"],
+    ids=["reversed data", "prompts", "responses of half", "within"],
 )
 def test_histories_that_do_not_fit_are_refused_and_told(
     changed: dict[str, Any],
-    reason: str,
+    left_out: dict[str, float],
+    joining: int,
     background: bool,
     make_session: MakeSession,
     tmp_path: Path,
@@ -179,9 +182,7 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     session = make_session("run-b", **pool, **changed)
     asks = changed.get("asks", range(4))
     plan = session.plan(TASKS, 0.5, 2)
-    refused_at_once = reason == "other_prompts" or (reason and not background)
-    counts = [N if refused_at_once else N - 1] * 4
-    assert [item.fresh_rollouts for item in plan] == counts
+    assert [item.fresh_rollouts for item in plan] == [N - joining] * 4
     session.expect({f"u{number}": item.histories for number, item in enumerate(plan)})
     fresh = []
     for number, item in enumerate(plan):
@@ -190,16 +191,14 @@ def test_histories_that_do_not_fit_are_refused_and_told(
         prompt = [{"role": "user", "content": f"task {asks[index]}"}]
         fresh += [Row(row.key, row.tag, {**row.columns, "raw_prompt": prompt}) for row in rows]
     joined = session.join(plane.put(fresh))
-    assert len(joined) - len(fresh) == (0 if reason else len(TASKS))
+    assert plane.sessions(joined) == {f"u{number}": N for number in range(4)}, "groups are complete"
     plane.rate(joined)
     figures = session.scored(joined, 2)
-    begins = ("experience_replay/histories_refused/", "experience_replay/other_prompts")
-    replay_figures = {
-        name.rpartition("/")[2]: value for name, value in figures.items() if value and name.startswith(begins)
-    }
-    assert replay_figures == ({reason: 8.0 if reason == "other_prompts" else 4.0} if reason else {})
+    counted = {name.removeprefix(PREFIX): value for name, value in figures.items() if value}
+    reasons = ("histories_refused/", "other_prompts", "too_long")
+    assert {name: value for name, value in counted.items() if name.startswith(reasons)} == left_out
     warned = [item.getMessage() for item in caplog.records if "not replayed" in item.getMessage()]
-    assert len(warned) == bool(reason), warned
+    assert len(warned) == len(left_out), warned
 
 
 def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSession) -> None:
