@@ -187,16 +187,22 @@ def written(outcome: str) -> Iterator[None]:
         raise StoreWriteError(f"{error}{outcome}") from error
 
 
-def trajectories(count: int, one: str = "", many: str = "") -> str:
-    """Return a number of trajectories in words: ``"1 trajectory is"``, ``"5 trajectories are"``.
+def counted(count: int, noun: str, one: str = "", many: str = "") -> str:
+    """Return a number with its noun: ``"1 shard is"``, ``"5 trajectories are"``.
 
     Args:
         count: the number.
+        noun: the noun in the singular.
         one: words that follow a single one.
         many: words that follow any other number.
     """
-    noun, rest = ("trajectory", one) if count == 1 else ("trajectories", many)
-    return f"{count:,} {noun} {rest}".rstrip()
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural} {one if count == 1 else many}".rstrip()
+
+
+def trajectories(count: int, one: str = "", many: str = "") -> str:
+    """Return a number of trajectories, like :func:`counted`."""
+    return counted(count, "trajectory", one, many)
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:

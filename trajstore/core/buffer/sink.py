@@ -25,6 +25,7 @@ from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
 from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
+from trajstore.core.sampling.base import IntArray
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.log_records import ids_in_words
@@ -38,6 +39,7 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreError,
     TrajectoryUnavailableError,
+    trajectories,
     written,
 )
 from trajstore.trajectory import AnyTrajectory
@@ -92,7 +94,7 @@ class Sink:
             ConfigurationError: the numbers of UUIDs and trajectories differ.
         """
         if len(uuids) != 16 * len(flats):
-            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {trajectories(len(flats))}")
         self._watch.look(flats)
         return self._add(flats, uuids) if flats else []
 
@@ -197,6 +199,10 @@ class Sink:
         """Return the late values of a trajectory of the store."""
         raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
 
+    def commits(self) -> tuple[str, int, IntArray]:
+        """Return the store's UUID, an id above all committed ones, and the ids that only snapshots still name."""
+        raise StoreError("this buffer has no store of its own")
+
     def keeping_files(self) -> AbstractContextManager[object]:
         """Keep files to be linked or copied, also those of evicted trajectories."""
         return nullcontext()
@@ -296,7 +302,7 @@ class StoreSink(Sink):
                 if not ids:
                     raise
                 raise PartlyAddedError(
-                    f"{error or repr(error)}; the first {len(ids)} of {len(flats)} trajectories were added before, "
+                    f"{error or repr(error)}; the first {len(ids)} of {trajectories(len(flats))} were added before, "
                     "this error's ids are theirs; add the others again",
                     ids,
                 ) from error
@@ -398,6 +404,10 @@ class StoreSink(Sink):
         with self.writer.log.standing_still() as catalog:
             catalog.check_known([trajectory_id])
             return catalog.notes.history(trajectory_id)
+
+    def commits(self) -> tuple[str, int, IntArray]:
+        with self.writer.log.standing_still() as catalog:
+            return catalog.store_id, catalog.next_id, catalog.pinned["trajectory_id"].copy()
 
     def keeping_files(self) -> AbstractContextManager[object]:
         return self.writer.log.keeping_files()

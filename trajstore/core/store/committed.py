@@ -48,7 +48,13 @@ from trajstore.core.store.sealed import (
     seal,
 )
 from trajstore.core.store.shard_table import Lifetimes, ShardTable
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+    trajectories,
+)
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors raised by values of the wrong kind or size."""
@@ -424,8 +430,8 @@ class Committed:
         lacking = self.lacking(head)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
-                f"the pin {head.name!r} names {lacking} trajectories that are missing: commits were lost, or a writer "
-                "that had lost the store to another one made it; remove it with points.remove"
+                f"the pin {head.name!r} names {trajectories(lacking, 'that is', 'that are')} missing: commits were "
+                "lost, or a writer that had lost the store to another one made it; remove it with points.remove"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))
