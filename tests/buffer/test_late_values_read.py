@@ -15,6 +15,7 @@ from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.columns.facts import GIVEN, RECORDED
 from trajstore.core.feeding import TokenLoader
+from trajstore.core.formats import FORMATS
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 
@@ -167,7 +168,7 @@ def options(path: Path, form: str) -> dict[str, Any]:
     return {"sample_window_size": 0, "enable_cache": False, **(saved if form != "memory" else {})}
 
 
-@pytest.mark.parametrize("form", ["memory", "pt", "pkl", "zarr"])
+@pytest.mark.parametrize("form", ["memory", *FORMATS])
 def test_a_dtype_that_changes_is_cast_to_the_oldest_ones_and_told_once(
     tmp_path: Path, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED, main
+from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
@@ -98,10 +99,11 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
 
 def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:
     crashed, expected = str(crashed_store(tmp_path / "crashed")), [*LIVE.values()]
-    assert main(["convert", crashed, str(tmp_path / "pkl"), "--format", "pkl"]) == 0
+    for name in FORMATS:
+        assert main(["convert", crashed, str(tmp_path / name), "--format", name]) == 0
     assert main(["split", crashed, str(tmp_path / "run"), "--ranks", "2"]) == 0
     assert main(["merge", crashed, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
-    for made in ("pkl", "one"):
+    for made in (*FORMATS, "one"):
         assert contents_of(tmp_path / made) == expected
     assert sorted(contents_of(tmp_path / "run")) == sorted(expected)
 
