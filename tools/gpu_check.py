@@ -92,6 +92,9 @@ def loader(place: Place, options: Options) -> Iterator[Figure]:
             narrow, _, full = _waits(place, batches, work, steps)
         yield Figure("T10", "the same, rewards only", narrow / full, 0.02)
         if place.cuda:
+            with ReplayLoader(buffer, workload.batch, **arguments) as batches:
+                share = _idle(batches, steps)
+            yield Figure("T10", "GPU without work, steps of 5 ms launched one ahead", share, 0.02)
             yield from _copies(place, buffer.sample(workload.batch), "image", options, 0.9)
     if place.cuda:
         with filled(options.folder / "state", state(options).trajectories, seed=0) as buffer:
@@ -103,15 +106,14 @@ def _step_of(place: Place, length: float) -> Callable[[], None]:
     if not place.cuda:
         return partial(time.sleep, length)
     matrix = torch.randn(2048, 2048, device=place.device)
+    count = _products(matrix, length)
 
-    def products(count: int) -> None:
+    def work() -> None:
         for _ in range(count):
             torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
 
-    many = place.waited(partial(products, 100))
-    many()
-    each = min(seconds(many) for _ in range(3)) / 100
-    return place.waited(partial(products, max(1, round(length / each))))
+    return work
 
 
 def _waits(place: Place, batches: ReplayLoader, work: Callable[[], None], steps: int) -> tuple[float, float, float]:
@@ -128,6 +130,43 @@ def _waits(place: Place, batches: ReplayLoader, work: Callable[[], None], steps:
         work()  # waits for the copy too, since the batch was taken for this stream
         full += time.perf_counter() - start
     return asked, bare, full
+
+
+def _idle(batches: ReplayLoader, steps: int) -> float:
+    """Return the share of its time that the GPU has no work, for a learner that waits for the step before the last."""
+    matrix = torch.randn(2048, 2048, device="cuda")
+    products = _products(matrix, STEP)
+
+    def learn(get: Callable[[], object]) -> float:
+        ends: list[torch.cuda.Event] = []
+        start = time.perf_counter()
+        for number in range(steps):
+            get()
+            for _ in range(products):
+                torch.mm(matrix, matrix)
+            ends.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+            ends[-1].record()  # type: ignore[no-untyped-call]
+            if number:
+                ends[-2].synchronize()  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    for _ in range(8):
+        next(batches)
+    bare, full = learn(lambda: None), learn(lambda: next(batches))
+    return max(0.0, 1 - bare / full)
+
+
+def _products(matrix: Tensor, length: float) -> int:
+    """Return how many products of a matrix with itself take about ``length`` seconds on its device."""
+
+    def many() -> None:
+        for _ in range(100):
+            torch.mm(matrix, matrix)
+        torch.cuda.synchronize()
+
+    many()
+    return max(1, round(length * 100 / min(seconds(many) for _ in range(3))))
 
 
 def _differing(buffer: TrajectoryReplayBuffer, workload: Workload, arguments: dict[str, Any]) -> float:

@@ -73,10 +73,13 @@ class WithoutTruth(UserDict[str, Any]):
 def test_columns_and_out() -> None:
     buffer = TrajectoryReplayBuffer(seed=3)
     some = [witness(key) for key in range(5)]
-    for observed in some[1].curr_obs, some[1].forward_inputs:
-        observed |= {key: WithoutTruth(value) for key, value in observed.items() if isinstance(value, dict)}
-    some[1].next_obs = WithoutTruth(some[1].next_obs)  # type: ignore[assignment]
+    for trajectory in some:
+        nested = WithoutTruth({"tag": trajectory.curr_obs["tag"]})
+        trajectory.forward_inputs = WithoutTruth({"nested": nested})  # type: ignore[assignment]
     buffer.add_trajectories(some)
+    returned = buffer.get(3)
+    assert isinstance(returned, Trajectory)
+    assert torch.equal(returned.forward_inputs["nested"]["tag"], some[3].curr_obs["tag"])
     names = ["curr_obs.tag", "rewards"]
     out = {"curr_obs.tag": torch.full((20,), -1), "rewards": torch.zeros(20, 1, dtype=torch.float64)}
     batch = buffer.sample(8, columns=names, out=out)

@@ -70,7 +70,7 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
     for name in _RESPONSE:
         columns = [getattr(row, name) for row in rows]
         whole = all(column is not None for column in columns)
-        setattr(packed, name, _joined(columns, prompts) if whole else None)
+        setattr(packed, name, join_responses(columns, prompts) if whole else None)
     descriptions = [
         {
             "tokens": len(row_ids),
@@ -138,6 +138,19 @@ def response_length(trajectory: AgentTrajectory) -> int | None:
     return sum(int(row["tokens"] - row["prompt"]) for row in descriptions)
 
 
+def lengths_of_rows(trajectory: AgentTrajectory) -> list[tuple[int, int]]:
+    """Return the length and the prompt's length of each row, in tokens.
+
+    Raises:
+        InvalidTrajectoryError: it lacks its tokens.
+    """
+    descriptions = _said(trajectory)
+    if descriptions is not None:
+        return [(int(row["tokens"]), int(row["prompt"])) for row in descriptions]
+    ids, _, prompt = _tokens(trajectory)
+    return [(len(ids), prompt)]
+
+
 def row_lengths(trajectory: AgentTrajectory) -> tuple[int, int]:
     """Return the prompt tokens of the first row, and the response tokens of the longest.
 
@@ -197,7 +210,8 @@ def _tokens(row: AgentTrajectory) -> tuple[torch.Tensor, torch.Tensor, int]:
     return ids, mask, start
 
 
-def _joined(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> torch.Tensor:
+def join_responses(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> torch.Tensor:
+    """Return a response column of all rows, from one of each row and the lengths of the prompts."""
     parts = [columns[0]]
     for column, prompt in zip(columns[1:], prompts[1:], strict=True):
         parts += [torch.zeros(prompt, dtype=column.dtype), column]

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from tensordict import NonTensorData, TensorDict
-from tensordict.tensorclass import NonTensorStack
+from tensordict import TensorDict
 from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
-from trainer_hooks.verl.rows import Row
+from trainer_hooks.transfer_queue.rows import Row, column_values
 from trajstore.errors import ConfigurationError
 
 
@@ -43,7 +42,7 @@ def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] 
             f"the data plane has no column {', '.join(lacking)} for these {len(batch.keys)} rows: one of them was"
             " written without, and the plane then drops it for all. Every writer of rows must write it"
         )
-    columns = {name: _values(data, name) for name in names if name in present}
+    columns = {name: column_values(data, name) for name in names if name in present}
     return [
         Row(key, tag, {name: values[number] for name, values in columns.items()})
         for number, (key, tag) in enumerate(zip(batch.keys, batch.tags, strict=True))
@@ -102,17 +101,3 @@ def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
     """Return the batch without verl's padding rows."""
     real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     return batch if len(real) == len(batch.keys) else part_of(batch, real)
-
-
-def _values(data: TensorDict, name: str) -> list[Any]:
-    """Return a column as one value per row."""
-    column = data.get(name)
-    if isinstance(column, NonTensorStack):  # list(column) takes three times as long
-        return [cell.data if type(cell) is NonTensorData else cell.tolist() for cell in column.tensordicts]
-    return _parts(column) if isinstance(column, Tensor) else list(data[name])
-
-
-def _parts(column: Any) -> list[Tensor]:
-    if column.is_nested and column.layout == torch.jagged and column.lengths() is None:
-        return list(torch.split(column.values(), column.offsets().diff().tolist()))  # a fifth of what ``unbind`` takes
-    return list(column.unbind())

@@ -17,9 +17,10 @@ from transfer_queue import KVBatchMeta
 
 from trainer_hooks.replay.entry import llm_mask
 from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
-from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, Row, output_of, replayed_row, session_of
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, output_of, replayed_row, session_of
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from trainer_hooks.replay import mean_entropy
 from trainer_hooks.replay.compact import with_usual_columns
 from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
 from trainer_hooks.replay.rows import pack_rows, row_count
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
@@ -59,16 +59,6 @@ _OF_ONE_OUTPUT = ("token_scores",)
 
 _OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
 """Per-token columns that are not recorded, so rows with one of them cannot be replayed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One row of the data plane."""
-
-    key: str
-    tag: Mapping[str, Any]
-    columns: Mapping[str, Any]
-    """Columns by name; token columns are tensors of the row's length."""
 
 
 def session_of(key: str) -> str:

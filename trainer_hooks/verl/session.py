@@ -28,6 +28,7 @@ from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
 from trainer_hooks.replay.persistence import from_plain, to_plain
 from trainer_hooks.replay.rows import row_count
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
@@ -42,7 +43,6 @@ from trainer_hooks.verl.rows import (
     NEEDED,
     NEEDED_UNRATED,
     WELCOME,
-    Row,
     has_outcome,
     messages_of,
     recorded_log_probs,

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils import tensordict_utils as tu
 
-from trainer_hooks.verl.rows import Row
+from trainer_hooks.transfer_queue import Row
 
 VOCABULARY = 50
 

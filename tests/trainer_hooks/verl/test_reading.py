@@ -12,9 +12,10 @@ import torch
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from tests.verl_plugin.assets import make_tokenizer
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 from trainer_hooks.verl.reading import RunTokenizer, Scribe, name_of
-from trainer_hooks.verl.rows import Row, trajectories_of
+from trainer_hooks.verl.rows import trajectories_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError

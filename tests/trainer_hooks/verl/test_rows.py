@@ -22,12 +22,12 @@ from trainer_hooks.replay import mean_entropy
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.outcomes import asked_for
 from trainer_hooks.replay.rows import row_count
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import tokens
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.histories import spread
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
-    Row,
     has_outcome,
     plain,
     recorded_log_probs,

@@ -90,30 +90,44 @@ def _reader() -> Any:
     return read
 
 
+def _adder() -> Any:
+    """Return an intrinsic that atomically adds to an int64 at an address, and returns its old value."""
+
+    @intrinsic
+    def add(typing_context: Any, address: Any, number: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+        return types.int64(types.intp, types.int64), generate
+
+    return add
+
+
 _prefetch = _prefetcher()
+_add_to = _adder()
 _byte_at = _reader()
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
 @compiled(_NUMBERS, "int64", "int64", _NUMBERS, _NUMBERS, _NUMBERS)
-def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
+def find_rows(samples: Array, first: int, end: int, before: Array, positions: Array, rows: Array) -> None:
     """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
 
-    Sample s of the window is in the first trajectory whose running total exceeds s (``bucketize`` with
-    ``right=True``).
+    Sample s of the window is in the first trajectory with more than s samples up to its end (``bucketize`` with
+    ``right=True``). ``before`` is the running total of samples before each position.
     """
-    base = ends[first - 1] if first > 0 else 0
     for k in range(len(samples)):
-        wanted = samples[k] + base
+        wanted = samples[k] + before[first]
         low, high = first, end
         while low < high:
             middle = (low + high) // 2
-            if ends[middle] > wanted:
+            if before[middle + 1] > wanted:
                 high = middle
             else:
                 low = middle + 1
         positions[k] = low
-        rows[k] = wanted - (ends[low - 1] if low > 0 else 0)
+        rows[k] = wanted - before[low]
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int32[::1]", "int32[::1]", "int32[::1]", _TABLE)
@@ -185,6 +199,30 @@ def copy_rows(
                 _copy2(target + i * 2, sources[i])
             else:
                 _memcpy(target + i * width, sources[i], width)
+
+
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", _NUMBERS)
+def share_rows(
+    slot: Array,
+    rows: Array,
+    addresses: Array,
+    axes: Array,
+    columns: Array,
+    row_nbytes: Array,
+    targets: Array,
+    piece: int,
+    taken: Array,
+) -> None:
+    """Copy rows as :func:`copy_rows` does, together with other threads that call this with the same arrays.
+
+    Each takes ``piece`` samples at a time until none are left; ``taken[0]`` counts the samples taken, at first 0.
+    """
+    counter = taken.ctypes.data
+    while True:
+        begin = _add_to(counter, piece)
+        if begin >= len(slot):
+            return
+        copy_rows(slot, rows, addresses, axes, columns, row_nbytes, targets, begin, min(begin + piece, len(slot)))
 
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _TABLE)

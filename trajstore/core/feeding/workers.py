@@ -29,21 +29,21 @@ class Workers:
         """
         worker = get_worker_info()
         epoch = 0 if worker is None else max(1, worker.seed - worker.id)
-        if int(self._epoch[0]) not in (0, epoch):
+        if self._epoch.item() not in (0, epoch):
             raise ConfigurationError(
                 "DataLoader workers of an earlier epoch have read from here, and their batches would come again; use "
                 "persistent_workers=True, or iterate in this process without workers, or call load_state_dict with "
                 "the state to continue from"
             )
         if worker is not None:
-            self._epoch[0] = epoch
+            self._epoch.fill_(epoch)
 
     def restart(self) -> None:
         """Allow new workers, after a state was loaded; workers that are still running keep the earlier number."""
         if get_worker_info() is None:
             self._epoch = _shared()
         else:
-            self._epoch[0] = 0
+            self._epoch.zero_()
 
     @staticmethod
     def reads(number: int) -> bool:

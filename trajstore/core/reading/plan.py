@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -36,8 +34,8 @@ IntArray = npt.NDArray[np.int64]
 _SPLIT_BYTES = 4 << 20
 """Smaller batches are copied by the calling thread; sharing the work would cost more."""
 
-_PIECE_BYTES = 1 << 20
-"""Approximate bytes that a thread copies per piece."""
+_PIECE_BYTES = 256 << 10
+"""Approximate bytes that a thread copies at a time."""
 
 
 class HeldRows:
@@ -139,30 +137,19 @@ class RowPlan(HeldRows):
 
         An interrupt may end this before the helper threads; they keep the rows and targets alive while they copy.
         """
-        copy_rows, count = kernels.copy_rows, len(slots)
+        count = len(slots)
         bases = np.array([target.data_ptr() for target in targets], np.int64)
         arguments = (slots, places, self.first, self.axes, columns.numbers, columns.widths, bases)
-        nbytes = count * int(columns.widths.sum())
-        if nbytes < _SPLIT_BYTES or count < 2:
-            copy_rows(*arguments, 0, count)
+        width = int(columns.widths.sum())
+        if count * width < _SPLIT_BYTES or count < 2:
+            kernels.copy_rows(*arguments, 0, count)
             return
-        pieces = min(count, nbytes // _PIECE_BYTES)
-        edges = [count * piece // pieces for piece in range(pieces + 1)]
-        waiting = deque(pairwise(edges))
+        share = (*arguments, max(1, _PIECE_BYTES // width), np.zeros(1, np.int64))
 
-        def copy_pieces(_kept: object = (self, targets)) -> None:
-            while True:
-                try:
-                    begin, end = waiting.popleft()
-                except IndexError:  # no pieces left
-                    return
-                copy_rows(*arguments, begin, end)
+        def copy(_kept: object = (self, targets)) -> None:
+            kernels.share_rows(*share)
 
-        others = [_helpers.pool().submit(copy_pieces) for _ in range(_helpers.threads)]
-        copy_pieces()
-        for other in others:
-            if not other.cancel():  # do not wait for helpers that never started
-                other.result()
+        _helpers.run(copy)
 
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """Return address and size in bytes of every row to copy."""
@@ -213,7 +200,27 @@ class Helpers:
         self._pid = 0
         self._lock = locks.lock("Helpers._lock")
 
-    def pool(self) -> ThreadPoolExecutor:
+    def run(self, work: Callable[[], None]) -> None:
+        """Call ``work`` in this thread and in the helpers, and wait until all calls have ended.
+
+        Waking a thread takes about as long as copying a megabyte, so each call first wakes two more threads. Helpers
+        that have not begun when this thread is done are not waited for.
+        """
+        pool = self._started()
+        others: list[Future[None]] = []
+
+        def call(number: int) -> None:
+            for child in (2 * number + 1, 2 * number + 2):
+                if child <= self.threads:
+                    others.append(pool.submit(call, child))
+            work()
+
+        call(0)
+        for other in others:  # grows until the last helper that began has ended
+            if not other.cancel():
+                other.result()
+
+    def _started(self) -> ThreadPoolExecutor:
         """Return the pool of this process."""
         with self._lock:
             if self._pool is None or self._pid != os.getpid():
@@ -222,7 +229,7 @@ class Helpers:
             return self._pool
 
 
-_helpers = Helpers(max(1, min(4, (os.cpu_count() or 1) - 1)))
+_helpers = Helpers(max(1, min(5, (os.cpu_count() or 1) - 1)))
 
 
 class BatchColumns:

@@ -21,7 +21,7 @@ from trajstore.core.base.arguments import whole_or_none
 from trajstore.core.sampling.base import Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ def _empty(window: Window) -> EmptyBufferError:
     if not window.gap:
         return EmptyBufferError("cannot sample from an empty buffer")
     return EmptyBufferError(
-        f"cannot sample: all {len(window.gap)} trajectories were kept in memory only and have left it; "
+        f"cannot sample: {trajectories(len(window.gap), 'was', 'were')} kept in memory only, and evicted from it; "
         "allow more cache_bytes, or use auto_save=True"
     )
 
@@ -234,7 +234,7 @@ def _empty(window: Window) -> EmptyBufferError:
 def _seeded(seed: int | None) -> torch.Generator:
     generator = torch.Generator()
     if seed is None:
-        generator.seed()
+        generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))  # generator.seed() opens a file
     else:
         generator.manual_seed(seed)
     return generator

@@ -21,12 +21,12 @@ from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.transfer_queue import BACKEND, Row
 from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.dataplane import add_rows, read_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.offers import OFFER, Report
 from trainer_hooks.verl.reading import RunTokenizer
-from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
@@ -153,7 +153,7 @@ def own_plane() -> Iterator[None]:
         ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
         try:
             storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
-            tq.init(OmegaConf.create({"backend": {"SimpleStorage": storage}}))
+            tq.init(OmegaConf.create({"backend": {"storage_backend": BACKEND, "SimpleStorage": storage}}))
             yield
         finally:
             tq.close()

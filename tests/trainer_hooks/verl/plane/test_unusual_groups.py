@@ -16,10 +16,10 @@ from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollo
 from trainer_hooks.guidance import Guidance
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
-from trainer_hooks.verl.rows import Row
 from trainer_hooks.verl.sampler import ReplaySampler
 
 # ---- filtered groups ----

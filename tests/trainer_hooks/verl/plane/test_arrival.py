@@ -1,0 +1,122 @@
+"""Rollouts are recorded where they arrive, from any process, and late fields find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+import transfer_queue as tq
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.plane import sessions as plane
+from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
+from trainer_hooks.verl.arrival import TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, recorded_rollouts
+from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.dataplane import add_rows, write_column
+from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.verl.reading import RunTokenizer
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+
+@ray.remote
+def put_elsewhere(rows: list[Row], partition: str = TRAINING) -> None:
+    """Put rows from another process, like a worker of the agent loop."""
+    tq.init()
+    add_rows(rows, partition)
+
+
+@ray.remote
+def write_elsewhere(keys: list[str], name: str, values: list[torch.Tensor]) -> None:
+    tq.init()
+    write_column(keys, TRAINING, name, values)
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> Iterator[RecorderHandle]:
+    handle = RecorderHandle()
+    handle.open(
+        StoreOptions(str(tmp_path / "rollouts")),
+        VerlRollouts(OutcomeRule(), RunTokenizer("tokens"), "run-a", text=False),
+    )
+    yield handle
+    handle.close()
+
+
+def recorded(folder: Path) -> dict[str, AgentTrajectory]:
+    with TrajectoryReplayBuffer.open(folder / "rollouts") as store:
+        rollouts = list(recorded_rollouts(store))
+    names = [rollout.rollout_id for rollout in rollouts]
+    assert len(set(names)) == len(names)
+    return dict(zip(names, rollouts, strict=True))
+
+
+def late(rows: list[Row], start: float) -> list[torch.Tensor]:
+    return [start - torch.arange(len(row.columns["responses"])) for row in rows]
+
+
+def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(recorder: RecorderHandle, tmp_path: Path) -> None:
+    single = plane.rollouts("a", 2)
+    outputs = [fresh_row("b", 0, response=3, output=0), fresh_row("b", 0, prompt=4, response=2, output=1)]
+    padding = fresh_row("pad", 0)
+    for rows in (single[:1], single[1:], outputs):
+        ray.get(put_elsewhere.remote(rows))
+    add_rows([fresh_row("a", 1000), Row(padding.key, {**padding.tag, "is_padding": True}, padding.columns)], TRAINING)
+    add_rows([fresh_row("validation")], "val")
+    assert recorder.flush().committed == 2
+    arrived = recorded(tmp_path)
+    assert sorted(arrived) == ["a_0_0", "a_1_0", "b_0_0"]
+    for row in single:
+        assert torch.equal(arrived[row.key].input_ids, row.columns["input_ids"])
+        assert arrived[row.key].reward.metadata["score"] == row.columns["rm_scores"].sum()
+        assert arrived[row.key].old_log_probs is None
+        assert "trained" not in arrived[row.key].metadata
+
+    rows = [*single, *outputs]
+    keys, old, entropy = [row.key for row in rows], late(rows, -1.0), late(rows, 9.0)
+    for part in (slice(0, 3), slice(3, 4)):  # ranks have parts of the batch: the outputs of a session come one by one
+        ray.get(write_elsewhere.remote(keys[part], "old_log_probs", old[part]))
+    write_column([*keys, "a_1000_0"], TRAINING, "entropy", [*entropy, torch.zeros(4)])
+    names = ["a_0_0", "b_0_0", "a_1000_0"]
+    recorder.set_values(names, {TRAINED_STEP: [5, 5, 5], TASK_ROLLOUTS: [2, 1, 1], "outcome": [0.25] * 3})
+    assert recorder.flush().lost == 0
+    trained = recorded(tmp_path)
+    assert sorted(trained) == sorted(arrived)
+    first, both = trained["a_0_0"], trained["b_0_0"]
+    assert torch.equal(first.old_log_probs, old[0])
+    assert torch.equal(first.entropys, entropy[0])
+    assert first.reward.outcome == 1.0, "it arrived with its reward"
+    assert (first.metadata["step"], first.metadata["trained"], first.metadata["task_rollouts"]) == (5, True, 2)
+    assert torch.equal(both.old_log_probs, torch.cat([old[2], torch.zeros(4), old[3]]))
+    assert trained["a_1_0"].metadata["step"] == 6, "no step was reported: the one that asked for it"
+
+
+def test_an_index_of_the_plane_that_is_used_again_is_another_rollout(recorder: RecorderHandle, tmp_path: Path) -> None:
+    (first,), (second,) = plane.rollouts("a", 1), plane.rollouts("b", 1)
+    add_rows([first], TRAINING)
+    write_column([first.key], TRAINING, "old_log_probs", late([first], -1.0))
+    tq.kv_clear(keys=[first.key], partition_id=TRAINING)
+    add_rows([second], TRAINING)
+    write_column([second.key], TRAINING, "old_log_probs", late([second], -2.0))
+    assert recorder.flush().recorded == 2
+    notes = {name: rollout.notes["old_log_probs"][0].item() for name, rollout in recorded(tmp_path).items()}
+    assert notes == {"a_0_0": -1.0, "b_0_0": -2.0}
+
+
+def test_rows_that_are_no_rollouts_are_reported_and_cost_only_themselves(
+    recorder: RecorderHandle, tmp_path: Path
+) -> None:
+    row = fresh_row("u")
+    add_rows([replace(row, key="u_with_underscores_0_0")], TRAINING)
+    add_rows([row], TRAINING)
+    with pytest.raises(ValueError, match=r"u_with_underscores_0_0.*a uid must have no '_'"):
+        recorder.flush()
+    status = recorder.flush()
+    assert (status.recorded, status.lost, status.waiting) == (1, 1, 0)
+    with pytest.raises(ConfigurationError, match=r"elsewhere: this TransferQueue records already, to .*rollouts"):
+        recorder.open(StoreOptions("elsewhere"), VerlRollouts(OutcomeRule(), RunTokenizer("t"), "run-b", text=False))

@@ -1,0 +1,382 @@
+"""The recorder: a Ray actor that writes rows to a store as rollouts, and finds them again for late fields.
+
+One thread does the work, in order of arrival; the actor's other threads only queue it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainer_hooks.replay.rows import join_responses, lengths_of_rows
+from trainer_hooks.transfer_queue.rows import Column, Row, unpack_columns
+from trajstore import Retention, TrajectoryReplayBuffer, annotate
+from trajstore.core.base import exits
+from trajstore.core.base.background import Background
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    StoreClosedError,
+    StoreError,
+    StoreWriteError,
+    TrajectoryUnavailableError,
+)
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+AUTHOR = "trainer"
+"""Author of late values."""
+
+_WAITING_BYTES = 1 << 30
+"""Limit on the memory of rows that the thread has not processed; puts of further rows wait."""
+
+_REMEMBERED = 1 << 17
+"""Number of newest rollouts that late fields can reach."""
+
+_WARN_EVERY = 100
+
+
+class RolloutFormat(Protocol):
+    """Converts rows of one trainer; pickled to the recorder."""
+
+    @property
+    def partitions(self) -> Sequence[str]:
+        """Partitions whose rows are recorded."""
+
+    @property
+    def begins(self) -> str:
+        """Column that only a rollout's first put has."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Columns of the first put to pass on."""
+
+    @property
+    def late(self) -> Mapping[str, str]:
+        """Names of late values by column, with one value per response token; of other lengths they are skipped."""
+
+    def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
+        """Return the rollouts among the rows of a put, and the positions of each one's rows."""
+
+    def finish(self, rollouts: Sequence[AgentTrajectory]) -> None:
+        """Add what takes long, such as text, in place."""
+
+    @property
+    def problems(self) -> Mapping[str, int]:
+        """Counts by figure, reported with the recorder's status."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The store of a recorder."""
+
+    path: str
+    """Directory or URL; an existing store is continued."""
+    format: str = "pt"
+    capacity: int | None = None
+    """Number of trajectories to keep, deleting the oldest; ``None`` = all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What storage managers pass on, of which puts; see :class:`RolloutFormat`."""
+
+    partitions: frozenset[str]
+    begins: str
+    columns: frozenset[str]
+    late: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Counters of a recorder."""
+
+    recorded: int
+    """Rollouts added to the store."""
+    waiting: int
+    """Rollouts that arrived and are not on disk."""
+    lost: int
+    """Rollouts that could not be written."""
+    committed: int
+    """Newest id on disk; -1 for none."""
+    store_id: str
+    problems: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Known:
+    """A recorded rollout that late fields may reach."""
+
+    number: int
+    """Trajectory id."""
+    has_reward: bool
+    rows: list[tuple[int, int]]
+    """Length and prompt length of each row."""
+    partial: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+    """Late values of some of its rows, until all have arrived: by name and row."""
+
+
+class Recorder:
+    """Writes rollouts to a store in the background. Thread-safe; runs as a Ray actor."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._buffer: TrajectoryReplayBuffer | None = None
+        self._rollouts: RolloutFormat | None = None
+        self._background: Background | None = None
+        self._by_index: dict[int, tuple[_Known, int]] = {}
+        """Rollout and row of TransferQueue's global indexes; an index is used again after its row was cleared."""
+        self._by_name: OrderedDict[str, _Known] = OrderedDict()
+        self._queued = self._recorded = self._lost = self._failures = 0
+        self._error: Exception | None = None
+
+    def open(self, options: StoreOptions, rollouts: RolloutFormat) -> None:
+        """Open the store and record from now on.
+
+        Raises:
+            ConfigurationError: a store is open already.
+            StoreLockedError: another process writes to the store.
+            StoreWriteError, CorruptStoreError: the store cannot be continued.
+        """
+        if self._buffer is not None:
+            raise ConfigurationError(f"{options.path}: this TransferQueue records already, to {self._path}")
+        buffer = TrajectoryReplayBuffer(
+            auto_save=True,
+            auto_save_path=options.path,
+            trajectory_format=options.format,
+            enable_cache=False,
+            retention=Retention(max_trajectories=options.capacity),
+        )
+        self._path = options.path
+        self._by_index, self._by_name = {}, OrderedDict()
+        self._queued = self._recorded = self._lost = self._failures = 0
+        self._error = None
+        self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
+        self._rollouts, self._buffer = rollouts, buffer
+        exits.remember(self)
+
+    @property
+    def closed(self) -> bool:
+        """True before :meth:`open`, and once closed."""
+        return self._buffer is None
+
+    def wanted(self) -> Wanted | None:
+        """Return what to pass on; ``None`` while nothing is recorded."""
+        made = self._rollouts
+        if made is None:
+            return None
+        return Wanted(frozenset(made.partitions), made.begins, frozenset(made.columns), frozenset(made.late))
+
+    def accept(
+        self,
+        indexes: Sequence[int],
+        keys: Sequence[str],
+        tags: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, Column],
+    ) -> None:
+        """Queue rows that begin rollouts. Waits only if too much is queued.
+
+        Args:
+            indexes: TransferQueue's global indexes of the rows.
+            keys: their keys.
+            tags: their tags.
+            columns: packed.
+        """
+        self._queued += 1
+        self._submit(partial(self._begin, indexes, keys, tags, columns), columns)
+
+    def accept_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+        """Queue later columns of rows; rows that are no recorded rollouts are skipped."""
+        self._submit(partial(self._add_late, indexes, columns), columns)
+
+    def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
+        """Queue late values of rollouts, by ``rollout_id``.
+
+        ``outcome`` and ``reward_score`` are set only for rollouts that arrived without a reward.
+
+        Args:
+            names: the rollouts.
+            values: by name, one per rollout; ``None`` = no value.
+        """
+        self._submit(partial(self._set_values, names, values), {})
+
+    def status(self) -> Status:
+        """Return the counters.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: the first failure since the last call.
+        """
+        buffer, rollouts = self._buffer, self._rollouts
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if buffer is None or rollouts is None:
+            raise StoreClosedError("the recorder has no open store")
+        unwritten = buffer.trajectory_counter - 1 - buffer.points.committed
+        return Status(
+            self._recorded,
+            self._queued + max(unwritten, 0),
+            self._lost,
+            buffer.points.committed,
+            str(buffer.store_id),
+            dict(rollouts.problems),
+        )
+
+    def flush(self) -> None:
+        """Wait until everything that arrived is durable. :meth:`status` raises if something could not be written."""
+        if self._background is not None and self._buffer is not None:
+            self._background.wait()
+            try:
+                self._buffer.flush()
+            except StoreWriteError as error:
+                self._failed(error, 0)
+
+    def close(self) -> None:
+        """Write everything and close the store. Idempotent.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: something could not be written.
+        """
+        buffer, background = self._buffer, self._background
+        if buffer is None or background is None:
+            return
+        self._rollouts = None
+        try:
+            background.close()
+        finally:
+            try:
+                buffer.close()
+            finally:
+                self._buffer = self._background = None
+                exits.forget(self)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _submit(self, call: Callable[[], None], columns: Mapping[str, Column]) -> None:
+        if (background := self._background) is not None:
+            size = sum(column.data.nbytes for column in columns.values() if not isinstance(column, list))
+            background.submit(call, size + 1)
+
+    # ---- in the thread ----
+
+    def _begin(
+        self,
+        indexes: Sequence[int],
+        keys: Sequence[str],
+        tags: Sequence[Mapping[str, Any]],
+        columns: Mapping[str, Column],
+    ) -> None:
+        made = self._rollouts
+        try:
+            for index in indexes:
+                self._by_index.pop(index, None)
+            if made is None:
+                return
+            unpacked = unpack_columns(columns)
+            rows = [
+                Row(key, tag, {name: values[place] for name, values in unpacked.items()})
+                for place, (key, tag) in enumerate(zip(keys, tags, strict=True))
+            ]
+            rollouts = made.rollouts(rows)
+            made.finish([rollout for rollout, _ in rollouts])
+            for rollout, places in rollouts:
+                self._add(rollout, [indexes[place] for place in places])
+        except Exception as error:  # of the format: a row that it cannot convert must not stop the recording
+            self._failed(InvalidTrajectoryError(f"rows {', '.join(map(str, keys[:4]))}: {error!r}"), len(keys))
+        finally:
+            self._queued -= 1
+
+    def _add(self, rollout: AgentTrajectory, indexes: Sequence[int]) -> None:
+        buffer = self._buffer
+        if buffer is None:
+            return
+        before = buffer.trajectory_counter
+        try:
+            ids = buffer.add_trajectories([rollout])
+        except StoreWriteError as error:
+            # Maybe of an earlier write, reported once, and retried by the store.
+            self._failed(error, 0)
+            ids = [before] if buffer.trajectory_counter > before else self._added(rollout)
+        except (StoreError, InvalidTrajectoryError) as error:
+            self._failed(error, 1)
+            return
+        for number in ids:
+            self._recorded += 1
+            known = _Known(number, rollout.reward is not None, lengths_of_rows(rollout))
+            self._by_name[rollout.rollout_id] = known
+            self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
+        while len(self._by_name) > _REMEMBERED:
+            self._by_name.popitem(last=False)
+
+    def _added(self, rollout: AgentTrajectory) -> list[int]:
+        if self._buffer is None:
+            return []
+        try:
+            return self._buffer.add_trajectories([rollout])
+        except (StoreError, InvalidTrajectoryError) as error:
+            self._failed(error, 1)
+            return []
+
+    def _add_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+        made = self._rollouts
+        if made is None:
+            return
+        for column, values in unpack_columns(columns).items():
+            name = made.late[column]
+            ready: dict[int, Tensor] = {}
+            for index, value in zip(indexes, values, strict=True):
+                if (found := self._by_index.get(index)) is None or not isinstance(value, Tensor):
+                    continue
+                known, row = found
+                length, prompt = known.rows[row]
+                if value.ndim == 1 and len(value) == length - prompt:
+                    rows = known.partial.setdefault(name, {})
+                    rows[row] = value
+                    if len(rows) == len(known.rows):
+                        del known.partial[name]
+                        parts = [rows[number] for number in range(len(rows))]
+                        ready[known.number] = join_responses(parts, [prompt for _, prompt in known.rows])
+            self._annotate(list(ready), {name: list(ready.values())})
+
+    def _set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
+        for name, given in values.items():
+            chosen = {
+                known.number: value
+                for rollout, value in zip(names, given, strict=True)
+                if value is not None and (known := self._by_name.get(rollout)) is not None
+                if not (known.has_reward and name in ("outcome", "reward_score"))
+            }
+            self._annotate(list(chosen), {name: list(chosen.values())})
+
+    def _annotate(self, ids: list[int], values: Mapping[str, list[Any]]) -> None:
+        buffer = self._buffer
+        if not ids or buffer is None:
+            return
+        try:
+            annotate(buffer, ids, values, who=AUTHOR)
+        except TrajectoryUnavailableError:  # evicted by the capacity: the others still get theirs
+            live = set(buffer.trajectory_ids.tolist())
+            places = [place for place, number in enumerate(ids) if number in live]
+            if len(places) < len(ids):
+                self._annotate(
+                    [ids[place] for place in places],
+                    {name: [given[place] for place in places] for name, given in values.items()},
+                )
+        except (StoreError, ConfigurationError) as error:
+            self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+
+    def _failed(self, error: Exception, rollouts: int) -> None:
+        self._lost += rollouts
+        if self._failures % _WARN_EVERY == 0:
+            logger.error("rollouts are not recorded: %s", error)
+        self._failures += 1
+        if self._error is None:
+            self._error = error
