@@ -234,7 +234,7 @@ def _empty(window: Window) -> EmptyBufferError:
 def _seeded(seed: int | None) -> torch.Generator:
     generator = torch.Generator()
     if seed is None:
-        generator.seed()
+        generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))  # generator.seed() opens a file
     else:
         generator.manual_seed(seed)
     return generator
