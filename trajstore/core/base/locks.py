@@ -42,7 +42,6 @@ ORDER = (
     "CommitCallbacks._lock",
     "StoreMirror._lock",
     "Arena._lock",
-    "Helpers._lock",
     "PartialMaps._lock",
     "ReadCache._mutex",
     "_Download.lock",
