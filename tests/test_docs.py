@@ -155,6 +155,16 @@ def test_every_promise_names_a_test_that_is_there(project_root: Path) -> None:
     assert [name for name in named if not (project_root / name).exists()] == []
 
 
+def test_messages_count_trajectories_with_the_helper(project_root: Path) -> None:
+    counting = [
+        f"{path.name}: {found}"
+        for folder in ("trajstore", "trainer_hooks")
+        for path in (project_root / folder).rglob("*.py")
+        for found in re.findall(r"\{[^{}]+\} trajector(?:y|ies).*", path.read_text())
+    ]
+    assert counting == [], "use errors.counted: 1 takes the singular"
+
+
 def test_the_house_names_every_package(project_root: Path) -> None:
     house, _, _ = (project_root / "docs" / "design" / "house.md").read_text().partition("## To add")
     named = {name.rstrip("/") for name in re.findall(r"^\| `([\w/]+)` \|", house, re.MULTILINE)}

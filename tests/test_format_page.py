@@ -68,9 +68,7 @@ LEAVES = Trajectory(
 )
 
 
-@pytest.mark.parametrize(
-    ("form", "options"), [("pt", {}), ("pkl", {}), ("zarr", {}), ("zarr", {"codec": "zstd"})], ids=str
-)
+@pytest.mark.parametrize(("form", "options"), [*((name, {}) for name in FORMATS), ("zarr", {"codec": "zstd"})], ids=str)
 def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     if form == "zarr":
         pytest.importorskip("zarr")

@@ -15,6 +15,7 @@ from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, newest_pool
 from trainer_hooks.replay.contract import task_id_of
+from trajstore.errors import counted, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -225,4 +226,4 @@ class PoolFiles:
             logger.info("experience pool: used as it lies in its store, with %s", self._size())
 
     def _size(self) -> str:
-        return f"{len(self._manager)} trajectories of {len(self._manager.get_task_ids())} tasks"
+        return f"{trajectories(len(self._manager))} of {counted(len(self._manager.get_task_ids()), 'task')}"

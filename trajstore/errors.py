@@ -10,6 +10,7 @@ Each message names the file or field at fault and a remedy. The tree::
     │   └── EpochsEndedError                         a sampler's epochs have all been drawn
     ├── TrajectoryUnavailableError (KeyError)    no such trajectory, or it is no longer kept
     ├── MissingDependencyError (ImportError)     an optional package is needed; names the extra
+    ├── DescriptorLimitError (OSError)           too many open files; names the limit
     └── StoreError                               a problem with a directory
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
@@ -82,6 +83,12 @@ class MissingDependencyError(TrajstoreError, ImportError):
             f"this needs the package {package!r}: in your checkout, install it with "
             f"`pip install '/path/to/trajstore[{extra}]'`"
         )
+
+
+class DescriptorLimitError(TrajstoreError, OSError):
+    """No file can be opened: the process or the machine has no descriptor left. No :class:`StoreError`: no damage."""
+
+    __str__ = Exception.__str__
 
 
 class StoreError(TrajstoreError):
@@ -187,16 +194,22 @@ def written(outcome: str) -> Iterator[None]:
         raise StoreWriteError(f"{error}{outcome}") from error
 
 
-def trajectories(count: int, one: str = "", many: str = "") -> str:
-    """Return a number of trajectories in words: ``"1 trajectory is"``, ``"5 trajectories are"``.
+def counted(count: int, noun: str, one: str = "", many: str = "") -> str:
+    """Return a number with its noun: ``"1 shard is"``, ``"5 trajectories are"``.
 
     Args:
         count: the number.
+        noun: the noun in the singular.
         one: words that follow a single one.
         many: words that follow any other number.
     """
-    noun, rest = ("trajectory", one) if count == 1 else ("trajectories", many)
-    return f"{count:,} {noun} {rest}".rstrip()
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural} {one if count == 1 else many}".rstrip()
+
+
+def trajectories(count: int, one: str = "", many: str = "") -> str:
+    """Return a number of trajectories, like :func:`counted`."""
+    return counted(count, "trajectory", one, many)
 
 
 def listed(items: Iterable[str], limit: int = 10) -> str:

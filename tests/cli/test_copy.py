@@ -219,7 +219,7 @@ def test_files_that_rlinf_left_of_an_earlier_run_are_named(run: Run, tmp_path: P
         buffer.save_checkpoint(source, layout="rlinf")
     file = next(source.glob("trajectory_0_*"))
     shutil.copy(file, source / "trajectory_0_zzz.pt")
-    assert verify(source).notes == ["1 trajectory files are not in the index"]
+    assert verify(source).notes == ["1 trajectory file is not in the index"]
     (source / "trajectory_index.json").unlink()
     messages = {problem.file: problem.message for problem in verify(source).problems}
     assert f"{file.name} has the id 0 too" in messages["trajectory_0_zzz.pt"]

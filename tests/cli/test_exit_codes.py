@@ -104,6 +104,8 @@ def test_a_full_disk_fails_each_command_that_writes_files_and_leaves_none(
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
     assert "File too large" in error
     assert "was not written" in error, "a StoreWriteError"
+    assert str(out) in error
+    assert "/.out." not in error, "the destination is named, not a temporary folder"
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     run.out(*line)
 

@@ -148,7 +148,7 @@ def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> N
     out = run.out("inspect", tmp_path / "run")
     out = " ".join(out.split())
     assert "ranks 2, a store for each" in out
-    assert "opened as one 4 trajectories of rank_*; the others lie in step_5" in out
+    assert "opened as one 4 trajectories of rank_*; the others are in step_5" in out
     (note,) = verify(tmp_path / "run").notes
     assert "step_5" in note
 

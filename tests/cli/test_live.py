@@ -186,10 +186,10 @@ def test_a_store_that_nobody_writes_gets_no_file(store: Path) -> None:
 def test_files_of_a_live_writer_are_not_said_to_be_left(path: Path, live: TrajectoryReplayBuffer) -> None:
     (path / "shards" / "shard_00000099.pt").write_bytes(b"comes")
     (note,) = verify(path).notes
-    assert note.startswith("1 files in shards/ are named by no commit now: its writer adds them")
+    assert note.startswith("1 file in shards/ is named by no commit now: its writer adds them")
     live.close()
     (note,) = verify(path).notes
-    assert note == "1 files in shards/ are named by no commit; the next writer removes them"
+    assert note == "1 file in shards/ is named by no commit; the next writer removes them"
 
 
 def test_inspect_shows_who_reads(path: Path, live: TrajectoryReplayBuffer, run: Run) -> None:

@@ -12,10 +12,12 @@ from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED, main
+from trajstore.core.formats import FORMATS
+from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import witness
+from trajstore.testing.witness import check_trajectory, witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -97,10 +99,11 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
 
 def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:
     crashed, expected = str(crashed_store(tmp_path / "crashed")), [*LIVE.values()]
-    assert main(["convert", crashed, str(tmp_path / "pkl"), "--format", "pkl"]) == 0
+    for name in FORMATS:
+        assert main(["convert", crashed, str(tmp_path / name), "--format", name]) == 0
     assert main(["split", crashed, str(tmp_path / "run"), "--ranks", "2"]) == 0
     assert main(["merge", crashed, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
-    for made in ("pkl", "one"):
+    for made in (*FORMATS, "one"):
         assert contents_of(tmp_path / made) == expected
     assert sorted(contents_of(tmp_path / "run")) == sorted(expected)
 
@@ -112,6 +115,24 @@ def test_a_split_by_count(tmp_path: Path, run: Run) -> None:
     assert [contents_of(tmp_path / "parts" / f"part_{number}") for number in range(3)] == [[0, 1], [2, 3], [4]]
     assert "written everything already" in run.out(*words), "the same again writes nothing"
     run.err(*words[:4], 3)
+
+
+def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path) -> None:
+    stored(tmp_path / "store", [witness(key) for key in range(6)])
+    assert main(["split", str(tmp_path / "store"), str(tmp_path / "run"), "--ranks", "2"]) == 0
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as store, TrajectoryReplayBuffer.open(tmp_path / "run") as run:
+        epoch, rest = EpochSampler(unit="trajectory"), EpochSampler(unit="trajectory")
+        drawn = store.sample_trajectories(2, sampler=epoch)
+        run.follow(rest)
+        rest.load_state_dict(epoch.state_dict())
+        drawn += run.sample_trajectories(4, sampler=rest)
+        assert sorted(map(check_trajectory, drawn)) == [*range(6)]
+        weighted, again = WeightedSampler(priorities=Priorities()), WeightedSampler(priorities=Priorities())
+        batch = store.sample(99, sampler=weighted).drawn
+        store.update_priorities(weighted, batch, batch.ids + batch.samples / 8)
+        run.follow(again)
+        again.load_state_dict(weighted.state_dict())
+        assert torch.equal(again.state_dict()["powers"], weighted.state_dict()["powers"])
 
 
 def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:

@@ -49,7 +49,7 @@ def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: P
     out = run.out("pool", "import", tmp_path / "named", tmp_path / "rollouts", *words, "--task-prefix", "x:")
     assert held(tmp_path / "named") == {"x:a": ["a/10", "a/11", "a/20", "a/21"]}
     out = run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
-    assert "4 trajectories of 1 tasks" in out
+    assert "4 trajectories of 1 task" in out
     assert "entered: 4 of 15 rollouts" in out
     assert held(tmp_path / "pool") == {"a": ["a/10", "a/11", "a/20", "a/21"]}
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "experience_pool" / "step_2", *words)
@@ -214,9 +214,9 @@ def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_pa
     failed = [build("a", 10 + number, 0.0, policy_version=number) for number in range(6)]
     stored(tmp_path / "rollouts", [*made, *failed])
     words = ("--max-trajectories-per-task", 2)
-    assert "2 trajectories of 1 tasks" in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
+    assert "2 trajectories of 1 task" in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files")
-    assert out == f"{tmp_path / 'files'}: 2 trajectories of 1 tasks, from {tmp_path / 'pool'}\n"
+    assert out == f"{tmp_path / 'files'}: 2 trajectories of 1 task, from {tmp_path / 'pool'}\n"
 
 
 def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp_path: Path) -> None:

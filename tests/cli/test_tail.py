@@ -70,6 +70,32 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
     assert "another store lies there" in caplog.text
 
 
+def test_trajectories_set_aside_unseen_are_shown_once_restored(tmp_path: Path, run: Run, caplog: Any) -> None:
+    with opened(tmp_path / "store") as store:
+
+        def add(*keys: int) -> None:
+            store.add_trajectories([witness(key) for key in keys])
+            store.flush()
+
+        add(0, 1)
+        cursor = tailed(run, tmp_path / "store")[1]
+        store.points.save(0)
+        add(2, 3)
+        store.points.rollback(0)
+        add(4)
+        shown, cursor = tailed(run, tmp_path / "store", "--since", cursor)
+        assert shown == [4]
+        assert "2 trajectories were set aside before being shown; shown once restored" in caplog.text
+        store.points.go_to(next(snapshot.name for snapshot in store.points.snapshots if "aside" in snapshot.name))
+        rows = [
+            json.loads(line) for line in run.out("tail", tmp_path / "store", "--since", cursor, "--json").splitlines()
+        ]
+        assert [row["trajectory_id"] for row in rows] == [2, 3]
+        assert tailed(run, tmp_path / "store", "--since", rows[0]["cursor"])[0] == [3]
+        add(5)
+        assert tailed(run, tmp_path / "store", "--since", rows[1]["cursor"])[0] == [5]
+
+
 def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, run: Run) -> None:
     with opened(tmp_path / "rank_0") as first:
         first.add_trajectories([witness(0)])

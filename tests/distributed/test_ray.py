@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from trajstore import (
     run_points,
 )
 from trajstore.core.feeding import ReplayLoader
-from trajstore.core.sampling import EpochSampler, Priorities
+from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -37,6 +39,7 @@ from trajstore.errors import (
     StoreWriteError,
     TrajectoryUnavailableError,
 )
+from trajstore.operations.tailing import Tail
 from trajstore.operations.verify import verify
 from trajstore.query import relations
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -116,6 +119,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         handle.refresh()
         assert handle.size == 12
         assert handle.is_ready(12)
+        tail = Tail(handle) if importlib.util.find_spec("polars") else None
         assert {number % 1024 for number in ids} == {0, 1}  # both stores got some
         batch = handle.sample(64)
         check_batch(batch)
@@ -129,6 +133,14 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
             assert check_trajectory(handle.get(number)) == key
         assert len(handle.sample_trajectories(5)) == 5
         check_batch(handle.sample(32, sampler=WeightedSampler()))
+        if tail is not None:
+            shown = tail.news("trajectory_id >= 0")
+            assert sorted(shown.table["trajectory_id"]) == sorted(ids)
+            assert len(tail.news().table) == 0
+            more = handle.add_trajectories([witness(12)]).committed(120)
+            with closing(Tail(tmp_path / "run", tail.cursor)) as of_directory:
+                assert own_id(of_directory.news().table["trajectory_id"].to_numpy()).tolist() == more
+            handle.evict(more)
         handle.evict(ids[:3])
         handle.evict(ids[:3])
         assert handle.size == 9
@@ -170,6 +182,13 @@ def test_rows_evicted_before_they_are_read_are_drawn_again(shared: None, monkeyp
             draw()
             assert learner.size == 24 - 5 * (number + 1)
             assert not set(learner.trajectory_ids.tolist()) & set(gone)
+        groups = [AgentTrajectory(input_ids=torch.arange(3), task_id=f"t{n % 2}") for n in range(8)]
+        of_groups = producer.add_trajectories(groups).committed(120)
+        learner.refresh()
+        producer.evict(of_groups[:2])
+        sampled = learner.sample_trajectories(2, sampler=GroupSampler())
+        assert sorted(item.task_id for item in sampled if isinstance(item, AgentTrajectory)) == ["t0"] * 3 + ["t1"] * 3
+        producer.evict(of_groups[2:])
         producer.evict(ids[20:])
         with pytest.raises(TrajectoryUnavailableError, match="were evicted since") as raised:
             learner.read(drawn)
@@ -565,6 +584,9 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         assert learner.trajectory_ids.tolist() == left
         assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once per handle
         assert {check_trajectory(item) for item in learner.sample_trajectories(8)} == {keys[number] for number in left}
+        why = "rank_1 of .* has not answered for 1 s" if how == "frozen" else "rank_1 of .* is not there"
+        with pytest.raises(StoreUnreachableError, match=why):  # not for ``deadline``
+            DistributedReplayBuffer.connect(name, patience=1.0).points.pin("now")
     finally:
         if how == "frozen":
             os.kill(pid, signal.SIGCONT)
@@ -713,13 +735,13 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     kill_before: list[str] = []
     call_all = handle._stores.call_all
 
-    def killing(arguments: Any, method: str) -> Any:
+    def killing(arguments: Any, method: str, seconds: float | None = None) -> Any:
         if method in kill_before:
             kill_before.remove(method)
             before = handle._stores.call(1, "describe").began
             ray.kill(ray.get_actor("cut/rank_1", namespace="trajstore"), no_restart=False)
             until(lambda: handle._stores.call(1, "describe").began != before)
-        return call_all(arguments, method)
+        return call_all(arguments, method, seconds)
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.content_watch import ContentWatch
 from trajstore.core.columns.memory import Arena
+from trajstore.core.store.given import Said
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
@@ -102,6 +104,25 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     assert again.stats()["num_trajectories"] == 5
     assert again.add(parcel_of([witness(9)]), 1).ids == [7 + MOST_STORES * 5]
     again.close()
+
+
+def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
+    first = server(tmp_path)
+    (number,) = ids_of(first.add(parcel_of([witness(1)]), 1))
+    said = Said((number,), {"judge": [0.5]}, "anna", 7)
+    rows = {"advantages": [torch.ones(witness(1).rewards.shape[:2])]}
+    for _ in range(2):
+        first.annotate(said, rows)
+    first.close()
+    second = server(tmp_path, began="second")
+    second.annotate(said, rows)
+    second.annotate(replace(said, time=8), {})
+    assert [(note.name, note.time) for note in second.history(number)] == [
+        ("judge", 7),
+        ("advantages", 7),
+        ("judge", 8),
+    ]
+    second.close()
 
 
 def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sampling import Sampling
 from trajstore.core.feeding import ReplayLoader, TokenLoader
+from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 
@@ -136,7 +137,7 @@ def test_an_epoch_of_packs_is_what_a_plain_loop_makes(
         assert pack["input_ids"].numel() <= tokens
 
 
-@pytest.fixture(params=["memory", "pt", "pkl", "zarr"])
+@pytest.fixture(params=["memory", *FORMATS])
 def kept(
     request: pytest.FixtureRequest, tmp_path: Path
 ) -> Iterator[tuple[TrajectoryReplayBuffer, list[AgentTrajectory]]]:

@@ -17,10 +17,10 @@ from tests.feeding.test_loader import fill
 from tests.feeding.test_tokens import rollout, stored
 from trajstore import Reader, TrajectoryReplayBuffer
 from trajstore.core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 
-FORMATS = ("pt", "pkl", "zarr")
 campaign = pytest.mark.campaign
 
 

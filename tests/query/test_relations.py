@@ -21,6 +21,7 @@ from tests.forging import spoil_document
 from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore.core.formats import FORMATS
 from trajstore.errors import ConfigurationError
 from trajstore.query import RELATIONS, Stream, relations
 
@@ -214,7 +215,7 @@ ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.tuples(st.integers(1, 4), given_rows, st.booleans(), given_rows), min_size=1, max_size=6),
-    st.sampled_from(["pt", "pkl", "zarr"]),
+    st.sampled_from(list(FORMATS)),
     st.sampled_from(["tokens", "steps"]),
     st.lists(st.sampled_from(list(ROW_CONDITIONS)), max_size=2),
     st.integers(1, 3),
@@ -456,6 +457,7 @@ import time
 import polars as pl
 import torch
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore.core.formats import FORMATS
 from trajstore.query import Query, relations
 
 buffer = TrajectoryReplayBuffer(sample_window_size=0)

@@ -60,7 +60,7 @@ def assert_same(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 2, 3])
-@pytest.mark.parametrize("saved", [None, "pt", "pkl", "zarr"])
+@pytest.mark.parametrize("saved", [None, *FORMATS])
 def test_extra_rows_are_kept_and_never_drawn(tmp_path: Path, epochs: int, saved: str | None) -> None:
     options: dict[str, Any] = {"sample_window_size": 0}
     if saved:

@@ -113,17 +113,13 @@ def test_a_hole_in_a_directory_of_rlinf_is_told_as_damage(tmp_path: Path, caplog
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     assert buffer.load_checkpoint(path) == 1
     assert buffer.trajectory_ids.tolist() == [0, 2]
-    assert (
-        "1 of 3 trajectories of its index are not there, though older ones are: the directory is damaged" in caplog.text
-    )
+    assert "the index names 3 trajectories; 1 not there, though older ones are: the directory is damaged" in caplog.text
     assert "buffer in memory" not in caplog.text
     caplog.clear()
     next(path.glob("trajectory_0_*")).unlink()
     assert TrajectoryReplayBuffer(sample_window_size=0).load_checkpoint(path) == 2
-    assert (
-        "2 of 3 trajectories of its index are not there, as in RLinf's checkpoints of a buffer in memory" in caplog.text
-    )
+    assert "the index names 3 trajectories; 2 not there, as in RLinf's checkpoints of a buffer in memory" in caplog.text
     assert "damaged" not in caplog.text
     next(path.glob("trajectory_2_*")).unlink()
-    with pytest.raises(IncompleteCheckpointError, match="none of the 3 trajectories"):
+    with pytest.raises(IncompleteCheckpointError, match="the index names 3 trajectories, and none is there"):
         buffer.load_checkpoint(path)

@@ -15,6 +15,7 @@ from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
 
@@ -298,12 +299,12 @@ def test_dots_in_keys_need_no_backslash_while_one_column_fits() -> None:
     assert torch.equal(relabelled["rewards"], relabelled["next_obs"]["observation.goal"])
 
 
-@pytest.mark.parametrize("kind", ["memory", "pt", "pkl", "zarr", "rlinf"])
+@pytest.mark.parametrize("kind", ["memory", *FORMATS, "rlinf"])
 def test_spans_end_with_a_rollout_epoch_unless_its_observations_go_on(tmp_path: Path, kind: str) -> None:
     """Epochs of T / E = 4 steps; some environments go on, some were reset, and no step is done."""
     generator = torch.Generator().manual_seed(3)
     buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
-    if kind in ("pt", "pkl", "zarr"):
+    if kind in FORMATS:
         buffer = writer_to(tmp_path, trajectory_format=kind, seed=1, sample_window_size=0)
     after: dict[int, list[int]] = {}
     ended = 0

@@ -16,6 +16,7 @@ from tests.stores import writer_to
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.core.feeding import ReplayLoader
+from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.operations.copying import copy_store
@@ -68,7 +69,7 @@ def world() -> World:
     return World()
 
 
-@pytest.fixture(params=["memory", "pending", "pt", "pkl", "zarr", "checkpoint", "copy", "merged"])
+@pytest.fixture(params=["memory", "pending", *FORMATS, "checkpoint", "copy", "merged"])
 def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iterator[Reader]:
     kind = request.param
     if kind == "memory":
@@ -76,7 +77,7 @@ def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iter
         buffer.add_trajectories(world.blocks)
         yield buffer
         return
-    form = kind if kind in ("pkl", "zarr") else "pt"
+    form = kind if kind in FORMATS else "pt"
     with writer_to(tmp_path / "store", trajectory_format=form, seed=3, sample_window_size=0) as buffer:
         if kind == "merged":
             buffer.add_trajectories(world.blocks[:2])
@@ -184,6 +185,7 @@ def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:
     for path in (tmp_path / "a", tmp_path / "run"):
         report = inspect(path)
         assert report["samples"] == len(world.after)
+        assert report["invalid_steps"] == sum(steps * batch for steps, batch in SIZES) - len(world.after)
         assert report["rewards"]["count"] == len(world.after)
         assert report["rewards"]["mean"] == pytest.approx(np.mean(list(world.after)))
     lengths = []

@@ -404,7 +404,7 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
     cut(path, 5)
     report = verify(path)
     assert report.sound
-    assert any("1 files in shards/ are named by no commit" in note for note in report.notes)
+    assert any("1 file in shards/ is named by no commit" in note for note in report.notes)
     with caplog.at_level(logging.WARNING), opened(path) as buffer:
         assert list(keys_of(buffer)) == list(range(5))
     assert "deletes 1 files of shards that no commit names" in caplog.text

@@ -18,6 +18,7 @@ import pytest
 from tests.stores import add_each, contents_of, opened
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.files.local import LocalDirectory
+from trajstore.core.formats import FORMATS
 from trajstore.core.reading.contents import Contents
 from trajstore.core.store.additions import NewEntries
 from trajstore.core.writing.commit_log import CommitLog
@@ -192,10 +193,11 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
+from trajstore.core.formats import FORMATS
 from trajstore.core.store.additions import NewEntries
 from trajstore.testing.witness import witness
 path, how = sys.argv[1:]
-kinds = {"pt": {}, "pkl": {}, "zarr": {}}
+kinds = {name: {} for name in FORMATS}
 if how != "thread":
     kinds["zstd"] = {"trajectory_format": "zarr", "format_options": {"codec": "zstd"}}
 buffers = [
@@ -226,7 +228,7 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
     command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]
     ended = subprocess.run(command, timeout=300, capture_output=True, text=True)
     assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
-    for kind in ("pt", "pkl", "zarr", *(["zstd"] if how != "thread" else [])):
+    for kind in (*FORMATS, *(["zstd"] if how != "thread" else [])):
         assert contents_of(tmp_path / kind) == list(range(20 if how == "thread" else 10)), ended.stderr
     assert "Traceback" not in ended.stderr or how == "raise"
 

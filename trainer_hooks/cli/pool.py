@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, counted, trajectories
 
 if TYPE_CHECKING:
     from trainer_hooks.replay.exchange import Exchanged
@@ -152,7 +152,9 @@ def _export(options: Namespace, out: Output) -> int:
         names = ("source", "trajectories", "tasks", "unreadable")
         out.json({name: getattr(done, name) for name in names})
     else:
-        out.line(f"{options.files}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+        out.line(
+            f"{options.files}: {trajectories(done.trajectories)} of {counted(done.tasks, 'task')}, from {done.source}"
+        )
         _tell_unreadable(done, out)
     return int(bool(done.unreadable))
 
@@ -206,7 +208,7 @@ def _as_json(done: Exchanged) -> dict[str, Any]:
 
 def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:
     """Write the result of an import; its numbers add up to those read."""
-    out.line(f"{store}: {done.trajectories:,} trajectories of {done.tasks:,} tasks, from {done.source}")
+    out.line(f"{store}: {trajectories(done.trajectories)} of {counted(done.tasks, 'task')}, from {done.source}")
     there = f" beside {done.before:,} that were there" if done.before else ""
     out.line(f"entered: {done.entered:,} of {done.read:,} {what}{there}")
     for reason, count in done.left.most_common():
@@ -224,7 +226,9 @@ def _tell(store: str, done: Exchanged, what: str, out: Output) -> None:
 
 def _tell_unreadable(done: Exchanged, out: Output) -> None:
     if done.unreadable:
-        out.line(f"{done.source}: {done.unreadable:,} trajectories are damaged and left out; see `trajstore verify`")
+        out.line(
+            f"{done.source}: {trajectories(done.unreadable, 'is', 'are')} damaged and left out; see `trajstore verify`"
+        )
 
 
 COMMAND = Command(

@@ -26,7 +26,7 @@ from trajstore.core.buffer.sampling import Batch
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.sampling import WeightedSampler, sampler_of
-from trajstore.errors import MissingDependencyError
+from trajstore.errors import MissingDependencyError, trajectories
 from trajstore.trajectory import ChunkStepResult, Trajectory
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
     try:
         if len(task.buffer):
             learner = f"learner at {task.learner.updates:,} updates" if task.resumed else "a new learner"
-            say(f"continuing in {settings.path}: {len(task.buffer):,} trajectories on disk, {learner}")
+            say(f"continuing in {settings.path}: {trajectories(len(task.buffer))} on disk, {learner}")
         with one_thread():
             try:
                 while task.learner.updates < total and not task.solved:

@@ -28,6 +28,7 @@ from trajstore.errors import (
     StoreError,
     StoreNotFoundError,
     listed,
+    trajectories,
 )
 from trajstore.trajectory import AgentTrajectory
 
@@ -150,7 +151,7 @@ def import_pool(
         else:
             if len(manager) and not replace:
                 raise ConfigurationError(
-                    f"{store}: the pool holds {len(manager)} trajectories, which an import from files replaces; say so"
+                    f"{store}: the pool holds {trajectories(len(manager))}, which an import from files replaces; say so"
                     " (--replace), or give another store"
                 )
             read = manager.load_experience_pool_from_disk(files, same_run=same_run, task_prefix=task_prefix)
@@ -198,7 +199,7 @@ def check_is_pool(store: str | Path) -> None:
         if not numbers or reader.holds_pool():
             return
     raise ConfigurationError(
-        f"{store}: holds {len(numbers):,} trajectories (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
+        f"{store}: holds {trajectories(len(numbers))} (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
         " whose entries would lie among them; give the pool a directory of its own"
     )
 

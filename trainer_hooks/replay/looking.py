@@ -19,7 +19,7 @@ from trajstore.core.files.base import Directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.run_ids import id_from
 from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ class Records:
         return self._files == self._point_files()
 
     def newest_point(self) -> PoolPoint | None:
-        return newest_point(Catalog.open(self._directory()))
+        request = self._reader.live.request
+        return newest_point(Catalog.open(self._directory()), None if request is None else request.pin)
 
     def _directory(self) -> Directory:
         (catalog,) = self._reader.live.catalogs_by_rank().values()
@@ -171,7 +172,7 @@ def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:
                 continue
             entries.append(_entry(trajectory, number))
         state.set_entries(task, tuple(entries))
-    warning = f"{len(lost)} trajectories cannot be shown: {listed(lost, 3)}" if lost else None
+    warning = f"{trajectories(len(lost))} cannot be shown: {listed(lost, 3)}" if lost else None
     return SeenPool(buffer, state, {}, of_files=True), warning
 
 

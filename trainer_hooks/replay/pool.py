@@ -52,7 +52,7 @@ from trainer_hooks.replay.selection import (
 from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy, trajectory_of_entry
 from trainer_hooks.replay.store import MemoryStore, PoolStore
 from trajstore.core.base.arguments import truth, whole, whole_or_none
-from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class ExperienceManager:
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
                 raise InvalidTrajectoryError(
-                    f"{len(trajectories)} trajectories, entropys of {len(entropys)} rows and response_mask of"
+                    f"{counted(len(trajectories), 'trajectory')}, entropys of {len(entropys)} rows and response_mask of"
                     f" {len(response_mask)}: row i must belong to trajectory i"
                 )
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
@@ -360,7 +360,7 @@ class ExperienceManager:
             exclude: tasks that are not drawn.
         """
         whole("num_tasks", num_tasks, 0)
-        buckets = self.difficulty2task_dict
+        buckets = self._state.buckets.to_dict()
         return draw_tasks(buckets, num_tasks, "by_task", self.rules.n_rollout, self._generator, exclude)
 
     def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
@@ -436,9 +436,9 @@ class ExperienceManager:
         return self.global_steps + self._draws_ahead
 
     @property
-    def difficulty2task_dict(self) -> dict[int, list[str]]:
-        """``{difficulty: [task_id, ...]}``, a copy."""
-        return self._state.buckets.to_dict()
+    def difficulty2task_dict(self) -> Mapping[int, tuple[str, ...]]:
+        """``{difficulty: (task_id, ...)}``, read-only."""
+        return MappingProxyType({key: tuple(tasks) for key, tasks in self._state.buckets.to_dict().items()})
 
     @property
     def skip_uid_set(self) -> frozenset[str]:
@@ -446,9 +446,9 @@ class ExperienceManager:
         return frozenset(self._state.skip)
 
     @property
-    def task2trajectories(self) -> Mapping[str, list[AgentTrajectory]]:
-        """``{task_id: [trajectory, ...]}``, oldest first, read-only. Reads the whole pool; all are copies."""
-        return MappingProxyType(copy.deepcopy(self._held()))
+    def task2trajectories(self) -> Mapping[str, tuple[AgentTrajectory, ...]]:
+        """``{task_id: (trajectory, ...)}``, oldest first, read-only. Reads the whole pool; all are copies."""
+        return MappingProxyType({task: tuple(copy.deepcopy(held)) for task, held in self._held().items()})
 
     def query(self, relation: str = "trajectories") -> Query:
         """Return a query over the pool's histories; see :meth:`TrajectoryReplayBuffer.query`.
@@ -581,20 +581,17 @@ class ExperienceManager:
         """
         self._ledger.save()
 
-    def state_dict(self, *, self_contained: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the pool's state for a checkpoint, as plain containers.
 
         With a durable store this names a saved point, which stays until :meth:`hold` releases it. Otherwise it has the
         trajectories.
 
-        Args:
-            self_contained: include the trajectories even if the store is durable.
-
         Raises:
             StoreWriteError: the store could not write.
         """
         store = self._ledger.store
-        if store.durable and not self_contained:
+        if store.store_id:
             return {"store_id": store.store_id, "point": self._ledger.save(keep=True)}
         held = {task: list(map(persistence.to_plain, held)) for task, held in self._held().items()}
         return {**self._ledger.document(), "trajectories": held}
@@ -691,7 +688,7 @@ class ExperienceManager:
         )
         if held and all(trajectory.input_ids is None for trajectory in held):
             raise ConfigurationError(
-                f"{directory}: not one of its {len(held)} trajectories has token ids, and their messages cannot become"
+                f"{directory}: has {counted(len(held), 'trajectory')}, none with token ids, and messages cannot become"
                 f" tokens: {self._why_no_tokens()}"
             )
         if not truth("same_run", same_run):
@@ -773,7 +770,7 @@ class ExperienceManager:
         try:
             values = list(map(float, self.current_entropy([replayed_copy(record) for _, record in records])))
             if len(values) != len(records) or not np.isfinite(values).all():
-                raise ValueError(f"{len(values)} values for {len(records)} trajectories, or not finite")
+                raise ValueError(f"{len(values)} values for {counted(len(records), 'trajectory')}, or not finite")
         except Exception as error:  # trainer code may raise anything; saved entropies are used
             if not self._scoring_failed:
                 self._scoring_failed = True

@@ -11,6 +11,9 @@ from trajstore.cli.output import Output
 SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
 """Accepted sources of commands that create stores, for help texts."""
 
+FORMATS = ("pt", "pkl", "zarr")
+"""Names of the shard formats, because importing them loads torch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Command:

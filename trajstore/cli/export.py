@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 
-from trajstore.cli.command import Command, add_target
+from trajstore.cli.command import FORMATS, Command, add_target
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import trajectories
 
@@ -41,7 +41,7 @@ def _run(options: Namespace, out: Output) -> int:
 def _configure_import(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="FILES", help="file of JSON lines or Parquet, or folder of Parquet files")
     add_target(parser, "OUT", "folder of the store; must be absent")
-    parser.add_argument("--format", choices=("pt", "pkl", "zarr"), default="pt", help="default: %(default)s")
+    parser.add_argument("--format", choices=FORMATS, default="pt", help="default: %(default)s")
 
 
 def _import(options: Namespace, out: Output) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
-from trajstore.errors import listed, trajectories
+from trajstore.errors import counted, listed, trajectories
 
 KINDS = {
     "store": "trajectory store",
@@ -194,7 +194,7 @@ _STORES = {
 
 
 def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
-    files = f"{format_bytes(report['size_on_disk'])} in {report['files']:,} files"
+    files = f"{format_bytes(report['size_on_disk'])} in {counted(report['files'], 'file')}"
     if report.get("shards") is not None:
         files += f", {report['shards']:,} of them shards" if report["shards"] != 1 else ", one of them a shard"
     agents = report.get("pool") or (report.get("tokens") is not None and report.get("steps") is None)
@@ -204,6 +204,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ranks", "" if report.get("pool") else _ranks(report)),
         *(_pool(report["pool"]) if report.get("pool") else [(label, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
+        ("  invalid steps", f"{report['invalid_steps']:,}" if report.get("invalid_steps") else ""),
         ("on disk", files),
         ("  live in shards", _live(report)),
         ("opened as one", _opened(report)),
@@ -214,7 +215,7 @@ def _pool(pool: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the figures of a store's pool and the number of its other trajectories."""
     shown = f", {pool['demonstrations']:,} of them demonstrations" if pool["demonstrations"] else ""
     return [
-        ("trajectories", f"{pool['trajectories']:,} of {pool['tasks']:,} tasks{shown}"),
+        ("trajectories", f"{pool['trajectories']:,} of {counted(pool['tasks'], 'task')}{shown}"),
         ("  not of the pool", f"{pool['others']:,}" if pool["others"] else ""),
         *_difficulties(pool),
     ]
@@ -235,7 +236,7 @@ def _opened(report: dict[str, Any]) -> str:
     """Return the trajectories shown by opening a run, if other folders have stores too; else an empty text."""
     if not report.get("beside"):
         return ""
-    return f"{report['opened']:,} trajectories of rank_*; the others lie in {', '.join(report['beside'])}"
+    return f"{trajectories(report['opened'])} of rank_*; the others are in {', '.join(report['beside'])}"
 
 
 def _live(report: dict[str, Any]) -> str:
@@ -321,10 +322,12 @@ def _agents(report: dict[str, Any], note: str) -> list[tuple[str, str]]:
     if agents["turns"] is not None:
         rows.append(("  turns of the model", f"{format_range(agents['turns'])}, {_counted(agents)}{note}"))
     if agents["tasks"] is not None and not report.get("pool"):
-        nameless = f"; {agents['without_task']:,} rollouts name none" if agents["without_task"] else ""
+        nameless = (
+            f"; {counted(agents['without_task'], 'rollout', 'names', 'name')} none" if agents["without_task"] else ""
+        )
         rows.append(("tasks", f"{agents['tasks']:,}{nameless}{note}"))
     unknown = agents["without_outcome"]
-    outcomes = [format_range(agents["outcomes"]), f"{unknown:,} rollouts without one" if unknown else ""]
+    outcomes = [format_range(agents["outcomes"]), f"{counted(unknown, 'rollout')} without one" if unknown else ""]
     rows.append(("outcomes", "; ".join(part for part in outcomes if part) + note))
     rows.append(("with messages", f"{agents['with_messages']:,} of {agents['rollouts']:,}{note}"))
     return rows
@@ -341,7 +344,7 @@ def _responses(report: dict[str, Any]) -> str:
     """Return the lengths of responses, and the number of rollouts if not all are known."""
     known, held = report.get("response_tokens_known"), (report.get("pool") or report)["trajectories"]
     text = format_range(report.get("response_tokens"))
-    return text + (f" (of {known:,} rollouts)" if text and known is not None and known < held else "")
+    return text + (f" (of {counted(known, 'rollout')})" if text and known is not None and known < held else "")
 
 
 def _episodes(episodes: dict[str, Any] | None, note: str) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from trajstore.cli.command import SOURCE, Command, add_target
+from trajstore.cli.command import FORMATS, SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import trajectories
 
@@ -33,7 +33,7 @@ def _configure_split(parser: ArgumentParser) -> None:
 def _configure_convert(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=SOURCE)
     _configure_target(parser)
-    parser.add_argument("--format", choices=("pt", "pkl", "zarr"), required=True, help="format of the shards")
+    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the shards")
 
 
 def _configure_target(parser: ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import trajectories
+from trajstore.errors import counted, trajectories
 
 if TYPE_CHECKING:
     from trajstore.operations.verification import Problem, Verification
@@ -49,10 +49,8 @@ def _write(result: Verification, out: Output) -> None:
         out.line(f"{result.path}: note: {note}")
     verdict = "sound" if result.sound else "DAMAGED"
     kept = f" ({result.pinned:,} of them evicted or set aside, kept by pins)" if result.pinned else ""
-    checked = (
-        f"{trajectories(result.trajectories)}{kept}, {result.files:,} files, {format_bytes(result.nbytes)} checked"
-    )
-    out.line(f"{result.path}: {verdict}: {checked}")
+    files = f"{counted(result.files, 'file')}, {format_bytes(result.nbytes)}"
+    out.line(f"{result.path}: {verdict}: {trajectories(result.trajectories)}{kept}, {files} checked")
 
 
 COMMAND = Command(

@@ -249,19 +249,22 @@ class Stores:
             self._told.add(rank)
             logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
 
-    def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
+    def call_all(
+        self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float | None = None
+    ) -> dict[int, Any]:
         """Call several stores in parallel; return their answers by rank.
 
         Args:
             arguments: arguments of the call, by rank.
             method: name of the method.
+            seconds: time limit of the retries; None = ``deadline``.
 
         Raises:
             StoreUnreachableError: a store has not answered.
             StoreWriteError: raised by a store; the message names the store.
             Exception: any other exception of a store. Of several errors, the lowest rank's is raised, others logged.
         """
-        answers, failed = self.ask(arguments, method, self.deadline)
+        answers, failed = self.ask(arguments, method, self.deadline if seconds is None else seconds)
         for rank in sorted(failed)[1:]:
             logger.error("%s: %s: %s", self._named(rank), method, first_line(failed[rank]))
         for rank in sorted(failed):

@@ -34,6 +34,7 @@ from trajstore.errors import (
     StoreUnreachableError,
     TrajectoryUnavailableError,
     listed,
+    trajectories,
 )
 
 try:
@@ -240,8 +241,8 @@ def _read(
     gone = share.ids[~reader.sampling.readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
-            f"{share.path}: {len(gone)} trajectories ({listed(map(shown_id, gone.tolist()))}) were evicted since it "
-            "was planned to read them; pin the store and read the pin"
+            f"{share.path}: {trajectories(len(gone), 'was', 'were')} evicted after the read was planned "
+            f"({listed(map(shown_id, gone.tolist()))}); pin the store and read the pin"
         )
     for number in np.unique(share.schemas):
         yield from _blocks(reader, share.part(np.flatnonzero(share.schemas == number)), unit, columns)

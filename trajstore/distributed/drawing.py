@@ -248,6 +248,7 @@ class DrawingHandle:
         sampler: Sampler | None,
         error: TrajectoryUnavailableError,
         whole: Collection[int] | None = None,
+        count: int = 0,
     ) -> Drawn:
         """Return a draw whose rows could not be read, with new ones for those of silent stores and of evictions.
 
@@ -256,6 +257,7 @@ class DrawingHandle:
             sampler: drew them, and draws the new ones.
             error: of the read.
             whole: the ids that were read already, for a draw of whole trajectories; None for one of transitions.
+            count: number of groups asked of a sampler of groups, which draws all again: parts of draws are no groups.
 
         Raises:
             TrajectoryUnavailableError: nothing was evicted; ``error``.
@@ -267,6 +269,8 @@ class DrawingHandle:
             return drawn  # the stores answer again
         if not lacking:
             raise error
+        if sampler is not None and sampler.in_groups:
+            return self._whole(count, sampler)
         try:
             if whole is None:
                 return joined(left, self.draw(lacking, sampler=sampler))
@@ -338,7 +342,7 @@ class DrawingHandle:
             try:
                 self._patiently(partial(self._reads.trajectories, drawn.ids.tolist(), read))
             except TrajectoryUnavailableError as error:
-                drawn = self._again(drawn, sampler, error, read)
+                drawn = self._again(drawn, sampler, error, read, count)
             else:
                 return [read[number] for number in drawn.ids.tolist()]
 

@@ -23,7 +23,7 @@ from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.distributed.values import ValuesOfHandle
-from trajstore.errors import StoreNotFoundError, StoreUnreachableError
+from trajstore.errors import StoreNotFoundError, StoreUnreachableError, trajectories
 from trajstore.query import RELATIONS, Query
 from trajstore.query.engine import polars
 from trajstore.query.relations import TRAJECTORIES, Asked, Found, scan
@@ -317,8 +317,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         waiting = 0 if getattr(self, "_closed", True) else self._outbox.trajectories
         if waiting:
             warnings.warn(
-                f"a handle of {self._stores.name!r} was let go while {waiting} trajectories were not known to be "
-                "committed; close() it, or keep it",
+                f"a handle of {self._stores.name!r} was dropped while {trajectories(waiting, 'was', 'were')} not known "
+                "to be committed; close() it, or keep it",
                 ResourceWarning,
                 stacklevel=1,
             )

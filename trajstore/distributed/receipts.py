@@ -18,7 +18,7 @@ from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import split
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.shipment import Shipment, Stage, Watermarks
-from trajstore.errors import ConfigurationError, StoreUnreachableError
+from trajstore.errors import ConfigurationError, StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Receipt:
                 left = until - time.monotonic()
                 if left <= 0:
                     behind = sum(len(places) for part, places in self._parts if part.stage != "done")
-                    raise TimeoutError(f"{behind} of {len(self)} trajectories are not {stage} after {timeout} s")
+                    raise TimeoutError(f"{behind} of {trajectories(len(self))} not {stage} after {timeout} s")
                 _wait(answer, min(left, _LOOK))
         return [shipment.ids[place] for shipment, places in self._parts for place in places]
 

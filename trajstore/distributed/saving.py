@@ -54,11 +54,12 @@ class RestorableHandle(DrawingHandle):
         """Block changes in all stores until the ``with`` block ends.
 
         Raises:
-            StoreUnreachableError: a store is lost or does not answer.
+            StoreUnreachableError: a store is lost, or does not answer for ``patience``, as after its node's death.
             StoreWriteError: a store cannot flush, or another handle holds it for too long.
         """
-        self.flush()
         ranks = self._stores.look_whole()
+        self._stores.call_all(dict.fromkeys(ranks, ()), "describe", min(self._options.patience, self._stores.deadline))
+        self.flush()
         by = uuid.uuid4().hex
         begun = []
         try:

@@ -255,6 +255,10 @@ class StoreServer:
         rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
         return self._buffer.query().table().with_columns(rank)
 
+    def commits(self) -> tuple[str, int, IntArray]:
+        """Return the store's UUID, an id above all committed ones, and the ids that only snapshots still name."""
+        return self._buffer.sink.commits()
+
     def rows(self, asked: Asked) -> Found:
         """Return messages, tokens or steps of the requested trajectories."""
         return read_rows(self._buffer.live.locked, asked)
@@ -294,13 +298,17 @@ class StoreServer:
         self._buffer.sink.check_values(ids, said)
 
     def annotate(self, said: Said, rows: Rows) -> None:
-        """Set late values, durably, and values by row; see :func:`trajstore.annotate`.
+        """Set late values, durably, and values by row, unless an earlier attempt has; see :func:`trajstore.annotate`.
+
+        A request is identified by the time and the author of its values, which are stored with each value.
 
         Raises:
             ConfigurationError, TrajectoryUnavailableError, StoreWriteError: no value was set.
         """
-        with self._hold.changing():
-            self._buffer.sink.annotate(said, rows)
+        with self._hold.changing(), self._adding:  # a retry waits for the first attempt
+            notes = self.history(said.ids[0])
+            if {*said.values, *rows} - {note.name for note in notes if (note.time, note.who) == (said.time, said.who)}:
+                self._buffer.sink.annotate(said, rows)
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""

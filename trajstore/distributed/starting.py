@@ -19,7 +19,7 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.distributed.actors import Stores, actor_name, away, first_line, ray
 from trajstore.distributed.server import MOST_STORES, StoreServer
-from trajstore.errors import ConfigurationError, StoreError, StoreUnreachableError, listed
+from trajstore.errors import ConfigurationError, StoreError, StoreUnreachableError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _METHODS = {
     "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
-        *("history", "saved_points", "snapshot_names"),
+        *("history", "saved_points", "snapshot_names", "commits"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),
@@ -247,7 +247,7 @@ def unserved_below(path: str, served: Mapping[int, tuple[str, str]]) -> list[tup
             lying.append((rank, host, "", f"it cannot be read: {error}"))
             continue
         if rank not in served or served[rank][1] != catalog.store_id:
-            lying.append((rank, host, catalog.store_id, f"{len(catalog.index)} trajectories"))
+            lying.append((rank, host, catalog.store_id, trajectories(len(catalog.index))))
     return lying
 
 

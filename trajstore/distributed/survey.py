@@ -12,7 +12,7 @@ from trajstore.core.sampling.base import Sampler
 from trajstore.distributed import actors
 from trajstore.distributed.census import Census
 from trajstore.distributed.routes import Routes
-from trajstore.errors import StoreUnreachableError
+from trajstore.errors import StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -125,4 +125,4 @@ def _what_is_left_out(count: int, heard: bool) -> str:
         return "until it does, draws leave out its trajectories; how many it has is not known"
     if not count:
         return "it had no trajectories when it last answered, so draws lose nothing"
-    return f"until it does, draws leave out its {count} trajector{'ies' if count > 1 else 'y'}"
+    return f"until it does, draws leave out its {trajectories(count)}"

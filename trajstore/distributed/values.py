@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from trajstore.core.sampling.base import IntArray
 from trajstore.core.store.given import Said
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
@@ -65,6 +66,21 @@ class ValuesOfHandle:
         (rank,) = self._ranks([number])
         notes: list[Note] = self._handle._stores.call(rank, "history", number)
         return notes
+
+    def commits(self) -> tuple[dict[int, tuple[str, int]], dict[int, IntArray]]:
+        """Return (UUID, an id above all committed ones), and the ids that only snapshots still name, by rank.
+
+        Raises:
+            StoreUnreachableError: a store does not answer.
+        """
+        stores = self._handle._stores
+        answers = stores.call_all(dict.fromkeys(stores.look_whole(), ()), "commits")
+        return {rank: answer[:2] for rank, answer in answers.items()}, {rank: it[2] for rank, it in answers.items()}
+
+    @property
+    def stride(self) -> int:
+        """Difference of consecutive ids of a store; ids modulo it are ranks."""
+        return MOST_STORES
 
     def _ranks(self, ids: Sequence[int]) -> set[int]:
         """Return the ranks of the stores that gave these ids.

@@ -24,7 +24,14 @@ from trajstore.core.store.lost_records import Damage
 from trajstore.core.store.salvage import SalvagedCatalog
 from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError, trajectories
+from trajstore.errors import (
+    CorruptStoreError,
+    DescriptorLimitError,
+    StoreNotFoundError,
+    TrajstoreError,
+    counted,
+    trajectories,
+)
 from trajstore.operations.late_values import waiting_in_words, waiting_values
 from trajstore.operations.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.operations.shard_damage import damage_in
@@ -107,9 +114,13 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
     else:
         saving = adding = "; the next writer removes them"
     if states:
-        result.notes.append(f"{len(states):,} files in {PINS_FOLDER}/ are named by no snapshot{saving}")
+        result.notes.append(f"{counted(len(states), 'file', *_in(PINS_FOLDER))} named by no snapshot{saving}")
     if shards:
-        result.notes.append(f"{len(shards):,} files in {SHARDS_FOLDER}/ are named by no commit{adding}")
+        result.notes.append(f"{counted(len(shards), 'file', *_in(SHARDS_FOLDER))} named by no commit{adding}")
+
+
+def _in(folder: str) -> tuple[str, str]:
+    return f"in {folder}/ is", f"in {folder}/ are"
 
 
 def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
@@ -260,7 +271,7 @@ def _check_shards(catalog: Catalog, result: Verification, progress: Progress | N
         if not len(rows):
             break
     else:
-        result.notes.append(f"{len(rows):,} shards were not checked: their trajectories were moved again and again")
+        result.notes.append(f"{counted(len(rows), 'shard')} not checked: the trajectories were moved during each check")
     if evicted:
         result.notes.append(f"{trajectories(evicted, 'was', 'were')} evicted before the check")
 
@@ -332,6 +343,8 @@ def _damaged_documents(
                     access.trajectory(index, position)
                 if schema.has_valid:
                     _check_valid(int(access.columns(index, position, [VALID])[VALID].sum()), index, position)
+            except DescriptorLimitError:
+                raise
             except TrajstoreError as error:
                 file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
                 result.trajectories -= is_absent(catalog.directory, file)

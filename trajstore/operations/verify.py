@@ -13,7 +13,7 @@ from trajstore.core.reading.places import Place, find_place, mixed_sentence
 from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.core.store.lost_records import Damage
 from trajstore.core.store.sealed import METADATA_NAME
-from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, listed
+from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, counted, listed, trajectories
 from trajstore.operations.foreign import MISSING, iterate_rlinf
 from trajstore.operations.points import absent_ranks, incomplete_points
 from trajstore.operations.pools import pool_support_for
@@ -101,7 +101,7 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
     result.problems += _wrong_totals(source)
     unnamed = [name for name in sizes if name.startswith("trajectory_") and not name.endswith(".json")]
     if unnamed and not source.damaged:
-        result.notes.append(f"{len(unnamed):,} trajectory files are not in the index")
+        result.notes.append(f"{counted(len(unnamed), 'trajectory file', 'is', 'are')} not in the index")
 
 
 def _wrong_totals(found: RLinfSource) -> list[Problem]:
@@ -117,9 +117,7 @@ def _wrong_totals(found: RLinfSource) -> list[Problem]:
             if found.metadata.get(name, value) != value
         ]
     if isinstance(size, int) and size > len(entries) + lost:
-        text = (
-            f"counts {size:,} trajectories, and {len(entries) + lost:,} have a file: the others were deleted, or never "
-        )
+        text = f"counts {trajectories(size)}, and {len(entries) + lost:,} have a file: others were deleted, or never "
         return [
             Problem(METADATA_NAME, f"{text}written, as by RLinf's checkpoints of a buffer in memory", uncounted=True)
         ]

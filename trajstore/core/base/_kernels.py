@@ -111,24 +111,23 @@ _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16
 
 
 @compiled(_NUMBERS, "int64", "int64", _NUMBERS, _NUMBERS, _NUMBERS)
-def find_rows(samples: Array, first: int, end: int, ends: Array, positions: Array, rows: Array) -> None:
+def find_rows(samples: Array, first: int, end: int, before: Array, positions: Array, rows: Array) -> None:
     """Find trajectory and row of samples drawn from the window of positions ``first <= p < end``.
 
-    Sample s of the window is in the first trajectory whose running total exceeds s (``bucketize`` with
-    ``right=True``).
+    Sample s of the window is in the first trajectory with more than s samples up to its end (``bucketize`` with
+    ``right=True``). ``before`` is the running total of samples before each position.
     """
-    base = ends[first - 1] if first > 0 else 0
     for k in range(len(samples)):
-        wanted = samples[k] + base
+        wanted = samples[k] + before[first]
         low, high = first, end
         while low < high:
             middle = (low + high) // 2
-            if ends[middle] > wanted:
+            if before[middle + 1] > wanted:
                 high = middle
             else:
                 low = middle + 1
         positions[k] = low
-        rows[k] = wanted - (ends[low - 1] if low > 0 else 0)
+        rows[k] = wanted - before[low]
 
 
 @compiled(_NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, "int32[::1]", "int32[::1]", "int32[::1]", _TABLE)

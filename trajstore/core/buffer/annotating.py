@@ -35,6 +35,7 @@ from trajstore.errors import (
     StoreLockedError,
     StoreNotFoundError,
     listed,
+    trajectories,
     written,
 )
 
@@ -249,7 +250,7 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
     """
     if len(values) != count:
         raise ConfigurationError(
-            f"annotate: {name}: rows of {len(values)} trajectories for {count}, must be as many: a list of arrays"
+            f"annotate: {name}: rows of {trajectories(len(values))} for {count}, must be as many: a list of arrays"
         )
     tensors = []
     for at, item in enumerate(values):

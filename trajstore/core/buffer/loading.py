@@ -200,8 +200,8 @@ def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
 def left_out_in_words(directory: Directory, error: Exception) -> str:
     """Describe an unreadable directory, with its number of trajectories if known."""
     count = count_told(directory)
-    lost = "an unknown number of" if count is None else f"{count:,}"
-    return f"is left out with {lost} trajectories: {error}"
+    lost = "an unknown number of trajectories" if count is None else trajectories(count)
+    return f"is left out with {lost}: {error}"
 
 
 def count_told(directory: Directory) -> int | None:

@@ -25,6 +25,7 @@ from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
 from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
+from trajstore.core.sampling.base import IntArray
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.given import Said, check_given
 from trajstore.core.store.log_records import ids_in_words
@@ -38,6 +39,8 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreError,
     TrajectoryUnavailableError,
+    counted,
+    trajectories,
     written,
 )
 from trajstore.trajectory import AnyTrajectory
@@ -76,6 +79,20 @@ class Sink:
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
+        trajectories = as_list(trajectories)
+        late = sum(map(has_late_values, trajectories))
+        return self._add_late(trajectories, late) if late else self._add_recorded(trajectories)
+
+    def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
+        """Add trajectories of which ``late`` have late values."""
+        logger.warning(
+            "%s late values, which a buffer in memory lacks: they stay in metadata['trajstore.notes'], and corrected "
+            "rewards count as recorded ones; use auto_save=True",
+            counted(late, "trajectory", "has", "have"),
+        )
+        return self._add_recorded(trajectories)
+
+    def _add_recorded(self, trajectories: list[AnyTrajectory]) -> list[int]:
         flats = self._content.flatten(trajectories)
         self._watch.look(flats)
         return self._add(flats, None) if flats else []
@@ -92,7 +109,7 @@ class Sink:
             ConfigurationError: the numbers of UUIDs and trajectories differ.
         """
         if len(uuids) != 16 * len(flats):
-            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {len(flats)} trajectories")
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {trajectories(len(flats))}")
         self._watch.look(flats)
         return self._add(flats, uuids) if flats else []
 
@@ -197,6 +214,10 @@ class Sink:
         """Return the late values of a trajectory of the store."""
         raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
 
+    def commits(self) -> tuple[str, int, IntArray]:
+        """Return the store's UUID, an id above all committed ones, and the ids that only snapshots still name."""
+        raise StoreError("this buffer has no store of its own")
+
     def keeping_files(self) -> AbstractContextManager[object]:
         """Keep files to be linked or copied, also those of evicted trajectories."""
         return nullcontext()
@@ -270,11 +291,8 @@ class StoreSink(Sink):
         if self.mirror is not None:
             self.mirror.start()
 
-    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
-        trajectories = as_list(trajectories)
-        if any(map(has_late_values, trajectories)):
-            return add_with_values(trajectories, super().add, self)
-        return super().add(trajectories)
+    def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
+        return add_with_values(trajectories, self._add_recorded, self)
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories; on a full queue this waits.
@@ -296,7 +314,7 @@ class StoreSink(Sink):
                 if not ids:
                     raise
                 raise PartlyAddedError(
-                    f"{error or repr(error)}; the first {len(ids)} of {len(flats)} trajectories were added before, "
+                    f"{error or repr(error)}; the first {len(ids)} of {trajectories(len(flats))} were added before, "
                     "this error's ids are theirs; add the others again",
                     ids,
                 ) from error
@@ -398,6 +416,10 @@ class StoreSink(Sink):
         with self.writer.log.standing_still() as catalog:
             catalog.check_known([trajectory_id])
             return catalog.notes.history(trajectory_id)
+
+    def commits(self) -> tuple[str, int, IntArray]:
+        with self.writer.log.standing_still() as catalog:
+            return catalog.store_id, catalog.next_id, catalog.pinned["trajectory_id"].copy()
 
     def keeping_files(self) -> AbstractContextManager[object]:
         return self.writer.log.keeping_files()

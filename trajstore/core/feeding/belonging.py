@@ -11,7 +11,7 @@ import numpy as np
 from trajstore.core.feeding.options import Replay
 from trajstore.core.sampling.base import Drawn, IntArray
 from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
-from trajstore.errors import ConfigurationError, listed
+from trajstore.errors import ConfigurationError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     gone = len(ids) - left
     if gone or here != int(then["trajectories"]):
         return [
-            f"the {what} shows {here} trajectories, {then['trajectories']} when it was taken, and {gone} of the"
+            f"the {what} shows {trajectories(here)}, {then['trajectories']} when it was taken, and {gone} of the"
             f" {len(ids)} that it names are gone: batches go on, but not as those of a run without a break would"
             " (a saved point has the store as it was)"
         ]

@@ -33,7 +33,8 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
         path: of the folder; if it is a symbolic link, its target is replaced.
 
     Raises:
-        OSError: writing failed; an existing folder at ``path`` is unchanged.
+        OSError: writing failed; an existing folder at ``path`` is unchanged. The message names ``path``, not the
+            temporary folder.
     """
     where = Path(os.path.realpath(path))
     parent = HeldFolder(where.parent)
@@ -48,6 +49,13 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
             staged.create()
             yield staged
             _swap_in(parent, temporary, where.name)
+    except OSError as error:
+        error.args = tuple(
+            part.replace(temporary, where.name) if isinstance(part, str) else part for part in error.args
+        )
+        if error.filename is not None:
+            error.filename = str(error.filename).replace(temporary, where.name)
+        raise
     finally:
         _remove(parent, temporary)
 

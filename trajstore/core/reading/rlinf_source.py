@@ -123,7 +123,7 @@ class RLinfSource(Source):
         if source.missing and strict:
             total = len(source.missing) + len(source.entries)
             raise IncompleteCheckpointError(
-                f"{len(source.missing)} of {total} trajectories of {directory.url} are not there: "
+                f"{directory.url}: {len(source.missing):,} of {trajectories(total)} missing: "
                 f"{source.names_of(source.missing)}; copy the files there, or load with strict=False to do without them"
             )
         return source
@@ -140,12 +140,12 @@ class RLinfSource(Source):
         """
         if self.missing and not self.entries:
             raise IncompleteCheckpointError(
-                f"{self.directory.url}: none of the {len(self.missing)} trajectories of its index is there: "
+                f"{self.directory.url}: the index names {trajectories(len(self.missing))}, and none is there: "
                 f"{self.names_of(self.missing)}; copy the files there"
             )
         total = len(self.missing) + len(self.entries)
         return [
-            f"{self.directory.url}: {len(entries)} of {total} trajectories of its index are not there, {reason}: "
+            f"{self.directory.url}: the index names {trajectories(total)}; {len(entries):,} not there, {reason}: "
             f"{self.names_of(entries)} (strict=True refuses this)"
             for entries, reason in (
                 (self.unwritten, "as in RLinf's checkpoints of a buffer in memory; they are never drawn"),

@@ -104,11 +104,13 @@ class Sampler(ABC):
     Attributes:
         unit: what each row is.
         needs_tasks: whether :attr:`Additions.tasks` is required.
+        in_groups: whether a draw counts groups of rows.
         remembers: whether draws or updates change later draws; DataLoader workers cannot draw by copies of such a one.
     """
 
     unit: Unit = "sample"
     needs_tasks: bool = False
+    in_groups: bool = False
     remembers: bool = False
     selection: Sampler | None = None
     """Passes to this sampler only the trajectories selected by ``where`` and ``ids``; None = it receives all."""

@@ -21,7 +21,7 @@ from trajstore.core.base.arguments import whole_or_none
 from trajstore.core.sampling.base import Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Window:
             gap = range(first, first)
         else:
             first = max(start, gap.start - (wanted - after))
-        start, low, high, stop = (index.samples_before(at) for at in (first, gap.start, gap.stop, index.end))
+        start, low, high, stop = index.before[[first, gap.start, gap.stop, index.end]].tolist()
         return Window(first, gap, index.end, low - start, high - low, low - start + stop - high)
 
     def __len__(self) -> int:
@@ -226,7 +226,7 @@ def _empty(window: Window) -> EmptyBufferError:
     if not window.gap:
         return EmptyBufferError("cannot sample from an empty buffer")
     return EmptyBufferError(
-        f"cannot sample: all {len(window.gap)} trajectories were kept in memory only and have left it; "
+        f"cannot sample: {trajectories(len(window.gap), 'was', 'were')} kept in memory only, and evicted from it; "
         "allow more cache_bytes, or use auto_save=True"
     )
 
@@ -234,7 +234,7 @@ def _empty(window: Window) -> EmptyBufferError:
 def _seeded(seed: int | None) -> torch.Generator:
     generator = torch.Generator()
     if seed is None:
-        generator.seed()
+        generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))  # generator.seed() opens a file
     else:
         generator.manual_seed(seed)
     return generator

@@ -134,6 +134,7 @@ class EpochSampler(Sampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_sampler_state(state, self._described(), ("ids", "ends", "key", "place", "epoch", "passed_over"))
         ids, names = ids_in(state)
+        ids = self._roster.ids_here(ids, names)
         ends = array_in(state, "ends", np.int64, len(ids), least=0)
         if np.any(np.diff(ends, prepend=0) < 0):
             raise ConfigurationError("state: ends: they must not descend")

@@ -37,7 +37,7 @@ class GroupSampler(Sampler):
     """
 
     unit: Unit = "trajectory"
-    needs_tasks = True
+    needs_tasks = in_groups = True
 
     def __init__(self, least: int = 1, most: int | None = None, max_age: int | None = None) -> None:
         self._least = whole("groups: least", least, 1)

@@ -163,6 +163,22 @@ class Roster:
         names[entries >= 0] = self.names[entries[entries >= 0]]
         return names
 
+    def ids_here(self, ids: IntArray, names: IntArray) -> IntArray:
+        """Return ids with those of absent trajectories replaced by the ids under which their names are here.
+
+        A split gives trajectories other ids: those of its ranks.
+        """
+        absent = np.flatnonzero((self.find(ids) < 0) & (names != 0))
+        live, live_names = self.live_ids, self.names[self.alive]
+        order = np.argsort(live_names, kind="stable")
+        if not len(absent) or not len(order):
+            return ids
+        at = order[np.minimum(np.searchsorted(live_names[order], names[absent]), len(order) - 1)]
+        moved = (live_names[at] == names[absent]) & ~np.isin(live[at], ids)
+        ids = ids.copy()
+        ids[absent[moved]] = live[at[moved]]
+        return ids
+
     def first_leaf(self, entries: IntArray) -> IntArray:
         """Return the first leaf of each entry."""
         return self._ends.values[entries] - self.leaf_counts(entries)

@@ -17,7 +17,7 @@ from trajstore.core.base.arguments import check_kind
 from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.core.store.run_ids import id_from, shown_id
-from trajstore.errors import ConfigurationError, EmptyBufferError, listed
+from trajstore.errors import ConfigurationError, EmptyBufferError, counted, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Selection(Sampler):
     def __init__(self, inner: Sampler, where: str | None, ids: IntArray | None) -> None:
         self.inner, self.where, self.only = inner, where, ids
         self.unit, self.needs_tasks, self.remembers = inner.unit, inner.needs_tasks, inner.remembers
+        self.in_groups = inner.in_groups
         self.seen: object = None
         """The facts for which the condition was evaluated last."""
         none = np.zeros(0, np.int64)
@@ -104,8 +105,8 @@ class Selection(Sampler):
 
     def _empty(self) -> EmptyBufferError:
         parts = [] if self.where is None else [f"match where={self.where!r}"]
-        parts += [] if self.only is None else [f"are among the {len(self.only)} ids"]
-        return EmptyBufferError(f"cannot sample: of {len(self._all)} trajectories, none {' and '.join(parts)}")
+        parts += [] if self.only is None else [f"are among {counted(len(self.only), 'id')}"]
+        return EmptyBufferError(f"cannot sample: of {trajectories(len(self._all))}, none {' and '.join(parts)}")
 
     def used(self, ids: IntArray, uses: IntArray) -> None:
         self._apply()

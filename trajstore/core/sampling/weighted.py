@@ -40,7 +40,7 @@ from trajstore.core.sampling.states import (
     tell_gone,
 )
 from trajstore.core.sampling.tree import SumTree
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, trajectories
 
 _LEAST_CAPACITY = 1024
 _MOST_POWER = 1e100
@@ -295,7 +295,7 @@ class WeightedSampler(Sampler):
         count, older = np.count_nonzero(inside), self._roster.live - np.count_nonzero(inside)
         outside = f"; {older} older ones are not in the window (sample_window_size)" if older else ""
         return EmptyBufferError(
-            f"cannot sample: none of {count} trajectories is left to draw from after {names}{outside}"
+            f"cannot sample: none of {trajectories(int(count))} is left to draw from after {names}{outside}"
         )
 
     # -- priorities -------------------------------------------------------------------------------
@@ -379,6 +379,7 @@ class WeightedSampler(Sampler):
                 f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
             )
         ids, names = ids_in(state)
+        ids = self._roster.ids_here(ids, names)
         check_names("what a sampler says", ids, names, self._roster.names_at(ids))
         rows = [factor.read(mapping_in(factors, factor.name), len(ids)) for factor in self.factors]
         entries = self._roster.find(ids)

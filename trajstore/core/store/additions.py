@@ -21,7 +21,7 @@ from trajstore.core.store.index import COLUMNS, renumbered
 from trajstore.core.store.log_records import integers, parse_ranges, ranges_of
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, trajectories
 
 _NUMBERS = (
     *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
@@ -274,7 +274,7 @@ def _valid_in(part: AddedShard, count: int) -> npt.NDArray[np.int64]:
     """
     valid = part.entries["valid"]
     if type(valid) is not list or len(valid) != count or not part.manifest.schema.has_valid:
-        raise CorruptStoreError(f"the valid steps of {count} trajectories are {shown(valid)}")
+        raise CorruptStoreError(f"the valid steps of {trajectories(count)} are {shown(valid)}")
     return integers(valid)
 
 
@@ -354,7 +354,7 @@ def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64])
     joined = parse_ranges([pair for ranges in ranges_by_shard for pair in ranges])
     for ranges, count in zip(ranges_by_shard, counts.tolist(), strict=True):
         if sum([last - first + 1 for first, last in ranges]) != count:  # exact: numpy's sum could overflow
-            raise CorruptStoreError(f"{count} trajectories, but the ids {ranges}")
+            raise CorruptStoreError(f"{trajectories(count)}, but the ids {ranges}")
     lengths = joined[:, 1] - joined[:, 0] + 1
     before = np.cumsum(lengths) - lengths
     return np.repeat(joined[:, 0] - before, lengths) + np.arange(lengths.sum())

@@ -48,7 +48,13 @@ from trajstore.core.store.sealed import (
     seal,
 )
 from trajstore.core.store.shard_table import Lifetimes, ShardTable
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+    trajectories,
+)
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors raised by values of the wrong kind or size."""
@@ -262,12 +268,12 @@ class Committed:
                 if at is not None and extent != index.extent(at)._replace(document=0):
                     raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
-    def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
+    def add(self, shards: Sequence[tuple[int, ShardManifest]], added: Added) -> None:
         """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
         for number, manifest in shards:
             self._add_shard(number, manifest, self.generation + 1)
-        self.index.append(columns)
-        self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+        self.index.append(self.index.translated(added.columns, added.texts))
+        self.next_id = max(self.next_id, int(added.columns["trajectory_id"][-1]) + 1)
 
     def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
         """Add the shard of a commit of this generation; return its row."""
@@ -424,8 +430,8 @@ class Committed:
         lacking = self.lacking(head)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
-                f"the pin {head.name!r} names {lacking} trajectories that are missing: commits were lost, or a writer "
-                "that had lost the store to another one made it; remove it with points.remove"
+                f"the pin {head.name!r} names {trajectories(lacking, 'that is', 'that are')} missing: commits were "
+                "lost, or a writer that had lost the store to another one made it; remove it with points.remove"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
         index.replace(index.take(order))

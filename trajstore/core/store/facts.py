@@ -127,7 +127,7 @@ def fact_columns(facts_of_shards: Sequence[tuple[Any, int]], table: StringTable)
         for facts, count in facts_of_shards:
             shard_values = (facts or {}).get(name)
             if shard_values is not None and (type(shard_values) is not list or len(shard_values) != count):
-                raise ValueError(f"fact {name} of {count} trajectories: not so many values")
+                raise ValueError(f"fact {name}: must be a list of {count} values")
             values += [None] * count if shard_values is None else shard_values
         columns[name] = _column(name, values, table)
     return columns

@@ -12,7 +12,7 @@ from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.limits import RANGES, shown
 from trajstore.core.store.log_records import natural
 from trajstore.core.store.row_notes import RowShard, is_rows, rows_in_words
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, counted, trajectories
 
 Value = float | str | None
 """A late value: a number or a text; None takes back the current one."""
@@ -109,7 +109,8 @@ class Said:
             check_name(name)
             if len(values) != len(self.ids):
                 raise ConfigurationError(
-                    f"annotate: {name}: {len(values)} values for {len(self.ids)} trajectories, must be as many, or one"
+                    f"annotate: {name}: {counted(len(values), 'value')} for {trajectories(len(self.ids))}, must be as "
+                    "many, or one"
                 )
             kinds = {_kind(name, value) for value in values if value is not None}
             if "text" in kinds and (name in OVER_FACTS or name.startswith(SCORE)):

@@ -1,7 +1,7 @@
 """The index: one entry per trajectory, stored as a struct of arrays. Pure; no I/O.
 
 Entries are in the order of addition, oldest first. Dropping the oldest moves a boundary; sampling needs one search in
-the running total of samples.
+the running total of samples, which also stores the column ``num_samples``.
 
 An entry has a *position*, which is unchanged when older ones are dropped. Methods state when they use positions;
 ``index[name]`` alone counts from the oldest kept entry.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,7 +66,7 @@ COLUMNS: Mapping[str, npt.DTypeLike] = {
     "start_extra": np.int64,
     "start_document": np.int64,
 }
-"""Arrays of every index, as stored in a directory; facts (:mod:`trajstore.core.store.facts`) are additional.
+"""Columns of every index, as stored in a directory; facts (:mod:`trajstore.core.store.facts`) are additional.
 
 ``num_samples`` counts valid steps (1 for a rollout), ``nbytes`` the bytes of the columns; ``committed`` is in µs since
 1970 (``UNKNOWN_TIME`` if unknown), ``shard`` is a row of the shard table, and ``start_*`` are first rows within it.
@@ -80,6 +80,9 @@ Positions = int | slice | npt.NDArray[np.integer[Any]]
 _FEW_TEXTS = 4096
 """Number of unused texts that an index keeps in any case."""
 
+
+SAMPLES = "num_samples"
+"""Column without an array: the differences of the running total."""
 
 _HOMES = (*STARTS, "extra", "document")
 """Location columns, which are changed in place."""
@@ -119,8 +122,8 @@ class TrajectoryIndex:
         self._arrays = self._empty()
         self._waiting: dict[str, Waiting] = {}
         """Columns not unpacked yet; :meth:`_array` unpacks one."""
-        self.ends: IntArray = np.zeros(0, np.int64)
-        """Running total of samples; ``ends[i]`` counts positions 0..i, dropped ones included."""
+        self.before: IntArray = np.zeros(1, np.int64)
+        """Running total of samples before each position, from any start; one element more than the columns."""
         self.texts = StringTable()
         """String table of ``weights`` and of the facts that are texts."""
         self._texts_kept = 0
@@ -136,9 +139,8 @@ class TrajectoryIndex:
         """False if every trajectory has T·B samples: no field ``valid``, and no rollouts."""
         self._ascending = True
         self._lent = _Lent()
-        self._borrowed = frozenset[str]()
-        """Columns that are arrays of another index, see :meth:`borrow`."""
         self._lender_ids: IntArray | None = None
+        """Array of ids of the index that lends its arrays, see :meth:`borrow`."""
         self._offset = 0
         """Position in the lender of the entry at position 0."""
 
@@ -146,18 +148,28 @@ class TrajectoryIndex:
         return self.end - self.first
 
     def _empty(self) -> dict[str, npt.NDArray[Any]]:
-        return {self.table if name == "shard" else name: np.zeros(0, dtype) for name, dtype in COLUMNS.items()}
+        stored = {self.table if name == "shard" else name: dtype for name, dtype in COLUMNS.items() if name != SAMPLES}
+        return {name: np.zeros(0, dtype) for name, dtype in stored.items()}
+
+    @property
+    def _capacity(self) -> int:
+        return len(self.before) - 1
 
     def __getitem__(self, name: str) -> npt.NDArray[Any]:
         """Return one column of all kept entries, oldest first (a view)."""
-        return self._array(name)[self.first : self.end]
+        column: npt.NDArray[Any] = self.at(name, slice(self.first, self.end))
+        return column
 
     def at(self, name: str, positions: Positions) -> Any:
         """Return one column at one or several positions (a copy; a view for a slice)."""
-        return self._array(name)[positions]
+        if name != SAMPLES:
+            return self._array(name)[positions]
+        if isinstance(positions, slice):
+            return np.diff(self.before[positions.start : positions.stop + 1])
+        return self.before[positions + 1] - self.before[positions]
 
     def by_position(self, *names: str) -> list[npt.NDArray[Any]]:
-        """Return whole columns, indexed by position, for compiled code. Valid until entries are added."""
+        """Return whole arrays, indexed by position, for compiled code. Valid until entries are added."""
         return [self._array(name) for name in names]
 
     def wait_for(self, columns: Mapping[str, Packed]) -> None:
@@ -172,7 +184,7 @@ class TrajectoryIndex:
         """
         waiting = self._waiting.get(name)
         if waiting is not None:
-            self._arrays[name] = _with_room(name, waiting.column(), len(self.ends))
+            self._arrays[name] = _with_room(name, waiting.column(), self._capacity)
             self._waiting.pop(name, None)
         return self._arrays[name]
 
@@ -187,16 +199,12 @@ class TrajectoryIndex:
     @property
     def total_samples(self) -> int:
         """Samples of all kept entries."""
-        return self.samples_before(self.end) - self.samples_before(self.first)
-
-    def samples_before(self, position: int) -> int:
-        """Return the running total of samples before a position."""
-        return int(self.ends[position - 1]) if position else 0
+        return int(self.before[self.end] - self.before[self.first])
 
     def find_rows(self, samples: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
         """Return position and row of samples, counted from the first sample of the window ``[first, end)``."""
         positions, rows = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
-        kernels.find_rows(samples, first, end, self.ends, positions, rows)
+        kernels.find_rows(samples, first, end, self.before, positions, rows)
         return positions, rows
 
     def place_rows(self, positions: IntArray, rows: IntArray) -> IntArray:
@@ -219,8 +227,8 @@ class TrajectoryIndex:
         for name, array in self._arrays.items():
             array[new] = columns[name] if name in columns or not is_optional(name) else unknown(name, count)
         waiting = {name: column.followed_by(_rows(name, columns, count)) for name, column in self._waiting.items()}
-        before = self.samples_before(self.end)
-        self.ends[new] = before + np.cumsum(self._arrays["num_samples"][new])
+        samples = np.broadcast_to(np.asarray(columns[SAMPLES], np.int64), count)
+        self.before[new.start + 1 : new.stop + 1] = self.before[new.start] + np.cumsum(samples)
         self.may_be_partial = self.may_be_partial or _are_partial(columns)
         ids = self._arrays["trajectory_id"]
         later = ids[max(new.start - 1, self.first) : new.stop]
@@ -233,41 +241,46 @@ class TrajectoryIndex:
         """Reserve memory for ``count`` more entries."""
         if self._waiting and any(waiting.is_overfull for waiting in self._waiting.values()):
             self._unpack()
-        capacity = self.end + count
-        if capacity <= len(self.ends):
+        if self.end + count <= self._capacity:
             return
-        if self.first:  # dropped entries are removed below
+        if self.first:  # dropped entries are removed
             self._unpack()
-        kept = slice(self.first, self.end)
-        capacity = max(capacity - self.first, 2 * len(self), 64)
-        before = self.samples_before(self.first)
-        for name, array in self._arrays.items():
-            borrowed = name in self._borrowed
-            self._arrays[name] = array[self.first :] if borrowed else _with_room(name, array[kept], capacity)
-        self._offset += self.first
-        ends = np.zeros(capacity, np.int64)
-        ends[: len(self)] = self.ends[kept] - before
-        self.ends = ends
-        self._lent = _Lent()
+        self._allocate(max(len(self) + count, 2 * len(self), 64))
+
+    def _allocate(self, capacity: int) -> None:
+        """Move the kept entries to own arrays."""
+        before = np.zeros(capacity + 1, np.int64)
+        before[: len(self) + 1] = self.before[self.first : self.end + 1] - self.before[self.first]
+        self._move_to({}, before)
+
+    def _move_to(self, arrays: dict[str, npt.NDArray[Any]], before: IntArray) -> None:
+        """Move the kept entries, the oldest one to position 0, to these arrays and new ones of the same capacity."""
+        kept, capacity = slice(self.first, self.end), len(before) - 1
+        new = {
+            name: _with_room(name, array[kept], capacity) for name, array in self._arrays.items() if name not in arrays
+        }
+        self._arrays, self.before, self._lender_ids, self._lent = new | arrays, before, None, _Lent()
         self.revision += self.first > 0
         self.first, self.end = 0, len(self)
 
     def borrow(self, lender: TrajectoryIndex, ids: IntArray) -> None:
         """Reserve memory for entries of these ids by sharing the arrays of an index with the same previous entries.
 
-        Columns that differ between the two (texts, locations) are not shared. The caller guards both indexes. Later
-        appends to the lender, and evictions from it, do not change the shared rows.
+        Locations, which differ between the two, are not shared. The caller guards both indexes. Later appends to the
+        lender, and evictions from it, do not change the shared rows.
         """
-        offset = self._offset_in(lender, ids)
+        offset, lender_ids = self._offset_in(lender, ids), lender._arrays["trajectory_id"]
         if offset is None:
-            self._return_borrowed()
-        elif self._lender_ids is not lender._arrays["trajectory_id"]:
-            offset += self._forget_dropped()
-            arrays = {name: array[offset:] for name, array in lender._arrays.items() if _may_be_lent(name)}
-            self._return_borrowed(but=arrays)
-            self._arrays |= arrays
-            self._borrowed, self._lender_ids = frozenset(arrays), lender._arrays["trajectory_id"]
-            self._offset = offset
+            if self._lender_ids is not None:
+                self._allocate(len(self) + len(ids))
+        elif self._lender_ids is not lender_ids or self.texts is not lender.texts:
+            offset += self.first
+            shared = {name: array[offset:] for name, array in lender._arrays.items() if _may_be_lent(name)}
+            self._move_to(shared, lender.before[offset:])
+            lacking = {name: array for name, array in self._arrays.items() if is_text(name) and name not in shared}
+            self._arrays |= lender.translated(lacking, self.texts)
+            self._lender_ids, self._offset = lender_ids, offset
+            self.texts, self._texts_kept = lender.texts, lender._texts_kept
         self.reserve(len(ids))
 
     def _offset_in(self, lender: TrajectoryIndex, ids: IntArray) -> int | None:
@@ -280,23 +293,6 @@ class TrajectoryIndex:
             offset, known = lender.first - self.first, np.array_equal(theirs[lender.first :][:count], mine)
         new = theirs[offset + self.end : min(offset + self.end + len(ids), lender.end)]
         return offset if known and not self._waiting and np.array_equal(new, ids) else None
-
-    def _forget_dropped(self) -> int:
-        """Move the oldest kept entry to position 0; return the decrease of positions."""
-        dropped = self.first
-        if dropped:
-            before = self.samples_before(dropped)
-            self._arrays = {name: array[dropped:] for name, array in self._arrays.items()}
-            self.ends = self.ends[dropped:] - before
-            self.first, self.end, self._order = 0, self.end - dropped, None
-            self.revision += 1
-        return dropped
-
-    def _return_borrowed(self, but: Collection[str] = ()) -> None:
-        """Copy all shared columns, except some, into own arrays."""
-        for name in self._borrowed.difference(but):
-            self._arrays[name] = _with_room(name, self._arrays[name][: self.end], len(self.ends))
-        self._borrowed, self._lender_ids = frozenset(), None
 
     def find(self, trajectory_id: int) -> int | None:
         """Return the position of an id, None if it is not in the index."""
@@ -342,7 +338,6 @@ class TrajectoryIndex:
         other._arrays["slot"] = rows if alike else slots[rows]
         for name in self.row_notes:
             other._arrays[NOTE_ROWS + name] = slots[other._arrays[NOTE_ROWS + name]]
-        other.texts = self.texts.copy()
         return other
 
     def renumber(self, ids: IntArray) -> None:
@@ -456,7 +451,7 @@ class TrajectoryIndex:
             if name in self._waiting or not is_optional(name):
                 continue
             if not name.startswith(SCORE) or sum(fact.startswith(SCORE) for fact in self.facts) < MOST_SCORES:
-                self._arrays[name] = unknown(name, len(self.ends))
+                self._arrays[name] = unknown(name, self._capacity)
             elif not self._told_left_out:
                 self._told_left_out = True
                 logger.warning(
@@ -471,8 +466,8 @@ class TrajectoryIndex:
         return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
-        """Remove unused texts if they are more than half of all."""
-        if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
+        """Remove unused texts if they are more than half of all; with borrowed arrays, the lender does so."""
+        if self._lender_ids is not None or len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
             return
         self._unpack()
         kept, old = slice(self.first, self.end), self.texts
@@ -516,7 +511,7 @@ class TrajectoryIndex:
 
     def unpacked(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the already unpacked columns at some positions."""
-        return {name: array[positions] for name, array in self._arrays.items()}
+        return {name: self.at(name, positions) for name in (SAMPLES, *self._arrays)}
 
     def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace all entries by these; the texts stay."""
@@ -524,8 +519,7 @@ class TrajectoryIndex:
         self.first = self.end = 0
         self._ascending, self.may_be_partial = True, False
         self._arrays, self._waiting = self._empty(), {}
-        self._borrowed, self._lender_ids = frozenset(), None
-        self.ends = np.zeros(0, np.int64)
+        self.before, self._lender_ids = np.zeros(1, np.int64), None
         self.append(columns)
         self._shed_texts()
 
@@ -538,8 +532,7 @@ class TrajectoryIndex:
         low, high = self.first + start, self.first + stop
         part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
         part._waiting = {name: waiting.part(low, high) for name, waiting in self._waiting.items()}
-        before = self.samples_before(low)
-        part.ends = self.ends[low:high] - before if before else self.ends[low:high]
+        part.before = self.before[low : high + 1]
         part.texts, part._texts_kept = self.texts, self._texts_kept
         part.end = high - low
         part._ascending, part._lent, part.may_be_partial = self._ascending, self._lent, self.may_be_partial
@@ -573,13 +566,13 @@ class TrajectoryIndex:
         Raises:
             CorruptStoreError: the number of samples is too large.
         """
-        if columns["num_samples"].sum(dtype=np.float64) >= 1 << 62:
+        if columns[SAMPLES].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
-        self._arrays, self._waiting = dict(columns), {}
-        self._borrowed, self._lender_ids = frozenset(), None
+        self._arrays, self._waiting, self._lender_ids = dict(columns), {}, None
         self.first, self.end = 0, len(columns["trajectory_id"])
         self.may_be_partial = _are_partial(columns)
-        self.ends = np.cumsum(columns["num_samples"])
+        self.before = np.zeros(self.end + 1, np.int64)
+        np.cumsum(self._arrays.pop(SAMPLES), out=self.before[1:])
         ids = columns["trajectory_id"]
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
@@ -605,8 +598,7 @@ def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:
 
 def _may_be_lent(name: str) -> bool:
     """Return whether a column is equal in the index of a view and in that of its store."""
-    apart = name in ("shard", "slot", "weights", *STARTS) or name.startswith((NOTE_ROWS, NOTE_START))
-    return not apart and not is_text(name)
+    return name not in ("shard", "slot", *STARTS) and not name.startswith((NOTE_ROWS, NOTE_START))
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trajstore.core.store.additions import added_in
 from trajstore.core.store.log_records import lie_in, parse_ranges, ranges_in_words, ranges_of
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, trajectories
 
 _MOST = 1 << 20
 """Limit on the total width of id gaps; wider gaps prove nothing, since ids may be forged or start anywhere."""
@@ -37,7 +37,7 @@ def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
     """
     count = sum(high - low + 1 for low, high in lost)
     ids = ranges_in_words(lost)
-    known = f"trajectory {ids}" if count == 1 else f"{count:,} trajectories, ids {ids}" if count else ""
+    known = f"trajectory {ids}" if count == 1 else f"{trajectories(count)}, ids {ids}" if count else ""
     if not uncounted:
         return known
     return f"{known}, perhaps more" if known else "trajectories that nobody can count, if any"

@@ -14,7 +14,7 @@ from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import natural, parse_ranges, ranges_of
 from trajstore.core.store.row_location import STARTS
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[n
     extents = [Extent(*(natural(n) for n in item)) for item in value["extents"]]
     ranges = parse_ranges(value["ids"]).tolist()
     if sum(last - first + 1 for first, last in ranges) != len(extents):  # checked first: the ranges may be huge
-        raise CorruptStoreError(f"{len(extents)} trajectories, but the ids {value['ids']}")
+        raise CorruptStoreError(f"{trajectories(len(extents))}, but the ids {value['ids']}")
     for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
         if sum(extent.rows(column.axis) for extent in extents) != rows:
             raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")

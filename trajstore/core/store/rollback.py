@@ -13,7 +13,7 @@ from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.log_records import id_ranges
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.saved_points import Snapshot
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, trajectories
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
     returning = catalog.pinned.positions_in(to.ids)
     if len(staying) + len(returning) != to.count:
         raise CorruptStoreError(
-            f"{catalog.directory.url}: the snapshot {to.name} names {to.count} trajectories, of which "
-            f"{to.count - len(staying) - len(returning)} are not in the store; go to another one"
+            f"{catalog.directory.url}: the snapshot {to.name} names {trajectories(to.count)}, of which "
+            f"{to.count - len(staying) - len(returning):,} cannot be found; go to another one"
         )
     leaves = np.ones(len(catalog.index), np.bool_)
     leaves[staying - catalog.index.first] = False
@@ -108,7 +108,7 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
         ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
     """
     live, pinned = TrajectoryIndex(), TrajectoryIndex()
-    live.texts, pinned.texts = catalog.index.texts.copy(), catalog.pinned.texts.copy()
+    live.texts, pinned.texts = catalog.index.texts, catalog.pinned.texts
     for source in (catalog.index, catalog.pinned):
         inside = np.zeros(source.end, np.bool_)
         inside[source.positions_in(ranges)] = True

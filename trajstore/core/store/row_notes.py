@@ -23,7 +23,7 @@ from trajstore.core.store.additions import starts_of
 from trajstore.core.store.log_records import manifest_from_json, manifest_to_json, natural
 from trajstore.core.store.row_location import START_OF
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, trajectories
 
 Rows = Mapping[str, Sequence[torch.Tensor]]
 """Values by row, by name: a tensor for each trajectory."""
@@ -88,7 +88,7 @@ class RowShard:
         manifest = manifest_from_json(value["shard"], schemas)
         extents = tuple(Extent(*(natural(n) for n in item)) for item in value["extents"])
         if len(extents) != count:
-            raise CorruptStoreError(f"rows of {len(extents)} trajectories, but {count} ids")
+            raise CorruptStoreError(f"rows of {trajectories(len(extents))}, but {count} ids")
         for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
             if column.axis not in _AXES[manifest.schema.kind]:
                 raise CorruptStoreError(f"values {column.name}: on axis {int(column.axis)}")

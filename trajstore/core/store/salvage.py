@@ -34,7 +34,7 @@ from trajstore.core.store.sealed import (
     unseal,
     without_advice,
 )
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, listed
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, counted, listed
 
 _LOST = Schema("step", ())
 """Placeholder for a schema of a damaged record; it matches no shard."""
@@ -89,7 +89,9 @@ class SalvagedCatalog(Catalog):
         metadata = catalog.metadata()
         newest = metadata["generation"] - catalog.generation
         if newest > 0:
-            catalog._lost.missing(catalog._warn(f"{directory.url}: the newest {newest:,} commits are missing"))
+            catalog._lost.missing(
+                catalog._warn(f"{directory.url}: {counted(newest, 'newest commit', 'is', 'are')} missing")
+            )
         catalog._note_told(metadata)
         for check in catalog.end_checks():
             try:

@@ -21,7 +21,7 @@ from trajstore.core.base.interrupts import WaitList, start_thread
 from trajstore.core.files.base import Directory, EncodedFile, ReaderLease
 from trajstore.core.files.opening import nested, open_directory
 from trajstore.core.writing.commit_log import CommitLog
-from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError, trajectories
 from trajstore.remote.mirror.ledger import as_text
 from trajstore.remote.mirror.options import MIRRORED_NAME, Mirror, MirrorState
 from trajstore.remote.mirror.replica import Replica
@@ -321,7 +321,7 @@ class StoreMirror:
                 if state.generation < 0 and state.error:  # it could not be opened
                     remainder = f"without the mirror {state.url}; what is there is not known"
                 else:
-                    remainder = f"with {self.behind} trajectories that are not on the mirror {state.url}"
+                    remainder = f"with {trajectories(self.behind, 'that is', 'that are')} not on the mirror {state.url}"
                     remainder += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
                 logger.warning("%s: closed %s%s", self._directory.url, remainder, why)
         finally:  # also on an interrupt

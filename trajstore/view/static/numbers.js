@@ -3,7 +3,7 @@
 export const count = (value) => Number(value).toLocaleString("en");
 
 /** Returns how many of a thing there are: "1 task", "2 tasks". */
-export const several = (value, thing) => `${count(value)} ${thing}${value === 1 ? "" : "s"}`;
+export const several = (value, thing, things = `${thing}s`) => `${count(value)} ${value === 1 ? thing : things}`;
 
 /** Returns a number with four significant digits; whole ones whole. */
 export function short(value) {
