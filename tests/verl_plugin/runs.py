@@ -88,10 +88,9 @@ def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] 
 
 
 def recorded(folder: Path) -> list[AgentTrajectory]:
-    """Return all rollouts recorded by a run, through a read-only buffer."""
-    with TrajectoryReplayBuffer() as buffer:
-        buffer.load_checkpoint(folder / "checkpoints" / "trajstore" / "rollouts")
-        rollouts = [buffer.get(int(number)) for number in buffer.trajectory_ids]
+    """Return all rollouts recorded by a run."""
+    with TrajectoryReplayBuffer.open(folder / "checkpoints" / "trajstore" / "rollouts") as reader:
+        rollouts = [reader.get(int(number)) for number in reader.trajectory_ids]
     assert all(isinstance(rollout, AgentTrajectory) for rollout in rollouts)
     return rollouts  # type: ignore[return-value]
 
