@@ -80,10 +80,18 @@ class Command:
 
 
 @contextmanager
-def serving(path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None) -> Iterator[str]:
-    """Serve a directory from a thread, with ``--write`` if it is said who gives values; yields the address."""
+def serving(
+    path: Path,
+    token: str | None = None,
+    *,
+    who: str | None = None,
+    pin: str | None = None,
+    compare: Path | None = None,
+) -> Iterator[str]:
+    """Serve a directory from a thread, with ``--write`` if an author of values is named; yields the address."""
+    other = None if compare is None else shown_at(compare)
     correcting = None if who is None else Correcting(path, who)
-    with served(shown_at(path, pin=pin), "127.0.0.1", 0, token=token, correcting=correcting) as address:
+    with served(shown_at(path, pin=pin), "127.0.0.1", 0, other=other, token=token, correcting=correcting) as address:
         yield address.removesuffix("/")
 
 

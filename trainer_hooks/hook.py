@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -398,16 +398,25 @@ class ReplayHook(Closing, Generic[Task]):
 
     # ---- checkpoint and resume ----
 
-    def flush(self) -> None:
-        """Block until the pool would survive a crash in its current state. Does nothing for a pool in memory."""
-        if self._replay is not None:
-            self._replay.manager.flush()
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the pool's state for the checkpoint: plain containers, with the trajectories; empty if disabled."""
-        if self._replay is None:
-            return {}
-        return self._replay.manager.state_dict(self_contained=True)
+        """Return the pool's state for the checkpoint, as plain containers; empty if disabled.
+
+        With a durable store it names a saved point of the store, which stays until :meth:`hold` releases it; for a pool
+        in memory it has the trajectories.
+        """
+        return {} if self._replay is None else self._replay.manager.state_dict()
+
+    def hold(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Keep the saved points of the checkpoints that still exist, and remove those of all others.
+
+        Args:
+            states: the results of :meth:`state_dict` in these checkpoints.
+
+        Raises:
+            StoreWriteError: the pool's store could not write.
+        """
+        if self._replay is not None:
+            self._replay.manager.hold(states)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; later entries leave the pool. An empty state changes nothing.

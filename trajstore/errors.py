@@ -10,6 +10,7 @@ Each message names the file or field at fault and a remedy. The tree::
     │   └── EpochsEndedError                         a sampler's epochs have all been drawn
     ├── TrajectoryUnavailableError (KeyError)    no such trajectory, or it is no longer kept
     ├── MissingDependencyError (ImportError)     an optional package is needed; names the extra
+    ├── DescriptorLimitError (OSError)           too many open files; names the limit
     └── StoreError                               a problem with a directory
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
@@ -82,6 +83,12 @@ class MissingDependencyError(TrajstoreError, ImportError):
             f"this needs the package {package!r}: in your checkout, install it with "
             f"`pip install '/path/to/trajstore[{extra}]'`"
         )
+
+
+class DescriptorLimitError(TrajstoreError, OSError):
+    """No file can be opened: the process or the machine has no descriptor left. No :class:`StoreError`: no damage."""
+
+    __str__ = Exception.__str__
 
 
 class StoreError(TrajstoreError):

@@ -349,7 +349,7 @@ def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Pa
 
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 0], {"score": 1}, "twice"),
-    ([0, 1], {"score": [1]}, "1 values for 2"),
+    ([0, 1], {"score": [1]}, "1 value for 2"),
     (0, {"score": float("nan")}, "finite"),
     (0, {"score": 2**53 + 1}, "exactly"),
     (0, {"outcome": "good"}, "place of a number"),

@@ -69,7 +69,7 @@ def test_a_rollout_has_the_reward_that_it_was_given_late(tmp_path: Path) -> None
         assert all(same(writer.get(number), recorded[number]) for number in ids)
 
 
-def test_what_get_returned_is_added_with_its_late_values(tmp_path: Path) -> None:
+def test_what_get_returned_is_added_with_its_late_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with writer_to(tmp_path / "first") as first, writer_to(tmp_path / "second") as second:
         recorded = [rollout(0), rollout(1, metadata={"own": 1}), replace(rollout(2), reward=None)]
         ids = first.add_trajectories([*recorded, Trajectory(rewards=torch.ones(2, 1, 1))])
@@ -78,6 +78,10 @@ def test_what_get_returned_is_added_with_its_late_values(tmp_path: Path) -> None
         annotate(first, ids[:1], {"advantage": [torch.arange(4.0)]})
         empty = Trajectory()
         again = second.add_trajectories([first.get(ids[0]), empty, *(first.get(number) for number in ids[1:])])
+        assert "late values of 4 trajectories were set again without author and history" in caplog.text
+        with TrajectoryReplayBuffer() as in_memory:
+            in_memory.add_trajectories([first.get(ids[1])])
+        assert "1 trajectory has late values, which a buffer in memory lacks" in caplog.text
         condition = "judge = 0.5 and tag = 'cheat' and outcome = 0.25"
         assert second.query().where(condition).ids().tolist() == again[1:3]
         for old, new in zip(ids[:3], again[:3], strict=True):

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import pickle
+import resource
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.stores import reader_of, writer_to
-from trajstore import Reader, Trajectory, TrajectoryReplayBuffer
+from trajstore import Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
-from trajstore.errors import ConfigurationError, StoreClosedError, StoreError, StoreNotFoundError
+from trajstore.errors import (
+    ConfigurationError,
+    DescriptorLimitError,
+    StoreClosedError,
+    StoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+)
+from trajstore.operations.moving import merge
+from trajstore.operations.tailing import Tail
 
 
 def one(value: float) -> Trajectory:
@@ -35,6 +50,37 @@ def test_everything_is_shown_and_drawn_from(store: Path) -> None:
         assert float(reader.get(150).rewards[0]) == 150.0
         assert sorted(float(item.rewards[0]) for item in reader.sample_trajectories(151)) == list(range(151))
         assert reader.seed == 7, "of the store"
+
+
+def test_the_limit_of_descriptors_is_named(store: Path, tmp_path: Path) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    calls: list[Callable[[int], Any]] = [
+        lambda number: TrajectoryReplayBuffer.open(store).close(),
+        lambda number: writer_to(store).close(),
+        lambda number: annotate(store, 0, {"judge": 1.0}),
+        lambda number: merge([store, store], tmp_path / f"merged-{number}"),
+        lambda number: Tail(store).close(),
+    ]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    failed: dict[int, str] = {}
+    for (at, call), spare in itertools.product(enumerate(calls), range(7)):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 9, hard))
+        used = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    used.append(os.open(os.devnull, os.O_RDONLY))
+            for _ in range(spare):
+                os.close(used.pop())
+            call(spare)
+        except (DescriptorLimitError, StoreWriteError) as error:
+            failed[at] = str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in used:
+                os.close(descriptor)
+    assert [*failed] == [*range(len(calls))]
+    assert all("too many open files: this process may open" in text for text in failed.values())
 
 
 def test_a_reader_has_no_methods_that_write(store: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import Trajectory
+from trajstore.view.shown import OfReader
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
 
@@ -216,3 +219,31 @@ def test_a_pool_is_asked(tmp_path: Path) -> None:
     reader = TrajectoryReplayBuffer.open(tmp_path / "pool")
     assert reader.query().count() == len(rows)
     assert isinstance(reader.query().table(), pl.DataFrame)
+
+
+def test_a_pin_shows_the_pool_as_it_was(tmp_path: Path) -> None:
+    """Also after later points and :meth:`hold`."""
+    path = tmp_path / "pool"
+
+    def run(first: int, last: int) -> None:
+        store = BufferStore.open(path)
+        manager = ExperienceManager(RULES, store=store)
+        for number in range(first, last):
+            train(manager, number)
+            manager.flush()
+        manager.hold([])
+        store.close()
+
+    def overview(pin: str | None = None) -> dict[str, Any]:
+        with closing(OfReader(path, pin, copied=False)) as shown:
+            assert shown.pool is not None
+            return shown.pool.overview()
+
+    run(0, 12)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.points.pin("before")
+    before = overview()
+    run(12, 40)
+    assert overview("before") == before != overview()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        assert len(buffer.points.saved) == 2, "one for the pin, and the newest"

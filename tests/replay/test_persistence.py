@@ -253,7 +253,7 @@ def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
     manager = ExperienceManager(RULES)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         manager.load_experience_pool_from_disk(folder)
-    assert manager.difficulty2task_dict == {3: ["b"], 5: ["a"], 1: ["c"]}
+    assert manager.difficulty2task_dict == {3: ("b",), 5: ("a",), 1: ("c",)}
     assert "1 tasks are in two buckets" in caplog.text
 
 

@@ -31,7 +31,7 @@ def test_the_two_updates_may_come_in_either_order() -> None:
         manager.update_skip_uid_set_and_filter_trajectories(batch, torch.ones(2, 4), torch.ones(2, 4))
         manager.update_difficulty2task_dict(batch)
         solved = outcomes == [1, 1]
-        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {2: ["a"]}))
+        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {2: ("a",)}))
 
 
 def test_bounds_are_exclusive_and_the_filter_sets_copies() -> None:
@@ -181,7 +181,7 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
     )
     manager.update_difficulty2task_dict(solved, {"a": 4})
     assert (numbers(kept), manager.skip_uid_set) == ([10, 11], set()), "what did not come back is unknown"
-    assert manager.difficulty2task_dict == {3: ["a"]}
+    assert manager.difficulty2task_dict == {3: ("a",)}
     assert numbers(manager.task2trajectories["a"]) == [0, 1]
     assert manager.sample_tasks_from_replaypool(difficulty=None, num_tasks=2, strategy="random") == ["a"]
     tasks = [SimpleNamespace(task_id="a")]
@@ -220,7 +220,7 @@ def test_a_damaged_state_dict_changes_nothing(damage: dict[str, object]) -> None
     step(manager, rollouts("a", [1, 0]))
     with pytest.raises(CorruptStoreError):
         manager.load_state_dict(manager.state_dict() | damage)
-    assert manager.difficulty2task_dict == {2: ["a"]}
+    assert manager.difficulty2task_dict == {2: ("a",)}
     assert len(manager) == 1
 
 
@@ -239,9 +239,9 @@ def test_outcomes_that_are_no_numbers_are_refused_and_counted() -> None:
     outcomes = [1.0, float("nan"), float("inf"), 0.0]
     assert numbers(step(manager, [*rollouts("a", outcomes), build("a", 9, None)])) == [0]
     assert manager.refused == {"outcome_not_finite": 2, "no_outcome": 1}
-    assert manager.difficulty2task_dict == {2: ["a"]}, "of two known rollouts one succeeded"
+    assert manager.difficulty2task_dict == {2: ("a",)}, "of two known rollouts one succeeded"
     step(manager, rollouts("a", [float("nan")] * 4, first=20))
-    assert manager.difficulty2task_dict == {2: ["a"]}, "nothing is known: it stays where it is"
+    assert manager.difficulty2task_dict == {2: ("a",)}, "nothing is known: it stays where it is"
 
 
 def test_uses_survive_a_state_dict_and_a_restart() -> None:
@@ -280,4 +280,10 @@ def test_the_properties_of_a_pool_are_read_only() -> None:
         manager.skip_uid_set.add("b")  # type: ignore[attr-defined]
     with pytest.raises(TypeError):
         manager.task2trajectories["b"] = []  # type: ignore[index]
+    with pytest.raises(TypeError):
+        manager.difficulty2task_dict[1] = ("b",)  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        manager.difficulty2task_dict[2].append("b")  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        manager.task2trajectories["a"].clear()  # type: ignore[attr-defined]
     assert manager.get_task_ids() == ["a"]

@@ -26,7 +26,7 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
 class LoggedStore(MemoryStore):
     """A store that logs its operations, so that any prefix can be restored."""
 
-    durable = True
+    store_id = "of this test"
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_what_was_admitted_after_the_point_is_in_the_pool_and_can_be_drawn() -> 
     assert store.log[-1][0] == "add", "no point since"
     again = ExperienceManager(RULES, store=store.first(len(store.log)))
     assert view(again)["entries"] == view(manager)["entries"]
-    assert again.difficulty2task_dict == {0: ["b", "d"], 2: ["c"], 3: ["a"]}
+    assert again.difficulty2task_dict == {0: ("b", "d"), 2: ("c",), 3: ("a",)}
     assert again.global_steps == 7
     assert sorted(again.get_valid_replay_task_ids()) == ["a", "c", "d"]
 

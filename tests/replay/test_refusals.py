@@ -275,7 +275,7 @@ def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: P
                 "a/50",
                 "b/52",
             }
-            assert manager.difficulty2task_dict == {3: ["a"], 2: ["b"]}
+            assert manager.difficulty2task_dict == {3: ("a",), 2: ("b",)}
             manager.save_trajectories_to_memory([*broken, build("b", 54)])
             assert manager.seed([*broken, build("b", 55)]) == {"malformed": len(broken)}
             assert len(manager) == 4

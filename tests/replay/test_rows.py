@@ -50,7 +50,7 @@ def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) ->
         manager.global_steps = 1
         failure = AgentTrajectory(task_id="a", reward=Reward(outcome=0.0))
         manager.update_difficulty2task_dict([*rollouts, failure])
-        assert manager.difficulty2task_dict == {3: ["a"]}, "three rollouts of two rows succeeded, of four"
+        assert manager.difficulty2task_dict == {3: ("a",)}, "three rollouts of two rows succeeded, of four"
         assert manager.save_trajectories_to_memory(rollouts) == 2
         assert len(manager) == 2
         manager.flush()

@@ -259,7 +259,7 @@ def demonstration(tokenizer: Any, tmp_path: Path, task: str = "a", last: str = "
 def test_demonstrations_can_be_drawn_at_once_and_come_marked(tokenizer: Any, tmp_path: Path) -> None:
     manager = ExperienceManager(RULES)
     manager.seed([demonstration(tokenizer, tmp_path, task) for task in "ab"])
-    assert manager.difficulty2task_dict == {0: ["a", "b"]}
+    assert manager.difficulty2task_dict == {0: ("a", "b")}
     assert sorted(manager.sample_tasks_from_replaypool(2)) == ["a", "b"]
     [row] = manager.get_offpolicy_batch(["a"])
     assert row.metadata["is_experience_replay"] is True
@@ -286,7 +286,7 @@ def test_rollouts_say_more_of_a_task_than_its_demonstration(tokenizer: Any, tmp_
     manager = ExperienceManager(RULES)
     manager.admit([build(tokens=number, outcome=float(number < 2)) for number in range(4)])
     manager.seed([demonstration(tokenizer, tmp_path)])
-    assert manager.difficulty2task_dict == {2: ["a"]}
+    assert manager.difficulty2task_dict == {2: ("a",)}
     manager.admit([build(tokens=number, outcome=1.0) for number in range(4)])
     assert manager.skip_uid_set == {"a"}
     manager.seed([demonstration(tokenizer, tmp_path)])

@@ -150,7 +150,7 @@ def with_defaults(function: Callable[..., Any], given: Mapping[str, Any], known:
 
 METHODS: dict[Callable[[], Any], str] = {
     replay_hook: "tasks_chosen before_rollout replacements batch_rows log_probs_computed replace_log_probs"
-    " regularizer_masks loss_computed watch step_done rollouts_done admit load_state_dict resume",
+    " regularizer_masks loss_computed watch step_done rollouts_done admit load_state_dict resume hold",
     guidance_hook: "before_rollout context finished step_done validated begin wait load_state_dict close",
     filled: "get_offpolicy_batch count_offpolicy get_all_candidates_batch load_experience_pool_from_disk",
     collate: "__call__",
@@ -164,6 +164,7 @@ def special_arguments() -> dict[str, dict[str, Any]]:
         "replay_hook.loss_computed": {"rows": [0, 1]},
         "replay_hook.rollouts_done": {"is_experience_replay": [False, False]},
         "replay_hook.load_state_dict": {"state": replay_hook().state_dict()},
+        "replay_hook.hold": {"states": []},
         "guidance_hook.load_state_dict": {"state": guidance_hook().state_dict()},
         "guidance_hook.close": {"timeout": 0.0},
         "manager.allocate_add_exp": {"rollouts": [1, 2]},

@@ -1,14 +1,18 @@
-"""Recomputes the loss's inputs of a run from the store alone, without the plugin's code."""
+"""Recomputes a run's ages, denominators, advantages, losses and group sizes from its store.
+
+Nothing of ``trainer_hooks`` is imported.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore import AgentTrajectory
@@ -44,8 +48,12 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """Counts of :func:`check_loss_rows`."""
+    """Counts of :func:`recount`."""
 
+    differences: Counter[str]
+    """Number of differences between the loss's rows, the store and the logged figures, by kind; empty if all agree."""
+    rows: int
+    """Rows of the loss without padding."""
     replayed_rows: int
     replayed_of_several: int
     """Replayed rows of sessions with several outputs."""
@@ -58,16 +66,33 @@ class Counted:
     waited: int
     """Replayed rows sampled by other weights than those that scored them."""
 
+    def __str__(self) -> str:
+        ages = [age for held in self.ages.values() for age in held]
+        wrong = ", ".join(f"{count} {kind}" for kind, count in self.differences.items()) or "none"
+        return (
+            f"{self.rows} rows, {self.replayed_rows} replayed ({self.waited} sampled by older weights than those that"
+            f" scored them), {len(self.rows_of)} groups, {len(ages)} ages up to {max(ages, default=0)};"
+            f" differences: {wrong}"
+        )
 
-def check_loss_rows(
+
+def check_loss_rows(*args: Any, **options: Any) -> Counted:
+    """As :func:`recount`; fails if there is a difference."""
+    counted = recount(*args, **options)
+    assert not counted.differences, str(counted)
+    return counted
+
+
+def recount(
     rows: Sequence[LossRow],
     rollouts: Sequence[AgentTrajectory],
     *,
     group: Callable[[str], int],
     separate: bool = False,
     loss: OffPolicyLoss | None = None,
+    steps: Sequence[Mapping[str, float]] = (),
 ) -> Counted:
-    """Check the loss's rows against the store, and every loss against its rows.
+    """Compare the loss's rows with the store, every loss with its rows, and the logged ages with those of the store.
 
     A row is an output of a recorded session with the same tokens and exactly the log-probs of the policy that sampled;
     only demonstrations have none. Fresh rows that waited have those of the step's actor instead. The sessions of a
@@ -81,7 +106,9 @@ def check_loss_rows(
         group: maximum number of sessions per group.
         separate: each replayed session forms its own group.
         loss: of replayed tokens; ``None`` = the defaults.
+        steps: the logged metrics of each step, with ``figures: all``.
     """
+    differences: Counter[str] = Counter()
     recorded: dict[tuple[int, ...], list[Output]] = defaultdict(list)
     for rollout in rollouts:
         for tokens, output in _outputs(rollout):
@@ -94,27 +121,29 @@ def check_loss_rows(
             continue
         uid, _, apart = row.uid.partition("-replayed-")
         match = [candidate for candidate in recorded[row.tokens] if _has_log_probs_of(row, candidate, uid, apart)]
-        assert match, f"no rollout with the tokens and log-probs of a row of group {row.uid}"
+        if not match:
+            differences["denominators" if row.tokens in recorded else "unknown tokens"] += 1
+            continue
         own = [candidate for candidate in match if candidate.rollout.metadata["uid"] == uid and not apart]
         # Runs with equal initial weights may make the same rollout for tasks of other names.
         recorded_row = next(
             (candidate for candidate in own or match if candidate.rollout.task_id == task_of[uid]), match[0]
         )
         replayed = not own
-        assert bool(apart) == (replayed and separate)
-        assert torch.equal(row.response_mask, recorded_row.response_mask)
         mask = row.exp_mask[: row.response.numel()]
-        assert torch.equal(mask, recorded_row.response_mask if replayed else torch.zeros_like(mask))
-        assert not row.exp_mask[row.response.numel() :].any()
+        wanted_mask = recorded_row.response_mask if replayed else torch.zeros_like(mask)
+        differences["groups of their own"] += bool(apart) != (replayed and separate)
+        differences["response masks"] += not torch.equal(row.response_mask, recorded_row.response_mask)
+        differences["exp_mask"] += not torch.equal(mask, wanted_mask) or bool(row.exp_mask[len(mask) :].any())
         groups[uid].append((row, recorded_row, replayed))
         micro_batches[row.micro_batch].append((row, replayed))
     for held in groups.values():
-        _check_group(held, group, separate=separate)
+        differences += _differences_of(held, group, separate=separate)
     for micro_batch, seen in micro_batches.items():
-        assert not all(replayed for _, replayed in seen), "replayed rows alone made an optimizer step"
+        differences["micro-batches of replayed rows alone"] += all(replayed for _, replayed in seen)
         wanted = sum(_loss(row, loss or OffPolicyLoss(), off=replayed) for row, replayed in seen)
         wanted /= micro_batch.batch_tokens
-        assert math.isclose(micro_batch.loss, wanted, rel_tol=1e-3, abs_tol=1e-5), (micro_batch.loss, wanted)
+        differences["losses"] += not math.isclose(micro_batch.loss, wanted, rel_tol=1e-3, abs_tol=1e-5)
     everything = [candidate for held in groups.values() for candidate in held]
     step_of = {rollout.metadata["uid"]: rollout.metadata.get("step") for rollout in rollouts}
     ages: dict[int, list[int]] = defaultdict(list)
@@ -123,7 +152,14 @@ def check_loss_rows(
             sampled = recorded_row.rollout.metadata.get("min_global_steps")
             if replayed and sampled is not None:
                 ages[step_of[uid]].append(step_of[uid] - (sampled + 1))
+    for rollout in rollouts:
+        sampled = rollout.metadata.get("min_global_steps")
+        differences["policy versions"] += sampled is not None and rollout.policy_version != sampled + 1
+    for step in steps:
+        differences["logged ages"] += _ages_differ(step, ages.get(int(step["step"]), []))
     return Counted(
+        differences=+differences,
+        rows=len(everything),
         replayed_rows=sum(replayed for _, _, replayed in everything),
         replayed_of_several=sum(replayed and recorded_row.count > 1 for _, recorded_row, replayed in everything),
         rows_of={
@@ -151,26 +187,39 @@ def _has_log_probs_of(row: LossRow, output: Output, uid: str, apart: str) -> boo
     return torch.equal(output.log_probs[written], row.old_log_probs[written])
 
 
-def _check_group(held: Sequence[tuple[LossRow, Output, bool]], group: Callable[[str], int], *, separate: bool) -> None:
+def _differences_of(
+    held: Sequence[tuple[LossRow, Output, bool]], group: Callable[[str], int], *, separate: bool
+) -> Counter[str]:
+    """Return the differences of a group."""
+    differences: Counter[str] = Counter()
     sessions = {recorded_row.rollout.rollout_id: (recorded_row.rollout, replayed) for _, recorded_row, replayed in held}
-    (task,) = {rollout.task_id for rollout, _ in sessions.values()}
+    task, *others = {rollout.task_id for rollout, _ in sessions.values()}
     asked = {
         recorded_row.prompt
         for _, recorded_row, _ in held
         if not recorded_row.number and recorded_row.rollout.metadata["uid"]
     }
-    assert len(asked) == 1, f"a group of {task} asks two things"
-    assert len(sessions) <= group(task)
-    assert len(held) == sum(recorded_row.count for _, recorded_row, _ in held if not recorded_row.number), (
-        "each session is whole"
-    )
+    rows = sum(recorded_row.count for _, recorded_row, _ in held if not recorded_row.number)
+    differences["tasks of a group"] += bool(others)
+    differences["prompts of a group"] += len(asked) != 1
+    differences["group sizes"] += len(sessions) != group(task)
+    differences["incomplete sessions"] += len(held) != rows
     scores = {name: rollout.reward.metadata["score"] for name, (rollout, _) in sessions.items() if rollout.reward}
     together = torch.tensor([scores[name] for name, (_, replayed) in sessions.items() if not (separate and replayed)])
     mean, deviation = (together.mean(), together.std() + 1e-6) if len(together) > 1 else (torch.tensor(0.0), 1.0)
     for row, recorded_row, replayed in held:
         score = scores[recorded_row.rollout.rollout_id]
         value = score if separate and replayed else float((score - mean) / deviation)
-        torch.testing.assert_close(row.advantages, value * row.response_mask.float(), atol=1e-4, rtol=1e-4)
+        wanted = value * row.response_mask.float()
+        differences["advantages"] += not torch.allclose(row.advantages, wanted, atol=1e-4, rtol=1e-4)
+    return differences
+
+
+def _ages_differ(step: Mapping[str, float], ages: Sequence[int]) -> bool:
+    """Return whether a step's logged ages are not those of its replayed rows."""
+    logged = [step.get(f"experience_replay/age_{name}", math.nan) for name in ("mean", "max", "min")]
+    wanted = [sum(ages) / len(ages), max(ages), min(ages)] if ages else [math.nan] * 3
+    return not np.allclose(logged, wanted, equal_nan=True)
 
 
 def _loss(row: LossRow, options: OffPolicyLoss, *, off: bool) -> float:

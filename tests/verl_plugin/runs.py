@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.pages import unexplained
+from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 
 from .witness import LossRow
@@ -89,11 +90,8 @@ def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] 
 
 def recorded(folder: Path) -> list[AgentTrajectory]:
     """Return all rollouts recorded by a run, through a read-only buffer."""
-    with TrajectoryReplayBuffer() as buffer:
-        buffer.load_checkpoint(folder / "checkpoints" / "trajstore" / "rollouts")
-        rollouts = [buffer.get(int(number)) for number in buffer.trajectory_ids]
-    assert all(isinstance(rollout, AgentTrajectory) for rollout in rollouts)
-    return rollouts  # type: ignore[return-value]
+    with TrajectoryReplayBuffer.open(folder / "checkpoints" / "trajstore" / "rollouts") as reader:
+        return list(recorded_rollouts(reader))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ def write_options(project_root: Path, folder: Path) -> Path:
         "exp_ratio": 1.0,
         "clip_off_policy": False,
         "exp_select_mode": "random",
+        "figures": "all",
         "seed": 1,
     }
     assert manager["experience_replay"].keys() >= options.keys()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from .recount import check_loss_rows
+from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
 pytestmark = pytest.mark.timeout(300)
@@ -133,24 +134,35 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
 
 
-def test_asynchronous_training_counts_ages_and_ratios_from_sampling(train: Train, tmp_path: Path) -> None:
-    """Prompts wait for a step, so that a newer policy scores them, and histories are drawn a step ahead."""
+LONGEST_AGE = 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "steps"),
+    [
+        ("colocate_async_replay", 5),
+        pytest.param("colocate_async_replay", 16, marks=pytest.mark.campaign),
+        pytest.param("sync_replay", 16, marks=pytest.mark.campaign),
+    ],
+)
+def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, train: Train, tmp_path: Path) -> None:
+    """In asynchronous training a newer policy scores the rollouts, and histories are drawn a step ahead."""
     training = train(
         tmp_path,
         *REPLAY,
-        "+exp_manager.experience_replay.max_policy_age=3",
-        "trainer.v1.trainer_mode=colocate_async_replay",
-        "trainer.total_training_steps=5",
+        f"+exp_manager.experience_replay.max_policy_age={LONGEST_AGE}",
+        "+exp_manager.experience_replay.exp_ratio=1.0",
+        "+exp_manager.experience_replay.prepare_in_background=true",
+        f"trainer.v1.trainer_mode={mode}",
+        f"trainer.total_training_steps={steps}",
     )
-    assert len(training.steps) == 5
+    assert len(training.steps) == steps
     check_replay_metrics(training.steps)
-    counted = check_loss_rows(training.rows, training.rollouts, group=lambda task: GROUP)
-    assert set(counted.rows_of.values()) == {GROUP}
+    counted = recount(training.rows, training.rollouts, group=lambda task: GROUP, steps=training.steps)
+    sys.stdout.write(f"\n{mode}, {steps} steps: {counted}\n")  # printed with -s
+    assert not counted.differences
+    assert len(counted.rows_of) == steps * PROMPTS
+    assert counted.rows == steps * PROMPTS * GROUP
     assert counted.replayed_rows == training.sum_of("replayed_rows") > 0
-    assert counted.waited >= 1
-    assert max(max(ages) for ages in counted.ages.values()) == 3
-    for record in training.steps:
-        if ages := counted.ages.get(record["step"]):
-            names = ("age_mean", "age_max", "age_min")
-            figures = [record[f"experience_replay/{name}"] for name in names]
-            assert figures == pytest.approx([sum(ages) / len(ages), max(ages), min(ages)])
+    assert bool(counted.waited) == (mode == "colocate_async_replay")
+    assert max(max(ages) for ages in counted.ages.values()) == LONGEST_AGE

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.stores import stored, writer_to
+from tests.tokenizers_of_words import tokenizer_of
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
@@ -38,8 +39,10 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         writer.flush()
         page.until(f"{ROWS}[0] === '400'")  # at the top, new rows appear without a reload
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
-        page.until("document.querySelector('.total').textContent === '40 trajectories'")
+        page.until("document.querySelector('.total').textContent === '40 trajectories, newest commit first'")
+        clicked(page, ".heads > div:nth-child(1) button", "document.querySelector('[aria-sort=descending] code')")
         clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '5'")
+        assert text_of(page, ".total") == "40 trajectories, by id"
         assert text_of(page, "[aria-sort=ascending]") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
         page.until(f"{ROWS}.at(-1) === '387'")
@@ -47,7 +50,12 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.until("document.querySelector('[aria-selected=true]').getAttribute('aria-rowindex') === '4'")
         link = page.run("return location.href")
         page.keys(".grid", "\ue007")  # Enter
-        page.until("location.hash === '#/trajectory/25' && document.querySelector('.token')")
+        page.until("location.hash.startsWith('#/trajectory/25?') && document.querySelector('.token')")
+        page.until("document.querySelector('.neighbours')?.textContent.includes('3 of 40 where outcome > 0')")
+        page.keys("body", "n")
+        page.until("location.hash.startsWith('#/trajectory/27?') && document.querySelector('.neighbours a')")
+        page.keys("body", "p")
+        page.until("location.hash.startsWith('#/trajectory/25?') && document.querySelector('.token')")
         opened(page, link, f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
         page.run("document.querySelector('#filter').value = ''")
         page.keys("#filter", "taks = 1\n")
@@ -57,10 +65,18 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
 
 def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
     odd = torch.tensor([-0.1, float("nan"), float("-inf"), -3.0] * 5)
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1)])
+    tokenizer_of(["<unk>", "be ", "brief ", "it ", "ok "], " ", "").save_pretrained(tmp_path / "words")
+    said = [("system", "be brief"), ("user", "be it"), ("assistant", "be brief")]
+    worded = rollout(
+        2,
+        input_ids=torch.tensor([1, 2, 1, 3, 1, 2, *[4] * 18]),
+        messages=[{"role": role, "content": content} for role, content in said],
+        metadata={"tokenizer": str(tmp_path / "words")},
+    )
+    with writer_to(tmp_path / "store") as writer:
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1), worded])
         annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
-    address = serve(tmp_path)
+    address = serve(tmp_path / "store")
     page.open(f"{address}/#/trajectory/0?color=old_log_probs")
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     texts = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
@@ -88,6 +104,10 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.token.selected')")
         assert page.run("return document.querySelector('#color').value") == colored
     assert "notes.advantages -1" in text_of(page, "#token")
+    links = "[...document.querySelectorAll('.to-token')].map((one) => one.textContent).join()"
+    assert page.run(f"return {links}") == "token 4"  # without a tokenizer, what the model wrote
+    opened(page, f"{address}/#/trajectory/2", f"{links} === 'token 0,token 2,token 4'")
+    clicked(page, "article:nth-child(3) .to-token", "document.querySelector('.token.selected')?.dataset.at === '4'")
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -273,6 +293,10 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
     page.until("document.querySelector('main.overview')?.getAttribute('aria-busy') === 'false'")
     page.run("document.location.hash = `#/trajectory/${arguments[0]}`", "0/0" if of_run else "0")
     page.until("document.querySelector('main .message')")
+    if damaged.endswith(".pt"):
+        page.expected_errors.append("status of 404")
+        page.run("document.location.hash = '#/trajectory/1/1'")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('its part of the store cannot')")
 
 
 def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -334,15 +358,20 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
 
 
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
-    stored(tmp_path, [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
-    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
+    store = stored(tmp_path / "one", [rollout(0, policy_version=version) for version in (0, 1, 2, 9, 10)])
+    other = stored(tmp_path / "other", [rollout(0, policy_version=version) for version in (2, 2, 3)])
+    address = serve(store, compare=other)
+    opened(page, f"{address}/#/overview", "document.querySelectorAll('.curves canvas').length === 5")
     page.click_at("[data-curve=count] .u-over", 120, 20)
     values = "[...document.querySelectorAll('[data-curve=count] .u-value')].map((one) => one.textContent).join()"
-    page.until(f"['3,0', '8,0'].includes({values})")
+    page.until(f"['3,0,1', '8,0,'].includes({values})")
     assert "overview" in page.run("return location.hash")  # no trajectories to show
     page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to an existing version
     label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-    assert page.run(f"return {label}") == "version 2: 1"
+    assert page.run(f"return {label}") == "version 2: 1; other run 2"
+    assert text_of(page, ".figures .other") == "3"
+    assert text_of(page, ".compared").startswith(f"{store}{other}")
+    page.until("document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('other run')")
 
 
 def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
@@ -354,16 +383,16 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         page.open(f"{serve(tmp_path)}/#/overview?over=version")
         page.until(
             "document.querySelectorAll('.curves canvas').length === 4"
-            " && document.querySelectorAll('.curves figure').length === 4"
+            " && document.querySelectorAll('[data-curve]').length === 4"
         )
         odd = torch.full((20,), float("nan"))
         writer.add_trajectories([rollout(at, old_log_probs=odd) for at in range(16, 24)])
         writer.add_trajectories([rollout(at) for at in range(24, 32)])
         writer.flush()
         caption = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        page.until(f"{caption} === 'Mean log-prob (at most 8 rollouts per point), 1 not finite'")
+        page.until(f"{caption} === 'Mean log-prob ± standard deviationat most 8 rollouts per point, 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
-        assert page.run(f"return {value}") == "version 3: -1.357"
+        assert page.run(f"return {value}") == "version 3: -1.357 ± 0, n = 8"
         page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a NaN point
         assert page.run(f"return {value}") == "version 2: unknown"
         page.click("[data-over=time]")
@@ -371,7 +400,7 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         page.until(f"{caption} && document.querySelector('[data-curve=log_prob] canvas')")
         page.click("[data-over=version]")
         page.keys("[data-curve=log_prob] [role=slider]", "\ue010", "\ue007")  # end, enter
-        page.until("document.querySelector('.total')?.textContent === '8 trajectories'")
+        page.until("document.querySelector('.total')?.textContent.startsWith('8 trajectories')")
         assert page.run("return document.querySelector('#filter').value") == "version_high = 3"
 
 
@@ -388,7 +417,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
-    page.click(".bar .button")
+    page.click(".besides")
     says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
     page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 8) · reward 8'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")

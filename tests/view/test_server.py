@@ -73,6 +73,11 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         rows = [row for page in pages for row in page["rows"]]
         assert all(list(row) == names for row in rows)
         assert [int(row["trajectory_id"]) for row in rows] == question.ids().tolist()
+        first, second, *_, last = [row["trajectory_id"] for row in rows]
+        around = ask(address, "around", id=second, **asked)
+        assert (around["at"], around["total"], around["previous"]) == (1, 20, first)
+        assert ask(address, "around", id=last, **asked)["next"] is None
+        assert ask(address, "around", id="0", **asked)["at"] is None  # its outcome is 0
         assert [row["reward_judge"] for row in rows] == [row["reward_judge"] for row in question.rows()]
         writer.evict([39])
         writer.add_trajectories([rollout(41)])
@@ -173,7 +178,7 @@ def test_a_store_at_a_url_is_shown_and_followed(memory_url: str, serve: Serve) -
         writer.add_trajectories([rollout(number) for number in range(8)])
         writer.flush()
         address = serve(memory_url)
-        assert ask(address, "log_probs", over="version")["log_prob"] == [pytest.approx(-9.5 / 7)]
+        assert ask(address, "sampled", name="log_prob", over="version")["log_prob"] == [pytest.approx(-9.5 / 7)]
         assert trajectory(address, "3")[0]["tokens"] == 24
         writer.add_trajectories([rollout(8)])
         writer.flush()
@@ -210,6 +215,11 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         curve = {row["version_high"]: row["n"] for row in versions.select("count(*) as n").rows()}
         assert {at: overview["by_version"]["count"][overview["by_version"]["x"].index(at)] for at in curve} == curve
         assert sum(overview["by_time"]["count"]) == 42
+        at = overview["by_version"]["x"].index(0)  # eight rollouts, outcomes 0 and 1
+        spread = [overview["by_version"][f"outcome{name}"][at] for name in ("", "_n", "_sd", "_low", "_high")]
+        assert spread == [0.5, 8, pytest.approx((2 / 7) ** 0.5), 0.0, 1.0]
+        assert overview["histograms"]["outcome"] == {"values": [0.0, 1.0], "counts": [20, 20]}
+        assert overview["histograms"]["response"] is None  # all have the same length
         assert [row["count"] for row in overview["by_task"]] == [8] * 5
         assert ask(address, "overview", where="task = 'task-1'")["trajectories"] == 8
         assert ask(address, "overview", where="task = 'none'")["by_version"]["x"] == []
@@ -222,10 +232,18 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
 
 def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, serve: Serve) -> None:
     rewards = [Reward(outcome=3.0, success_rate=rate) for rate in (0.25, 0.75, None)]
+    others = [Reward(outcome=at / 16) for at in range(-16, 17)]  # more values than bars
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(at, reward=reward) for at, reward in enumerate(rewards)])
-        writer.add_trajectories([rollout(8)])
-    assert ask(serve(tmp_path), "overview")["by_version"]["success_rate"] == [0.5, None]
+        writer.add_trajectories([rollout(8, reward=reward) for reward in others])
+    address = serve(tmp_path)
+    overview = ask(address, "overview")
+    assert overview["by_version"]["success_rate"] == [0.5, None]
+    bars = overview["histograms"]["outcome"]
+    assert bars["edges"] == [-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    for least, end, number in zip(bars["edges"][:-1], bars["edges"][1:], bars["counts"], strict=True):
+        condition = f"outcome >= {least} and outcome < {end}"
+        assert ask(address, "page", where=condition)["total"] == number
 
 
 def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_path: Path, serve: Serve) -> None:
@@ -244,24 +262,34 @@ def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_p
         )
         writer.flush()
         address = serve(tmp_path)
-        curve = ask(address, "log_probs", over="version")
+        curve = ask(address, "sampled", name="log_prob", over="version")
         assert (curve["x"], curve["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
+        assert (curve["log_prob_n"], curve["log_prob_sd"]) == (
+            [2, 1, 0, 1],
+            [pytest.approx(0.5**0.5), None, None, None],
+        )
+        assert (curve["log_prob_low"][0], curve["log_prob_high"][0]) == (-1.5, -0.5)  # cut at the lowest and highest
+        block = witness(3)
+        assert block.rewards is not None
+        rewards = ask(address, "sampled", name="reward", over="time")
+        mean = pytest.approx(float(block.rewards.sum()) / (block.rewards.shape[0] * block.rewards.shape[1]))
+        assert (rewards["reward"], rewards["reward_n"]) == ([mean], [1])
         assert (curve["first"], curve["last"], curve["of"], curve["unread"]) == ([0, 2, 4, 5], [1, 2, 4, 5], 4, 0)
-        assert ask(address, "log_probs", over="version", where="version_high = 1")["x"] == [1]
-        assert ask(address, "log_probs", over="version", where="kind = 'step'")["x"] == []
-        assert ask(address, "log_probs", over="time", where="version_high = 0")["log_prob"] == [-1.0]
-        assert get(address, "/api/log_probs?over=task")[0] == 400
+        assert ask(address, "sampled", name="log_prob", over="version", where="version_high = 1")["x"] == [1]
+        assert ask(address, "sampled", name="log_prob", over="version", where="kind = 'step'")["x"] == []
+        assert ask(address, "sampled", name="log_prob", over="time", where="version_high = 0")["log_prob"] == [-1.0]
+        assert get(address, "/api/sampled?name=log_prob&over=task")[0] == 400
         writer.add_trajectories([of(number // 16, -float(number % 16)) for number in range(160, 1280)])
         writer.flush()
-        while (curve := ask(address, "log_probs", over="version"))["of"] < 74:
+        while (curve := ask(address, "sampled", name="log_prob", over="version"))["of"] < 74:
             stream(address, curve["state"])
         assert (len(curve["x"]), curve["x"][0], curve["x"][-1], curve["of"]) == (60, 0, 79, 74)
-        assert curve["log_prob"] == ask(address, "log_probs", over="version")["log_prob"]
+        assert curve["log_prob"] == ask(address, "sampled", name="log_prob", over="version")["log_prob"]
         assert all(value in {-whole / 8 for whole in range(121)} for value in curve["log_prob"][4:])
     damaged = serve(tmp_path)
     shard = tmp_path / "shards" / "shard_00000000.pt"
     shard.write_bytes(shard.read_bytes()[:100])
-    more = ask(damaged, "log_probs", over="version")
+    more = ask(damaged, "sampled", name="log_prob", over="version")
     assert (more["unread"], more["log_prob"][-1]) == (4, curve["log_prob"][-1])
 
 

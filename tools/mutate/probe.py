@@ -219,7 +219,7 @@ def _look_at_pool(path: Path, report: Report) -> Look:
 
 
 def _pool_facts(pool: ExperienceManager) -> dict[str, str]:
-    facts = {"buckets": digest(pool.difficulty2task_dict), "skip": digest(sorted(pool.skip_uid_set))}
+    facts = {"buckets": digest(dict(pool.difficulty2task_dict)), "skip": digest(sorted(pool.skip_uid_set))}
     for task, held in pool.task2trajectories.items():
         facts |= {f"{task} {number}": digest(one) for number, one in enumerate(held)}
     return facts

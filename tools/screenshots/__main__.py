@@ -1,7 +1,8 @@
 """Pictures of ``trajstore view``, light and dark:  python -m tools.screenshots FOLDER.
 
 Makes small stores, opens each view over them in Chromium, and writes ``view-NAME-light.png`` and ``-dark.png``.
-``python -m tools.screenshots docs/images`` makes those of the documentation again. Exit code 1 where a view complains.
+``python -m tools.screenshots docs/images`` makes those of the documentation again. ``--all`` adds the other views, and
+each view on a narrow screen (``view-NAME-light-400.png``). Exit code 1 where a view complains.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from urllib.parse import urlencode
 from PIL import Image
 
 from tools.browser import NoBrowserError, Page, browser, serving
-from tools.screenshots.stores import write_blocks, write_pool, write_rollouts
+from tools.screenshots.stores import WRITERS
 
-SIZE = {"width": 1280, "height": 800, "deviceScaleFactor": 1, "mobile": False}
+WIDE, NARROW = 1280, 400
 COLORS = 255
 """Colours that a picture keeps, at a third of the bytes. Those of small things are among them (maximum coverage)."""
 
@@ -34,19 +35,38 @@ return all.filter((one) => one.checkVisibility()).map((one) => one.textContent).
 
 @dataclass(frozen=True)
 class View:
-    """A view: its name, the store, its address, what is there when it is drawn, and its height."""
+    """A view.
+
+    Attributes:
+        name: of the picture.
+        store: served store.
+        address: address within the page.
+        drawn: JavaScript expression that is true once the view is drawn.
+        height: of the window.
+        damaged: whether the page is expected to report an error.
+        who: author of values given in the page; None if the page is read-only.
+        other: store to compare.
+    """
 
     name: str
     store: str
     address: str
     drawn: str
     height: int = 800
+    damaged: bool = False
+    who: str | None = None
+    other: str | None = None
+
+    @property
+    def served(self) -> tuple[str, str | None, str | None]:
+        """Arguments of its server."""
+        return self.store, self.who, self.other
 
 
 _CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
 
 VIEWS = (
-    View("overview", "terminal", "overview", f"{_CURVES} === 5", 900),
+    View("overview", "terminal", "overview", f"{_CURVES} === 5", 1280),
     View(
         "table",
         "terminal",
@@ -80,13 +100,47 @@ VIEWS = (
     ),
 )
 
+_PRESSED = """document.querySelector('dialog') ||
+void document.body.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"""
+_OPENED = "document.querySelector('.row') && (document.querySelector('.late details').open = true)"
+_READ = "document.querySelectorAll('.message').length"
+OTHER_VIEWS = tuple(
+    View(*view, **more)
+    for *view, more in (
+        ("compare", "terminal", "overview", f"{_CURVES} === 5", {"other": "slower"}),
+        ("conversation", "terminal", "trajectory/52?where=turns+%3E+3&order=response+desc", _READ, {}),
+        ("keys", "terminal", "table", _PRESSED, {}),
+        ("mask", "terminal", "trajectory/52?color=loss_mask&show=tokens", "document.querySelector('.token')", {}),
+        ("group-all", "terminal", "group?task=undo-commit&version=all", f"{_READ} > 8", {}),
+        ("late", "noted", "trajectory/3", "document.querySelector('.give') && " + _READ, {"who": "anna"}),
+        ("give-all", "noted", "table", _OPENED, {"who": "anna"}),
+        ("blocks", "pusher", "overview", "document.querySelector('[data-curve=reward] canvas')", {}),
+        ("blocks-table", "pusher", "table", "document.querySelectorAll('.row').length > 8", {}),
+        ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length > 8", {}),
+        ("pool-group", "experience_pool", "group?task=undo-commit", _READ, {}),
+        ("damaged", "damaged", "trajectory/3", "document.querySelector('#trouble').textContent", {"damaged": True}),
+        ("damaged-overview", "damaged", "overview", f"{_CURVES} > 3", {"damaged": True}),
+        (
+            "refused",
+            "terminal",
+            "table?where=taks%20%3D%201",
+            "document.querySelector('.refused').textContent",
+            {"damaged": True},
+        ),
+        ("empty", "empty", "overview", "document.querySelector('.nothing')", {}),
+    )
+)
+
 
 class ComplaintError(Exception):
     """A view has an error; the message says which view, and what the page says."""
 
 
-def pictures() -> Iterator[tuple[str, bytes]]:
+def pictures(*, every: bool = False) -> Iterator[tuple[str, bytes]]:
     """Yield the name and the PNG of each picture.
+
+    Args:
+        every: all views, also on a narrow screen; else those of the documentation.
 
     Raises:
         ComplaintError: a view has an error.
@@ -96,17 +150,25 @@ def pictures() -> Iterator[tuple[str, bytes]]:
         runs = Path("runs")
         runs.mkdir()
         profile = Path(folder, "profile")
+        views = [*VIEWS, *(OTHER_VIEWS if every else ())]
         with browser(profile) as driver, contextlib.ExitStack() as stack:
-            write_rollouts(runs / "terminal")
-            write_blocks(runs / "pusher")
-            write_pool(runs / "experience_pool")
-            shown = {view.store for view in VIEWS}
-            addresses = {name: stack.enter_context(serving(runs / name)) for name in shown}
+            for store in {store for view in views for store in (view.store, view.other) if store is not None}:
+                WRITERS[store](runs / store)
+            addresses = {
+                served: stack.enter_context(
+                    serving(runs / store, who=who, compare=None if other is None else runs / other)
+                )
+                for served in {view.served for view in views}
+                for store, who, other in (served,)
+            }
             page = Page(driver)
-            for view in VIEWS:
-                driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {**SIZE, "height": view.height})
-                for theme in ("light", "dark"):
-                    yield f"view-{view.name}-{theme}.png", _picture(page, view, addresses[view.store], theme)
+            for view in views:
+                for width in (WIDE, NARROW) if every else (WIDE,):
+                    size = {"width": width, "height": view.height, "deviceScaleFactor": 1, "mobile": width == NARROW}
+                    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+                    for theme in ("light", "dark"):
+                        name = f"view-{view.name}-{theme}{'' if width == WIDE else f'-{width}'}.png"
+                        yield name, _picture(page, view, addresses[view.served], theme)
 
 
 def _picture(page: Page, view: View, address: str, theme: str) -> bytes:
@@ -119,7 +181,8 @@ def _picture(page: Page, view: View, address: str, theme: str) -> bytes:
     except AssertionError as error:
         raise ComplaintError(f"{view.name}, {theme}: {error}") from None
     page.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-    if said := [*page.run(COMPLAINTS), *page.console()]:
+    said = [*page.run(COMPLAINTS), *page.console()]
+    if said and not view.damaged:
         raise ComplaintError(f"{view.name}, {theme}: {'; '.join(said)}")
     data = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
     return _small(base64.b64decode(data))
@@ -140,10 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pictures; return 1 where a view has an error, 2 where there is no browser."""
     parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the pictures are written")
-    folder: Path = parser.parse_args(arguments).folder.absolute()
+    parser.add_argument("--all", action="store_true", help="all views, also on a narrow screen")
+    options = parser.parse_args(arguments)
+    folder: Path = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for name, png in pictures():
+        for name, png in pictures(every=options.all):
             (folder / name).write_bytes(png)
             sys.stdout.write(f"{name}  {len(png) / 1000:.0f} kB\n")
     except (ComplaintError, NoBrowserError) as error:

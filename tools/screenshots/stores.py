@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tools.screenshots.tasks import DETOURS, TASKS, Step, Task
 from trainer_hooks.replay import ExperienceManager, PoolRules
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 
 VERSIONS, SIBLINGS = 16, 8
 SYSTEM = "You work in a terminal. Call it as often as you need, then answer in one sentence."
@@ -27,11 +27,16 @@ END = "<|end|>"
 Message = dict[str, Any]
 
 
-def write_rollouts(path: Path) -> None:
+def write_rollouts(path: Path, slowness: float = 6) -> None:
     """Write a store of rollouts, and the tokenizer that they name beside it."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
-        for rollout in _rollouts(path.parent / "tokenizer"):
+        for rollout in _rollouts(path.parent / "tokenizer", slowness):
             writer.add_trajectories([rollout])
+
+
+def write_slower(path: Path) -> None:
+    """Write a store of rollouts of an agent that learns more slowly."""
+    write_rollouts(path, 16)
 
 
 def write_pool(path: Path) -> None:
@@ -43,11 +48,32 @@ def write_pool(path: Path) -> None:
         manager.save_experience_pool_to_disk(path / f"step_{step}")
 
 
-def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
+def write_noted(path: Path) -> None:
+    """Write a store of a few of the rollouts, a shard each, with late values."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
+        for rollout in islice(_rollouts(path.parent / "tokenizer"), 24):
+            writer.add_trajectories([rollout])
+            writer.flush()
+        annotate(writer, [3], {"judge": 0.41564119654091314, "reviewed_by": "anna"}, who="judge-v2@node-17.cluster")
+        annotate(writer, [3], {"judge": 0.25, "remark": "Counts lines with 500 anywhere. " * 4}, who="anna")
+
+
+def write_damaged(path: Path) -> None:
+    """Write a store that has lost the shard of trajectory 3."""
+    write_noted(path)
+    (path / "shards" / "shard_00000003.pt").unlink()
+
+
+def write_empty(path: Path) -> None:
+    """Write a store without trajectories."""
+    TrajectoryReplayBuffer(auto_save=True, auto_save_path=path).close()
+
+
+def _rollouts(folder: Path, slowness: float = 6) -> Iterator[AgentTrajectory]:
     """Yield rollouts, version by version and task by task; their tokenizer is written into a folder."""
     chance = random.Random(5)
     made = [
-        (task, version, *_conversation(task, version, chance))
+        (task, version, *_conversation(task, version * 6 / slowness, chance))
         for version in range(VERSIONS)
         for task in TASKS
         for _ in range(SIBLINGS)
@@ -60,7 +86,7 @@ def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
         yield _rollout(task, version, is_solved, messages, tokens, numbers, folder)
 
 
-def _conversation(task: Task, version: int, chance: random.Random) -> tuple[bool, list[Message]]:
+def _conversation(task: Task, version: float, chance: random.Random) -> tuple[bool, list[Message]]:
     """Return whether a task was solved, and the messages; later versions solve more, with fewer detours."""
     skill = 2.6 * (1 - math.exp(-version / 6))
     is_solved = chance.random() < 1 / (1 + math.exp(task.hard - skill))
@@ -220,3 +246,15 @@ def _picture(hand: npt.NDArray[Any], cube: npt.NDArray[Any], mark: npt.NDArray[A
     picture[(abs(right - hand[0]) < 0.015) & (down < hand[1])] = (96, 102, 110)
     picture[away(hand) < 0.045] = (52, 58, 66)
     return picture
+
+
+WRITERS = {
+    "terminal": write_rollouts,
+    "slower": write_slower,
+    "pusher": write_blocks,
+    "experience_pool": write_pool,
+    "noted": write_noted,
+    "damaged": write_damaged,
+    "empty": write_empty,
+}
+"""Writers of the stores by name."""

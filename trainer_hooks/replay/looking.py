@@ -120,7 +120,8 @@ class Records:
         return self._files == self._point_files()
 
     def newest_point(self) -> PoolPoint | None:
-        return newest_point(Catalog.open(self._directory()))
+        request = self._reader.live.request
+        return newest_point(Catalog.open(self._directory()), None if request is None else request.pin)
 
     def _directory(self) -> Directory:
         (catalog,) = self._reader.live.catalogs_by_rank().values()

@@ -15,6 +15,7 @@ from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import has_known_age, is_too_long, outcome_refusal
 from trainer_hooks.replay.state import PoolState
+from trajstore.errors import counted
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,7 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     limits = f"max_policy_age = {rules.max_policy_age}, min_reward = {rules.min_reward}"
     limits += "" if rules.max_uses is None else f", max_uses = {rules.max_uses}"
     too_long = sum(is_too_long(entry, rules) for entry in state.all_entries())
-    limits += f", {too_long} trajectories too long" if too_long else ""
+    limits += f", {counted(too_long, 'trajectory')} too long" if too_long else ""
     corrected = sum(entry.is_corrected for entry in state.all_entries())
     limits += f", {corrected} outcomes given late" if corrected else ""
     return (

@@ -360,7 +360,7 @@ class ExperienceManager:
             exclude: tasks that are not drawn.
         """
         whole("num_tasks", num_tasks, 0)
-        buckets = self.difficulty2task_dict
+        buckets = self._state.buckets.to_dict()
         return draw_tasks(buckets, num_tasks, "by_task", self.rules.n_rollout, self._generator, exclude)
 
     def get_offpolicy_trajectories_from_memory(self, task_id: str, num_trajectories: int = 1) -> list[AgentTrajectory]:
@@ -436,9 +436,9 @@ class ExperienceManager:
         return self.global_steps + self._draws_ahead
 
     @property
-    def difficulty2task_dict(self) -> dict[int, list[str]]:
-        """``{difficulty: [task_id, ...]}``, a copy."""
-        return self._state.buckets.to_dict()
+    def difficulty2task_dict(self) -> Mapping[int, tuple[str, ...]]:
+        """``{difficulty: (task_id, ...)}``, read-only."""
+        return MappingProxyType({key: tuple(tasks) for key, tasks in self._state.buckets.to_dict().items()})
 
     @property
     def skip_uid_set(self) -> frozenset[str]:
@@ -446,9 +446,9 @@ class ExperienceManager:
         return frozenset(self._state.skip)
 
     @property
-    def task2trajectories(self) -> Mapping[str, list[AgentTrajectory]]:
-        """``{task_id: [trajectory, ...]}``, oldest first, read-only. Reads the whole pool; all are copies."""
-        return MappingProxyType(copy.deepcopy(self._held()))
+    def task2trajectories(self) -> Mapping[str, tuple[AgentTrajectory, ...]]:
+        """``{task_id: (trajectory, ...)}``, oldest first, read-only. Reads the whole pool; all are copies."""
+        return MappingProxyType({task: tuple(copy.deepcopy(held)) for task, held in self._held().items()})
 
     def query(self, relation: str = "trajectories") -> Query:
         """Return a query over the pool's histories; see :meth:`TrajectoryReplayBuffer.query`.
@@ -581,20 +581,17 @@ class ExperienceManager:
         """
         self._ledger.save()
 
-    def state_dict(self, *, self_contained: bool = False) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the pool's state for a checkpoint, as plain containers.
 
         With a durable store this names a saved point, which stays until :meth:`hold` releases it. Otherwise it has the
         trajectories.
 
-        Args:
-            self_contained: include the trajectories even if the store is durable.
-
         Raises:
             StoreWriteError: the store could not write.
         """
         store = self._ledger.store
-        if store.durable and not self_contained:
+        if store.store_id:
             return {"store_id": store.store_id, "point": self._ledger.save(keep=True)}
         held = {task: list(map(persistence.to_plain, held)) for task, held in self._held().items()}
         return {**self._ledger.document(), "trajectories": held}

@@ -52,14 +52,23 @@ class PoolPoint:
     document: Mapping[str, Any]
 
 
-def newest_point(catalog: Catalog) -> PoolPoint | None:
+def newest_point(catalog: Catalog, snapshot: str | None = None) -> PoolPoint | None:
     """Return a pool's newest saved point on the current line of its store; ``None`` if there is none.
 
+    Args:
+        catalog: of the store.
+        snapshot: return the newest point that led to this snapshot instead.
+
     Raises:
-        CorruptStoreError: its state is damaged.
+        StoreNotFoundError: there is no such snapshot.
+        CorruptStoreError: a state is damaged.
     """
-    for head in reversed(catalog.points()):
-        text = catalog.read_state(head.step or 0).get(POOL_KEY)
+    heads = catalog.points()
+    if snapshot is not None:
+        end = catalog.snapshot(snapshot)
+        heads = [head for head in map(catalog.snapshot, catalog.present_line(end)) if head.generation <= end.generation]
+    for head in reversed(heads):
+        text = catalog.read_state(head.name).get(POOL_KEY)
         if text is not None:
             try:
                 return PoolPoint(head.name, orjson.loads(text))
@@ -93,12 +102,8 @@ class PoolStore(PoolRecords, Protocol):
     """
 
     @property
-    def durable(self) -> bool:
-        """Whether the records survive the process."""
-
-    @property
     def store_id(self) -> str:
-        """Identifies the store; empty if the records are in this process only."""
+        """Identifies the store; empty if the records do not survive the process."""
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """Store private copies and return their ids, ascending and above all earlier ones. All or none."""
@@ -134,7 +139,6 @@ class PoolStore(PoolRecords, Protocol):
 class MemoryStore:
     """Keeps records in this process only."""
 
-    durable = False
     store_id = ""
 
     def __init__(self) -> None:
@@ -204,8 +208,6 @@ class BufferStore(Closing):
     Raises:
         ConfigurationError: the buffer is in memory only.
     """
-
-    durable = True
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
         if not hasattr(buffer, "auto_save"):
@@ -323,7 +325,9 @@ class BufferStore(Closing):
         """
         points = self._buffer.points
         saved = points.saved
-        number = saved[-1].step + self._is_kept if saved else 0
+        pinned = max((snapshot.generation for snapshot in points.snapshots if snapshot.kind == "pin"), default=-1)
+        # A pin is shown with the newest point that led to it.
+        number = saved[-1].step + (self._is_kept or pinned >= saved[-1].generation) if saved else 0
         text = orjson.dumps({**document, "kept": keep}, option=orjson.OPT_NON_STR_KEYS).decode()
         name = points.save(number, {POOL_KEY: text}, keep=None).name
         self._is_kept = keep
@@ -334,11 +338,15 @@ class BufferStore(Closing):
         self._buffer.points.go_to(name)
 
     def hold(self, names: Collection[str], /) -> None:
-        """As :meth:`PoolStore.hold`. Pins of users stay."""
+        """As :meth:`PoolStore.hold`. Pins of users stay, each with the newest point that led to it."""
         points = self._buffer.points
         current = [point.name for point in points.saved]
         kept = {*names, *current[-1:]}
         snapshots = points.snapshots
+        if any(snapshot.kind == "pin" for snapshot in snapshots):
+            catalog = self._catalog()
+            pins = [snapshot for snapshot in catalog.snapshots() if snapshot.kind == "pin"]
+            kept.update(*(catalog.present_line(pin)[-1:] for pin in pins))
         unneeded = [snapshot.name for snapshot in snapshots if snapshot.kind == "point" and snapshot.name not in kept]
         if not kept.intersection(snapshot.name for snapshot in snapshots).difference(current):
             unneeded += [snapshot.name for snapshot in snapshots if snapshot.kind == "aside"]

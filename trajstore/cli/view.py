@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import ConfigurationError, trajectories
+
+if TYPE_CHECKING:
+    from trajstore.view.living import Living
 
 _HOST = "127.0.0.1"
 _PORT = 8421
@@ -19,6 +23,7 @@ def _configure(parser: ArgumentParser) -> None:
         "path", metavar="PATH", help="store, checkpoint, run directory, directory of RLinf or experience pool"
     )
     parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
+    parser.add_argument("--compare", metavar="PATH", help="show the curves of another store or run beside these")
     parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any that is free (default: {_PORT})")
     parser.add_argument(
         "--host",
@@ -53,15 +58,10 @@ def _run(options: Namespace, out: Output) -> int:
 
 def _bundle(options: Namespace, out: Output) -> int:
     from trajstore.view.bundle import write_bundle
-    from trajstore.view.living import Living
-    from trajstore.view.shown import shown_at
 
     if options.where is not None and not options.where.strip():
         raise ConfigurationError("view: --where is empty; leave it out for all trajectories")
-    with (
-        closing(Living(shown_at(options.path, pin=options.pin, copied=True), tokenizer=options.tokenizer)) as living,
-        ProgressBar("writing", sys.stderr) as bar,
-    ):
+    with closing(_living(options, copied=True)) as living, ProgressBar("writing", sys.stderr) as bar:
         done = write_bundle(living, options.bundle, where=options.where or "", progress=bar)
     if done.trouble is not None:
         out.line(f"{options.path}: {done.trouble}")
@@ -82,16 +82,14 @@ def _serve(options: Namespace, out: Output) -> int:
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
         from trajstore.view.correcting import Correcting
-        from trajstore.view.living import Living
         from trajstore.view.server import listening, server_of
-        from trajstore.view.shown import shown_at
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
     correcting = Correcting(options.path, options.who or _login()) if options.write else None
     with listening(host, port) as (listener, token, address):
-        living = Living(shown_at(options.path, pin=options.pin), tokenizer=options.tokenizer)
+        living = _living(options)
         out.line(address)
         out.line("Ctrl-C ends it")
         out.flush()
@@ -100,6 +98,14 @@ def _serve(options: Namespace, out: Output) -> int:
         finally:
             living.close()
     return 0
+
+
+def _living(options: Namespace, *, copied: bool = False) -> Living:
+    from trajstore.view.living import Living
+    from trajstore.view.shown import shown_at
+
+    other = None if options.compare is None else shown_at(options.compare, copied=copied)
+    return Living(shown_at(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
 
 
 def _login() -> str | None:

@@ -100,7 +100,7 @@ class Part:
         count: number of rows.
         addresses: address of each column's first row; columns are contiguous.
         nbytes: size of the rows.
-        keeps: owner of the memory.
+        keeps: owner of the memory; a writable array if nothing else uses it.
         places: places of the rows in the request, ``[n]``; None if no row is missing.
     """
 
@@ -126,6 +126,19 @@ class Part:
         places = np.frombuffer(block, np.intp, count, starts[0])
         return cls(specs[1:], count, addresses[1:], len(block), block, places)
 
+    def views(self) -> dict[str, torch.Tensor] | None:
+        """Return the rows as views of the memory, by column name; None if something else uses the memory."""
+        if not isinstance(self.keeps, np.ndarray) or not self.keeps.flags.writeable:
+            return None
+        block, first = torch.from_numpy(self.keeps), self.keeps.ctypes.data
+        starts = [address - first for address in self.addresses]
+        return {
+            spec.name: block[start : start + self.count * spec.row_nbytes]
+            .view(spec.torch_dtype)
+            .view(self.count, *spec.row_shape)
+            for spec, start in zip(self.specs, starts, strict=True)
+        }
+
     @classmethod
     def of(cls, rows: Mapping[str, torch.Tensor]) -> Part:
         """Return local rows, given by dotted column name, contiguous ``[n, ...]``."""
@@ -138,7 +151,7 @@ class Part:
 def united(
     parts: Sequence[Part], places: Sequence[npt.NDArray[np.intp]], out: Mapping[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Return rows of several stores as one batch, by dotted column name, ``[n, ...]``.
+    """Return rows of several stores as one batch, by dotted column name, ``[n, ...]``; of one store without a copy.
 
     Args:
         parts: rows of each store; their columns may be in any order.
@@ -155,6 +168,10 @@ def united(
         [part.addresses if part.specs == specs else _in_order(part, specs) for part in parts], np.int64
     )
     count = sum(map(len, places))
+    if out is None and len(parts) == 1 and parts[0].count == count and np.array_equal(places[0], np.arange(count)):
+        rows_of_one = parts[0].views()
+        if rows_of_one is not None:
+            return rows_of_one
     slots, rows = np.empty(count, np.int64), np.empty((1, count), np.int64)
     for slot, (part, at) in enumerate(zip(parts, places, strict=True)):
         if part.count != len(at):

@@ -33,7 +33,7 @@ _METHODS = {
     "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
-        *("history", "saved_points", "snapshot_names"),
+        *("history", "saved_points", "snapshot_names", "commits"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),

@@ -24,7 +24,14 @@ from trajstore.core.store.lost_records import Damage
 from trajstore.core.store.salvage import SalvagedCatalog
 from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajstoreError, counted, trajectories
+from trajstore.errors import (
+    CorruptStoreError,
+    DescriptorLimitError,
+    StoreNotFoundError,
+    TrajstoreError,
+    counted,
+    trajectories,
+)
 from trajstore.operations.late_values import waiting_in_words, waiting_values
 from trajstore.operations.live import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.operations.shard_damage import damage_in
@@ -336,6 +343,8 @@ def _damaged_documents(
                     access.trajectory(index, position)
                 if schema.has_valid:
                     _check_valid(int(access.columns(index, position, [VALID])[VALID].sum()), index, position)
+            except DescriptorLimitError:
+                raise
             except TrajstoreError as error:
                 file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
                 result.trajectories -= is_absent(catalog.directory, file)

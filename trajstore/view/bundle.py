@@ -23,8 +23,9 @@ from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import local_target
 from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, named_rows, plain
-from trajstore.view.living import Living
+from trajstore.view.answers import columns_of, named_rows
+from trajstore.view.living import Living, with_points
+from trajstore.view.overview import MEASURED
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
 
@@ -123,24 +124,26 @@ def write_bundle(
         contents = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
         contents |= {
             "rows": [list(row.values()) for row in rows],
-            "overview": living.overview(where),
+            "overview": (told := living.overview(where)),
             "problems": done.problems,
             "pictures": pictures,
         }
         contents["late"] = late
-        contents["log_probs"] = {over: _log_probs(living, where, over) for over in ("version", "time")}
+        contents["sampled"] = {
+            name: {
+                over: [_sampled(living, where, over, name, run) for run in range(1 if told["other"] is None else 2)]
+                for over in ("version", "time")
+            }
+            for name in MEASURED
+        }
         _write(folder, done, [("bundle.json", orjson.dumps(contents)), ("index.html", bundled_index().encode())])
         _check_replaceable(target)
     return done
 
 
-def _log_probs(living: Living, where: str, over: str) -> dict[str, Any]:
-    answer, samples = living.sampled(where, over)
-    log_probs = [living.log_prob(rollouts) for rollouts in samples]
-    return answer | {
-        "log_prob": [plain(value) for value, _ in log_probs],
-        "unread": sum(unread for _, unread in log_probs),
-    }
+def _sampled(living: Living, where: str, over: str, name: str, run: int) -> dict[str, Any]:
+    answer, samples = living.sampled(where, over, name, run)
+    return with_points(answer, [living.measured(name, some, run) for some in samples])
 
 
 def _check_replaceable(target: Path) -> None:

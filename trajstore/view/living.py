@@ -18,13 +18,20 @@ from trajstore.core.sampling import Drawn
 from trajstore.core.store.notes import Notes
 from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore.core.writing.inbox import InboxView
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, TrajstoreError, trajectories
+from trajstore.errors import (
+    ConfigurationError,
+    SchemaMismatchError,
+    StoreError,
+    TrajectoryUnavailableError,
+    TrajstoreError,
+    trajectories,
+)
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-from trajstore.view.answers import columns_of, in_order, named_rows, plain_dict
+from trajstore.view.answers import columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import Sample, overview, sampled
+from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
 
@@ -43,7 +50,7 @@ MOST_GIVEN = 10_000
 """Maximum number of trajectories annotated at once."""
 
 _SUMS = 10_000
-"""Number of rollouts whose sums of log-probs are cached."""
+"""Number of trajectories whose sums of log-probs or rewards are cached."""
 
 _FRAMES = 64
 """Maximum number of pictures per request."""
@@ -73,24 +80,30 @@ class Living:
     Args:
         shown: the contents of the page; owned by this object from now on.
         tokenizer: folder or name of the tokenizer that decodes tokens. None: the folder that a rollout names.
+        other: contents to compare in the overview; also owned by this object.
     """
 
-    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None) -> None:
+    def __init__(self, shown: Shown, *, tokenizer: str | Path | None = None, other: Shown | None = None) -> None:
         self._shown = shown
+        self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
         self._decoders: dict[str | None, Decode | None] = {}
         self._inboxes: dict[str, InboxView] = {}
         """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
-        self._log_probs: OrderedDict[Sample, tuple[float, int]] = OrderedDict()
-        """(sum over tokens, number of tokens) per rollout; used by the thread for single trajectories."""
+        self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
+        """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
         self._start, self._number = secrets.token_hex(4), 0
-        self.state = State(self._name(), len(shown), shown.damage)
+        self.state = State(self._name(), len(shown), self._damage())
         """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
         """Release the resources taken for reading."""
-        self._shown.close()
+        for run in self._runs:
+            run.close()
+
+    def _damage(self) -> str | None:
+        return "; ".join(run.damage for run in self._runs if run.damage is not None) or None
 
     @property
     def path(self) -> str:
@@ -105,7 +118,8 @@ class Living:
     def refresh(self) -> State:
         """Show new commits, and return the state."""
         try:
-            changed, trouble = self._shown.refresh(), self._shown.damage
+            changed = sum(run.refresh() for run in self._runs) > 0
+            trouble = self._damage()
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, trouble = False, str(error)
             if trouble != self.state.trouble:
@@ -173,23 +187,55 @@ class Living:
             self._answers.popitem(last=False)
         return self._answers[key], key[0]
 
+    def around(self, shown: str, where: str, order: Sequence[str]) -> Answer:
+        """Return a trajectory's place in a query: ``{"at", "total", "previous", "next"}``.
+
+        ``at`` is its row, None if it is not in the query; the others are ids as displayed, None at the ends.
+
+        Args:
+            shown: its id as displayed.
+            where: condition; empty for all.
+            order: expressions to sort by.
+
+        Raises:
+            ConfigurationError: an expression is invalid; names its part of the query.
+        """
+        ids, _ = self._ids_of(where, order, "")
+        places = np.flatnonzero(ids == id_from("trajectory_id", shown))
+        at = int(places[0]) if len(places) else None
+        near = [None if at is None else at + by for by in (-1, 1)]
+        known = [None if n is None or not 0 <= n < len(ids) else shown_id(int(ids[n])) for n in near]
+        return {"at": at, "total": len(ids), "previous": known[0], "next": known[1]}
+
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories that match a condition; see ``view/overview``.
+
+        ``other`` has those of the contents to compare, and their ``path``.
 
         Raises:
             ConfigurationError: the condition is invalid; names the position.
         """
         pool = None if self._shown.pool is None else self._shown.pool.overview()
-        extra = {"pool": pool, "limits": list(self._shown.limits), "state": self.state.name}
-        return {**overview(self.table(where)), **extra}
+        runs = [{**overview(self.table(where, number)), "path": run.path} for number, run in enumerate(self._runs)]
+        extra = {
+            "other": runs[1] if len(runs) > 1 else None,
+            "pool": pool,
+            "limits": list(self._shown.limits),
+            "state": self.state.name,
+        }
+        return {**runs[0], **extra}
 
-    def table(self, where: str = "") -> DataFrame:
+    def table(self, where: str = "", run: int = 0) -> DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
+
+        Args:
+            where: condition; empty for all.
+            run: 0, or 1 for the contents to compare.
 
         Raises:
             ConfigurationError: the condition is invalid, with the reason.
         """
-        question = self._shown.query()
+        question = self._runs[run].query()
         return (question.where(where) if where else question).table()
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
@@ -210,16 +256,20 @@ class Living:
             "state": self.state.name
         }
 
-    def sampled(self, where: str, over: str) -> tuple[Answer, list[list[Sample]]]:
-        """Return the points and rollouts to pass to :meth:`log_prob`; see ``view/overview``.
+    def sampled(self, where: str, over: str, name: str, run: int = 0) -> tuple[Answer, list[list[Sample]]]:
+        """Return the points and trajectories to pass to :meth:`measured`; see ``view/overview``.
 
         Raises:
-            ConfigurationError: the condition is invalid, or there are no curves over this quantity.
+            ConfigurationError: the condition is invalid, or there is no such curve.
         """
         if over not in ("version", "time"):
             raise ConfigurationError(f"over: {over!r}, must be version or time")
-        points, samples = sampled(self.table(where), over)
-        return {**points, "log_prob": [], "unread": 0, "state": self.state.name}, samples
+        if name not in MEASURED:
+            raise ConfigurationError(f"name: {name!r}, must be {' or '.join(MEASURED)}")
+        if run >= len(self._runs):
+            raise ConfigurationError(f"run: {run}, there is no other run to compare")
+        points, samples = sampled(self.table(where, run), over, name)
+        return {**points, "unread": 0, "state": self.state.name}, samples
 
     # -- one trajectory -----------------------------------------------------------------------------
 
@@ -237,7 +287,12 @@ class Living:
 
     def get(self, shown: str) -> AnyTrajectory:
         """Return a trajectory; raises the errors of :meth:`rollout`."""
-        return self._shown.get(shown)
+        try:
+            return self._shown.get(shown)
+        except TrajectoryUnavailableError as error:
+            if self._shown.damage is None:
+                raise
+            raise self._none_of(shown) from error
 
     def body(self, trajectory: AnyTrajectory) -> bytes:
         """Return the result of :meth:`rollout` for a trajectory that was read."""
@@ -269,30 +324,47 @@ class Living:
         columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
 
-    def log_prob(self, samples: Sequence[Sample]) -> tuple[float | None, int]:
-        """Return the mean log-prob of the model's tokens over some rollouts, and the number of unreadable rollouts.
+    def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
+        """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
 
-        The trainer's log-probs are preferred to the engine's. None if there are none.
+        Of ``log_prob``, the mean over the model's tokens (the trainer's log-probs are preferred to the engine's); of
+        ``reward``, over the steps of blocks. The keys are ``name``, ``NAME_n`` and so on as in ``view/overview``, and
+        ``unread``. The mean is None if there are no values.
         """
         found, unread = [], 0
         for sample in samples:
             number, committed = sample
-            if sample not in self._log_probs:
+            key = run, sample
+            if key not in self._sums:
                 try:
-                    self._log_probs[sample] = _log_probs_of(self.get(shown_id(number)))
-                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other rollouts
+                    self._sums[key] = self._sum_of(number, name, run)
+                except TrajectoryUnavailableError:  # evicted meanwhile: the next state has other trajectories
                     continue
                 except (TrajstoreError, OSError) as error:  # the page shows their number
                     logger.debug("%s", error)
                     unread += 1
                     continue
-            found.append(self._log_probs[sample])
-            if committed is None:  # without a time, a later rollout of this id cannot be distinguished
-                del self._log_probs[sample]
-        while len(self._log_probs) > _SUMS:
-            self._log_probs.popitem(last=False)
-        tokens = sum(count for _, count in found)
-        return (sum(total for total, _ in found) / tokens if tokens else None), unread
+            found.append(self._sums[key])
+            if committed is None:  # without a time, a later trajectory of this id cannot be distinguished
+                del self._sums[key]
+        while len(self._sums) > _SUMS:
+            self._sums.popitem(last=False)
+        values = sum(count for _, count in found)
+        mean = sum(total for total, _ in found) / values if values else None
+        spread = spread_of([total / count for total, count in found if count], mean or 0.0)
+        return {name: plain(mean), **{f"{name}_{key}": plain(value) for key, value in spread.items()}, "unread": unread}
+
+    def _sum_of(self, number: int, name: str, run: int) -> tuple[float, int]:
+        """Return the sum of a trajectory's values, and their number."""
+        if name == "log_prob":
+            return _log_probs_of(self._runs[run].get(shown_id(number)))
+        ids = np.array([number], np.int64)
+        (length,), (batch,) = self._runs[run].extents(ids)
+        try:
+            columns = self._runs[run].read(Drawn(ids.repeat(length * batch), np.arange(length * batch)), ["rewards"])
+        except SchemaMismatchError:  # a block without rewards
+            return 0.0, 0
+        return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), int(length * batch)
 
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
@@ -304,7 +376,7 @@ class Living:
         number = id_from("trajectory_id", shown)
         rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
-            raise _none_of(shown)
+            raise self._none_of(shown)
         return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
@@ -322,7 +394,7 @@ class Living:
             return {**late_values(own_id(number), Notes(), []), "limits": limits, "state": self.state.name}
         before = catalogs.get(rank_of_id(number))
         if before is None:
-            raise _none_of(shown)
+            raise self._none_of(shown)
         if self._shown.pin is not None:  # with the values that it showed, also of trajectories evicted since
             return {**self.notes_shown(shown), "state": self.state.name}
         inbox = self._inboxes.setdefault(before.directory.url, InboxView(before.directory))
@@ -330,7 +402,7 @@ class Living:
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if catalog is None or catalog.unknown([own_id(number)]):
-            raise _none_of(shown)
+            raise self._none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
 
     def notes_shown(self, shown: str) -> Answer:
@@ -345,11 +417,30 @@ class Living:
             notes = catalog.values_of(catalog.snapshot(self._shown.pin))
         return late_values(own_id(number), notes, [])
 
+    def _none_of(self, shown: str) -> TrajectoryUnavailableError:
+        """Return the error for an id that cannot be shown; names the damage that it is lost in."""
+        damage, number = self._shown.damage, id_from("trajectory_id", shown)
+        catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
+        if damage is None:
+            return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+        if catalog is None or catalog.index.find(own_id(number)) is not None:
+            why = "it was recorded, but its part of the store cannot be read; the page's banner names the damage"
+        else:
+            why = "there is none in the part of the store that can be read"
+        return TrajectoryUnavailableError(f"trajectory {shown}: {why}")
+
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
         name = tokenizer_of(trajectory)
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
+
+
+def with_points(answer: Answer, points: Sequence[Answer]) -> Answer:
+    """Return the answer of :meth:`Living.sampled` with its points, which :meth:`Living.measured` returned."""
+    unread = sum(point["unread"] for point in points)
+    names = points[0].keys() if points else ()
+    return {**answer, **{name: [point[name] for point in points] for name in names}, "unread": unread}
 
 
 def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
@@ -362,10 +453,6 @@ def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
     if trajectory.response_mask is not None:
         values = values[trajectory.response_mask.bool()]
     return float(values.double().sum()), values.numel()
-
-
-def _none_of(shown: str) -> TrajectoryUnavailableError:
-    return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
 
 
 def _told(state: State) -> Answer:

@@ -24,10 +24,10 @@ from starlette.staticfiles import StaticFiles
 
 from trajstore.core.base.arguments import whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
-from trajstore.view.answers import Answer, plain
+from trajstore.view.answers import Answer
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
-from trajstore.view.living import Living, State
+from trajstore.view.living import Living, State, with_points
 from trajstore.view.page import STATIC
 from trajstore.view.shown import Shown
 
@@ -109,6 +109,7 @@ class Service:
             "about": self._about,
             "page": self._page,
             "ids": self._ids,
+            "around": self._around,
             "group": self._group,
             "facts": lambda request: self._living.facts(_said(request, "id")),
             "notes": lambda request: self._living.notes(_said(request, "id")),
@@ -119,7 +120,7 @@ class Service:
             Route("/", self._index),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
-            Route("/api/log_probs", self._log_probs),
+            Route("/api/sampled", self._sampled),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
             Mount("/static", StaticFiles(directory=STATIC)),
@@ -149,6 +150,10 @@ class Service:
         order = request.query_params.getlist("order")
         return self._living.ids(_said(request, "where"), order, _said(request, "state"))
 
+    def _around(self, request: Request) -> Answer:
+        order = request.query_params.getlist("order")
+        return self._living.around(_said(request, "id"), _said(request, "where"), order)
+
     def _group(self, request: Request) -> Answer:
         version: int | Literal["all"] | None = "all"
         if request.query_params.get("version") != "all":
@@ -164,17 +169,17 @@ class Service:
         steps = [_whole("step", text) for text in request.query_params.getlist("step")]
         return await self._read(lambda: self._living.frames(shown, name, environment, steps))
 
-    async def _log_probs(self, request: Request) -> Response:
-        where, over = _said(request, "where"), _said(request, "over")
-        answer, samples = await self._ask(lambda: self._living.sampled(where, over))
-        for rollouts in samples:  # one by one, so that a request for a single rollout can come in between
+    async def _sampled(self, request: Request) -> Response:
+        where, over, name = _said(request, "where"), _said(request, "over"), _said(request, "name")
+        run = _number(request, "run", 0)
+        answer, samples = await self._ask(lambda: self._living.sampled(where, over, name, run))
+        points = []
+        for some in samples:  # one by one, so that a request for a single trajectory can come in between
             if await request.is_disconnected():
                 raise ClientDisconnect
-            read = partial(self._living.log_prob, rollouts)
-            value, unread = await asyncio.get_running_loop().run_in_executor(self._reading, read)
-            answer["log_prob"].append(plain(value))
-            answer["unread"] += unread
-        return _json(answer)
+            read = partial(self._living.measured, name, some, run)
+            points.append(await asyncio.get_running_loop().run_in_executor(self._reading, read))
+        return _json(with_points(answer, points))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # already refused by the guard
@@ -307,6 +312,7 @@ def served(
     port: int,
     *,
     tokenizer: str | Path | None = None,
+    other: Shown | None = None,
     token: str | None = None,
     correcting: Correcting | None = None,
 ) -> Iterator[str]:
@@ -317,13 +323,17 @@ def served(
         host: address to listen on.
         port: port; 0 = any free one.
         tokenizer: as for :class:`Living`.
+        other: as for :class:`Living`.
         token: token to require if the host is a loopback address; other hosts get a random one.
         correcting: applies values from the page; None if the page is read-only.
 
     Raises:
         ConfigurationError: the address does not exist here, or the port is taken.
     """
-    with listening(host, port) as (listener, own, address), closing(Living(shown, tokenizer=tokenizer)) as living:
+    with (
+        listening(host, port) as (listener, own, address),
+        closing(Living(shown, tokenizer=tokenizer, other=other)) as living,
+    ):
         server = server_of(living, own or token, correcting)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="trajstore-view")
         thread.start()

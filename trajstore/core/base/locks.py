@@ -42,6 +42,7 @@ ORDER = (
     "CommitCallbacks._lock",
     "StoreMirror._lock",
     "Arena._lock",
+    "StringTable._lock",
     "PartialMaps._lock",
     "ReadCache._mutex",
     "_Download.lock",

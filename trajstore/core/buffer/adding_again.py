@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -15,7 +16,10 @@ from trajstore.core.columns.steps import NothingToStoreError
 from trajstore.core.reading.late import recorded_of
 from trajstore.core.store.given import Said, check_name
 from trajstore.core.store.row_notes import Rows
+from trajstore.errors import counted
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+logger = logging.getLogger(__name__)
 
 
 class ValueTarget(Protocol):
@@ -48,7 +52,7 @@ def has_late_values(trajectory: Any) -> bool:
 def add_with_values(
     trajectories: Iterable[AnyTrajectory], add: Callable[[list[AnyTrajectory]], list[int]], target: ValueTarget
 ) -> list[int]:
-    """Add trajectories and set their late values; return the ids.
+    """Add trajectories and set their late values, with a warning that author and history are lost; return the ids.
 
     Args:
         trajectories: some have late values.
@@ -85,6 +89,11 @@ def add_with_values(
         given = {name: [each.values[name] for _, each in members] for name in names}
         rows_given = {name: [each.rows[name] for _, each in members] for name in row_names}
         target.annotate(Said(tuple(number for number, _ in members), given, "", microseconds()), rows_given)
+    if groups:
+        logger.warning(
+            "late values of %s were set again without author and history, which only copy, merge and split keep",
+            counted(sum(map(len, groups.values())), "trajectory"),
+        )
     return ids
 
 

@@ -39,6 +39,7 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreError,
     TrajectoryUnavailableError,
+    counted,
     trajectories,
     written,
 )
@@ -78,6 +79,20 @@ class Sink:
 
     def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids."""
+        trajectories = as_list(trajectories)
+        late = sum(map(has_late_values, trajectories))
+        return self._add_late(trajectories, late) if late else self._add_recorded(trajectories)
+
+    def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
+        """Add trajectories of which ``late`` have late values."""
+        logger.warning(
+            "%s late values, which a buffer in memory lacks: they stay in metadata['trajstore.notes'], and corrected "
+            "rewards count as recorded ones; use auto_save=True",
+            counted(late, "trajectory", "has", "have"),
+        )
+        return self._add_recorded(trajectories)
+
+    def _add_recorded(self, trajectories: list[AnyTrajectory]) -> list[int]:
         flats = self._content.flatten(trajectories)
         self._watch.look(flats)
         return self._add(flats, None) if flats else []
@@ -276,11 +291,8 @@ class StoreSink(Sink):
         if self.mirror is not None:
             self.mirror.start()
 
-    def add(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
-        trajectories = as_list(trajectories)
-        if any(map(has_late_values, trajectories)):
-            return add_with_values(trajectories, super().add, self)
-        return super().add(trajectories)
+    def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
+        return add_with_values(trajectories, self._add_recorded, self)
 
     def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
         """Add trajectories; on a full queue this waits.

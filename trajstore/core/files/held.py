@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import resource
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import numpy.typing as npt
 
 from trajstore.core.base import locks
 from trajstore.core.files.descriptors import Descriptor
-from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.errors import CorruptStoreError, DescriptorLimitError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """Error numbers of the system for a name that is not a regular file; ``ENXIO`` for sockets and pipes."""
@@ -85,7 +86,7 @@ class HeldFolder:
             return self._open().number
         except OSError as error:
             number = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno  # links in a circle
-            raise OSError(number, error.strerror, str(self.path)) from None
+            raise _with_path(number or errno.EIO, error.strerror or str(error), str(self.path)) from None
 
     def is_there(self) -> bool:
         """Return whether the folder exists and was not removed since it was opened."""
@@ -111,6 +112,8 @@ class HeldFolder:
         if not self._made:
             try:
                 sync_above(self.where)
+            except DescriptorLimitError:
+                raise
             except OSError as error:
                 text = f"{error.strerror}: the name of this directory could not be made durable in {error.filename}"
                 raise OSError(error.errno, text, str(self.path)) from error
@@ -155,12 +158,14 @@ class HeldFolder:
 
     def named(self, error: OSError, name: str) -> OSError:
         """Return an error with the path of its file."""
+        if isinstance(error, DescriptorLimitError):
+            return error
         number, text = error.errno or errno.EIO, error.strerror or str(error)
         if number == errno.ENAMETOOLONG:
             number = errno.ENOENT  # no file can have this name: a damaged index names anything
         if number == errno.ENOENT and not self.is_there():
             return self._removed()
-        return OSError(number, text, str(self.path / name) if name else str(self.path))
+        return _with_path(number, text, str(self.path / name) if name else str(self.path))
 
     def open(self, name: str, flags: int) -> int:
         """Open a file and return its descriptor, without blocking on pipes or devices.
@@ -318,8 +323,21 @@ def sync_above(where: str) -> None:
         where = folder
 
 
+def _with_path(number: int, text: str, path: str) -> OSError:
+    """Return an error of a file; a :class:`DescriptorLimitError` with the limit if too many are open."""
+    if number not in (errno.EMFILE, errno.ENFILE):
+        return OSError(number, text, path)
+    limit = "the limit of this machine is reached (fs.file-max)"
+    if number == errno.EMFILE:
+        limit = f"this process may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]:,} (ulimit -n)"
+    return DescriptorLimitError(f"{path}: too many open files: {limit}; close readers and buffers, or raise the limit")
+
+
 def _sync_path(folder: str) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _with_path(error.errno or errno.EIO, error.strerror or str(error), folder) from error
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -38,7 +38,7 @@ class ReadSnapshot:
     def only(self, entries: npt.NDArray[np.intp]) -> ReadSnapshot:
         """Return a snapshot of some of the entries, in their order."""
         index = TrajectoryIndex()
-        index.texts = self.index.texts.copy()
+        index.texts = self.index.texts
         index.append(self.index.take(self.index.first + entries))
         kept = entries.tolist()
         memory = {at: self.memory[entry] for at, entry in enumerate(kept) if entry in self.memory}
@@ -79,7 +79,7 @@ def snapshot_of(
             continue
         shards.append(addresses.shard_of(slot))
     snapshot = TrajectoryIndex()
-    snapshot.texts = index.texts.copy()
+    snapshot.texts = index.texts
     rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
     columns = {name: array[kept] for name, array in columns.items() if not is_note(name)}
     snapshot.append(columns | {"shard": rows})

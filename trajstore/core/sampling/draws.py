@@ -74,7 +74,7 @@ class Window:
             gap = range(first, first)
         else:
             first = max(start, gap.start - (wanted - after))
-        start, low, high, stop = (index.samples_before(at) for at in (first, gap.start, gap.stop, index.end))
+        start, low, high, stop = index.before[[first, gap.start, gap.stop, index.end]].tolist()
         return Window(first, gap, index.end, low - start, high - low, low - start + stop - high)
 
     def __len__(self) -> int:
@@ -234,7 +234,7 @@ def _empty(window: Window) -> EmptyBufferError:
 def _seeded(seed: int | None) -> torch.Generator:
     generator = torch.Generator()
     if seed is None:
-        generator.seed()
+        generator.manual_seed(int.from_bytes(os.urandom(8), "little", signed=True))  # generator.seed() opens a file
     else:
         generator.manual_seed(seed)
     return generator

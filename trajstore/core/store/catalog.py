@@ -340,14 +340,14 @@ class Catalog(Committed):
         self.log_bytes += tail.end - (self.segment_end if name == self.segment else 0)
         self.segment, self.segment_end, self.segment_torn = name, tail.end, tail.torn
 
-    def read_state(self, step: int) -> dict[str, Any]:
-        """Return the state of a saved point, even while a writer replaces it.
+    def read_state(self, point: str | int) -> dict[str, Any]:
+        """Return the state of a saved point, by name or step, even while a writer replaces it.
 
         Raises:
-            StoreNotFoundError: there is no point of this step; names the existing ones.
+            StoreNotFoundError: there is no such point; names the existing ones.
             CorruptStoreError: its pin or the state is damaged.
         """
-        return self._again(lambda: self.pins.state_of(self.point(step)))
+        return self._again(lambda: self.pins.state_of(self.snapshot(point)))
 
     def shown_under(self, name: str) -> tuple[Snapshot, TrajectoryIndex, Notes]:
         """Return a snapshot with its trajectories and late values, even while a writer replaces it.

@@ -268,12 +268,12 @@ class Committed:
                 if at is not None and extent != index.extent(at)._replace(document=0):
                     raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
-    def add(self, shards: Sequence[tuple[int, ShardManifest]], columns: Mapping[str, Any]) -> None:
+    def add(self, shards: Sequence[tuple[int, ShardManifest]], added: Added) -> None:
         """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
         for number, manifest in shards:
             self._add_shard(number, manifest, self.generation + 1)
-        self.index.append(columns)
-        self.next_id = max(self.next_id, int(columns["trajectory_id"][-1]) + 1)
+        self.index.append(self.index.translated(added.columns, added.texts))
+        self.next_id = max(self.next_id, int(added.columns["trajectory_id"][-1]) + 1)
 
     def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
         """Add the shard of a commit of this generation; return its row."""

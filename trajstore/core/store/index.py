@@ -201,10 +201,6 @@ class TrajectoryIndex:
         """Samples of all kept entries."""
         return int(self.before[self.end] - self.before[self.first])
 
-    def samples_before(self, position: int) -> int:
-        """Return the running total of samples before a position."""
-        return int(self.before[position] - self.before[0])
-
     def find_rows(self, samples: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
         """Return position and row of samples, counted from the first sample of the window ``[first, end)``."""
         positions, rows = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
@@ -270,18 +266,21 @@ class TrajectoryIndex:
     def borrow(self, lender: TrajectoryIndex, ids: IntArray) -> None:
         """Reserve memory for entries of these ids by sharing the arrays of an index with the same previous entries.
 
-        Columns that differ between the two (texts, locations) are not shared. The caller guards both indexes. Later
-        appends to the lender, and evictions from it, do not change the shared rows.
+        Locations, which differ between the two, are not shared. The caller guards both indexes. Later appends to the
+        lender, and evictions from it, do not change the shared rows.
         """
         offset, lender_ids = self._offset_in(lender, ids), lender._arrays["trajectory_id"]
         if offset is None:
             if self._lender_ids is not None:
                 self._allocate(len(self) + len(ids))
-        elif self._lender_ids is not lender_ids:
+        elif self._lender_ids is not lender_ids or self.texts is not lender.texts:
             offset += self.first
             shared = {name: array[offset:] for name, array in lender._arrays.items() if _may_be_lent(name)}
             self._move_to(shared, lender.before[offset:])
+            lacking = {name: array for name, array in self._arrays.items() if is_text(name) and name not in shared}
+            self._arrays |= lender.translated(lacking, self.texts)
             self._lender_ids, self._offset = lender_ids, offset
+            self.texts, self._texts_kept = lender.texts, lender._texts_kept
         self.reserve(len(ids))
 
     def _offset_in(self, lender: TrajectoryIndex, ids: IntArray) -> int | None:
@@ -339,7 +338,6 @@ class TrajectoryIndex:
         other._arrays["slot"] = rows if alike else slots[rows]
         for name in self.row_notes:
             other._arrays[NOTE_ROWS + name] = slots[other._arrays[NOTE_ROWS + name]]
-        other.texts = self.texts.copy()
         return other
 
     def renumber(self, ids: IntArray) -> None:
@@ -468,8 +466,8 @@ class TrajectoryIndex:
         return renumbered(columns, texts, self.texts)
 
     def _shed_texts(self) -> None:
-        """Remove unused texts if they are more than half of all."""
-        if len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
+        """Remove unused texts if they are more than half of all; with borrowed arrays, the lender does so."""
+        if self._lender_ids is not None or len(self.texts) <= 2 * self._texts_kept + _FEW_TEXTS:
             return
         self._unpack()
         kept, old = slice(self.first, self.end), self.texts
@@ -600,8 +598,7 @@ def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:
 
 def _may_be_lent(name: str) -> bool:
     """Return whether a column is equal in the index of a view and in that of its store."""
-    apart = name in ("shard", "slot", "weights", *STARTS) or name.startswith((NOTE_ROWS, NOTE_START))
-    return not apart and not is_text(name)
+    return name not in ("shard", "slot", *STARTS) and not name.startswith((NOTE_ROWS, NOTE_START))
 
 
 def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:

@@ -376,7 +376,7 @@ class Notes:
         inside = np.isin(columns["ids"], ids)
         if new_ids is not None:
             columns["ids"] = _renumbered(columns["ids"], ids, new_ids)
-        other._words, other._kinds, other.sources = self._words.copy(), dict(self._kinds), set(self.sources)
+        other._words, other._kinds, other.sources = self._words, dict(self._kinds), set(self.sources)
         other._parts = [{name: column[inside] for name, column in columns.items()}]
         return other
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.core.base import locks
 from trajstore.errors import CorruptStoreError
 
 _MAX_INFLATION = 1100  # deflate's maximum ratio; larger claims are forged
@@ -134,10 +135,11 @@ def declared_rows(value: Any) -> int:
 class StringTable:
     """Numbered strings, stored as one block of bytes: a million ids need no Python objects.
 
-    It has no lock: the owner of its catalog separates readers from :meth:`add`.
+    Indexes of several threads share a table. Strings are only added, and keep their numbers, so reading takes no lock.
     """
 
     def __init__(self) -> None:
+        self._lock = locks.lock("StringTable._lock")
         self._blob = bytearray()
         self._ends = np.zeros(16, np.int64)
         self._count = 0
@@ -152,6 +154,10 @@ class StringTable:
 
     def add(self, text: str) -> int:
         """Return the number of ``text``; a recent one is not stored again."""
+        with self._lock:
+            return self._add(text)
+
+    def _add(self, text: str) -> int:
         number = self._recent.get(text)
         if number is None:
             if len(self._recent) >= _RECENT:
@@ -166,27 +172,28 @@ class StringTable:
 
     def texts(self, start: int = 0) -> list[str]:
         """Return the strings from this number on."""
-        bounds = [0, *self._ends[: self._count].tolist()][start:]
-        blob = bytes(self._blob)
+        ends, blob = self._content()
+        bounds = [0, *ends.tolist()][start:]
         return [blob[first:end].decode() for first, end in pairwise(bounds)]
 
-    def copy(self) -> StringTable:
-        """Return an independent copy."""
-        table = StringTable()
-        table._blob = bytearray(self._blob)
-        table._ends = self._ends.copy()
-        table._count = self._count
-        table._recent = dict(self._recent)
-        return table
+    def _content(self) -> tuple[npt.NDArray[np.int64], bytes]:
+        """Return the end of each string, and the bytes of all; another thread may add strings meanwhile."""
+        count = self._count  # first: the ends and bytes read after it have at least these strings
+        ends = self._ends[:count]
+        return ends, bytes(self._blob[: int(ends[-1]) if count else 0])
 
     def extend(self, other: StringTable, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
         """Add strings of ``other`` by number and return their numbers here; -1 is unchanged.
 
         If there are many, existing strings are stored again, which is cheaper than a lookup.
         """
+        with self._lock:
+            return self._extend(other, numbers)
+
+    def _extend(self, other: StringTable, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
         wanted, inverse = np.unique(numbers, return_inverse=True)
         if len(wanted) <= _RECENT:
-            added = [number if number < 0 else self.add(other[number]) for number in wanted.tolist()]
+            added = [number if number < 0 else self._add(other[number]) for number in wanted.tolist()]
             return np.array(added, np.int32)[inverse]
         named = wanted >= 0
         last = other._ends[wanted[named]]
@@ -215,10 +222,8 @@ class StringTable:
 
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values."""
-        return {
-            "bytes": pack(np.frombuffer(bytes(self._blob), "V1")),
-            "ends": pack(self._ends[: self._count]),
-        }
+        ends, blob = self._content()
+        return {"bytes": pack(np.frombuffer(blob, "V1")), "ends": pack(ends)}
 
     @staticmethod
     def from_json(value: Any) -> StringTable:

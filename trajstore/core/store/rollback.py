@@ -108,7 +108,7 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
         ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
     """
     live, pinned = TrajectoryIndex(), TrajectoryIndex()
-    live.texts, pinned.texts = catalog.index.texts.copy(), catalog.pinned.texts.copy()
+    live.texts, pinned.texts = catalog.index.texts, catalog.pinned.texts
     for source in (catalog.index, catalog.pinned):
         inside = np.zeros(source.end, np.bool_)
         inside[source.positions_in(ranges)] = True

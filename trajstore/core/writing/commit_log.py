@@ -252,14 +252,14 @@ class CommitLog:
         commits = [shards for shards in commits if shards[0].number not in self._taken_in]
         lines, entries = add_lines(catalog, commits, microseconds())
         if entries:
-            listener.make_room(catalog.index, np.concatenate([columns["trajectory_id"] for columns in entries]))
+            listener.make_room(catalog.index, np.concatenate([added.columns["trajectory_id"] for added in entries]))
 
         def apply() -> Show:
-            for shards, columns in zip(commits, entries, strict=True):
-                catalog.add([(shard.number, shard.manifest) for shard in shards], columns)
+            for shards, added in zip(commits, entries, strict=True):
+                catalog.add([(shard.number, shard.manifest) for shard in shards], added)
                 catalog.generation += 1
                 self._taken_in.add(shards[0].number)
-            return partial(listener.committed, entries)
+            return partial(listener.committed, [added.columns for added in entries])
 
         return lines, apply
 

@@ -16,8 +16,9 @@ from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.store.additions import by_id, starts_of
 from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.committed import Added
 from trajstore.core.store.given import Said
-from trajstore.core.store.index import TrajectoryIndex
+from trajstore.core.store.index import TrajectoryIndex, renumbered
 from trajstore.core.store.log_records import encode_line, manifest_to_json
 from trajstore.core.store.moves import Moved, move_to_json
 from trajstore.core.store.notes import Noted
@@ -62,8 +63,8 @@ class CommitListener:
         """Refuse reads from now on: a change could not be shown."""
 
 
-def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> tuple[bytes, list[Columns]]:
-    """Return the log lines of commits that follow the catalog's generation, and the index columns of each commit.
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> tuple[bytes, list[Added]]:
+    """Return the log lines of commits that follow the catalog's generation, and the entries of each commit.
 
     Args:
         catalog: the log's catalog.
@@ -72,23 +73,23 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
     """
     time = max(now, catalog.newest_time)
     lines: list[bytes] = []
-    entries: list[Columns] = []
+    entries: list[Added] = []
     row, new = len(catalog.shards), dict[Schema, int]()
     for generation, shards in enumerate(commits, catalog.generation + 1):
         schema_count = len(new)
-        records, parts = [], []
+        records, parts, texts = [], [], shards[0].entries.texts
         for shard in shards:
             added, schema = shard.entries, shard.manifest.schema
             description = manifest_to_json(shard.manifest, catalog.shards.next_number_of(schema, new))
             records.append({"number": shard.number, "shard": description, "entries": orjson.Fragment(shard.record)})
-            columns = catalog.index.translated(added.columns, added.texts)
+            columns = renumbered(added.columns, added.texts, texts)
             columns["committed"] = np.full(len(added), time, np.int64)
             columns["shard"] = np.full(len(added), row, np.int32)
             parts.append(columns | starts_of(added.extents, schema.kind))
             row += 1
         record = {"generation": generation, "operation": "add", "time": time}
         lines.append(encode_line(record | {"schemas": _to_json(new, schema_count), "shards": records}))
-        entries.append(by_id(parts))
+        entries.append(Added(by_id(parts), texts))
     return b"".join(lines), entries
 
 

@@ -104,7 +104,7 @@ function follow() {
     const told = JSON.parse(event.data);
     state = told;
     live.dataset.live = "yes";
-    fill(live, `following · ${count(told.trajectories)} trajectories`);
+    fill(live, make("span", { class: "wide" }, "following · "), count(told.trajectories), make("span", { class: "wide" }, " trajectories"));
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);
@@ -129,7 +129,8 @@ async function tellBundle() {
 }
 
 const KEYS = [
-  ["/", "filter, or find in messages"], ["arrows, j, k", "next and previous row, token or point"],
+  ["/", "filter, or find in messages"], ["arrows", "next and previous row, token or point"], ["j, k", "next and previous row of the table"],
+  ["n, p", "next and previous trajectory of the list"],
   ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"],
 ];
 
@@ -144,8 +145,10 @@ function showKeys() {
 
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, textarea, select");
-  if (event.key === "?" && !typing && !document.querySelector("dialog")) showKeys();
-  if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
+  if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
+  if (event.key === "?") showKeys();
+  document.querySelector(`[aria-keyshortcuts="${CSS.escape(event.key)}"]`)?.click();
+  if (event.key === "/") {
     const filter = document.querySelector("input[type=search]");
     if (filter) {
       filter.focus();

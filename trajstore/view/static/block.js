@@ -20,6 +20,15 @@ function curvesOf(array, batch, environment) {
   }));
 }
 
+/** Returns the sum of rewards over the steps, which begins again after each end of an episode. */
+function returnsOf(rewards, ends) {
+  let total = 0;
+  return rewards[0].map((_, at) => {
+    if (ends.includes(at - 1)) total = 0;
+    return (total += rewards.reduce((sum, line) => sum + (line[at] ?? 0), 0));
+  });
+}
+
 /** Draws a picture of bytes [height, width, channels]. */
 function paint(canvas, bytes, [height, width, channels]) {
   canvas.width = width;
@@ -57,7 +66,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   const pictures = make("div", { class: "cameras" });
   const curves = make("div", { class: "curves" });
   fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`), play, slider, says,
-    moved ? null : make("a", { class: "button", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
+    moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {
@@ -159,14 +168,16 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const order = (array) => (FIRST.includes(array.name) ? FIRST.indexOf(array.name) : FIRST.length);
     const isSaid = ({ name, values }) => name === "versions" && values.every((value) => value === values[0]); // in the facts
     const drawn = told.arrays.filter((array) => !ENDS.includes(array.name) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
-    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name))));
     const ends = [...new Set(endsAt().flatMap((end) => end.steps))];
+    const rewards = drawn.find(({ name }) => name === "rewards");
+    if (rewards) drawn.splice(1, 0, { name: "return", of: "sum of the rewards since the episode began", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
+    fill(curves, drawn.map(({ name, of }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, of)))));
     const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
     plots = drawn.map((array) => {
       const figure = curves.querySelector(`[data-curve="${CSS.escape(array.name)}"]`);
-      const lines = curvesOf(array, batch, environment);
+      const lines = array.lines ?? curvesOf(array, batch, environment);
       const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
       const line = (plot, at, stroke, dash, text = "") => {
         const left = plot.valToPos(at, "x", true);
@@ -187,17 +198,13 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
       };
       const plot = new uPlot({
         width: Math.max(200, figure.clientWidth - 24), height: 140, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
-        scales: { x: { time: false }, y: { range: (_, low, high) => (low === high ? [low, low + 1] : uPlot.rangeNum(low, high, 0.1, true)) } },
+        scales: { x: { time: false }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.1), Math.max(0, high * 1.1)] : [0, 1]) } },
         axes: [axisOf({ label: "step", labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
         series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
-          let free = -Infinity; // text of an end begins behind that of the one before
-          for (const at of ends.sort((a, b) => a - b)) {
-            const left = shown.valToPos(at, "x", true);
-            const hasRoom = left >= free;
-            if (hasRoom) free = left + 60 * devicePixelRatio;
-            line(shown, at, color("--bad"), [4, 4], hasRoom ? "end" : "");
-          }
+          const lefts = ends.sort((a, b) => a - b).map((at) => shown.valToPos(at, "x", true));
+          const isFar = (at) => Math.min(lefts[at] - (lefts[at - 1] ?? -Infinity), (lefts[at + 1] ?? Infinity) - lefts[at]) > 60 * devicePixelRatio;
+          ends.forEach((at, number) => line(shown, at, color("--bad"), [4, 4], !number || isFar(number) ? "end" : "")); // no text over the next line
           line(shown, step, color("--ink"), []);
         }] },
       }, [x, ...lines], figure);

@@ -37,12 +37,13 @@ function numberOf(shown) {
 
 // Conditions to which the page itself links. Others are SQL, which takes a server.
 const CONDITIONS = [
-  [/^version_high = (-?\d+)$/, (row, version) => row.version_high === Number(version)],
+  [/^(version_high|difficulty|outcome|response|turns|steps) = (\S+)$/, (row, name, value) => row[name] === Number(value)],
+  [/^(outcome|response|turns|steps) >= (\S+) and \1 < (\S+)$/, (row, name, least, end) => row[name] !== null && row[name] >= Number(least) && row[name] < Number(end)],
   [/^trajectory_id between '?([\d/]+)'? and '?([\d/]+)'?$/, ({ trajectory_id: id }, first, last) => numberOf(id) >= numberOf(first) && numberOf(id) <= numberOf(last)],
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
-  [/^difficulty = (\d+)$/, (row, difficulty) => row.difficulty === Number(difficulty)],
   [/^version_high is null$/, (row) => row.version_high === null],
+  [/^task = '((?:[^']|'')*)'(?: and version_high = (-?\d+))?$/, (row, task, version) => row.task === task.replaceAll("''", "'") && (version === undefined || row.version_high === Number(version))],
 ];
 
 const unanswered = (where) => new Refused(`where: '${where}': this page is of a folder that was written ahead, which answers no conditions`);
@@ -65,7 +66,9 @@ function compare(one, other) {
 }
 
 /** Returns rows sorted as a server sorts them: null comes last, equal ones in the order of their ids. */
-function sorted({ about, names }, rows, order) {
+const sorted = (all, rows, orders) => [orders].flat().reduceRight((found, order) => sortedBy(all, found, order), rows);
+
+function sortedBy({ about, names }, rows, order) {
   const name = order.replace(/ desc$/, "");
   if (!names.includes(name)) throw new Refused(`order: '${order}': this page sorts by a fact, or by a fact and desc`);
   const { type } = about.columns[names.indexOf(name)];
@@ -96,15 +99,20 @@ const ANSWERS = {
     const rows = sorted(all, chosen(all.rows, where), order);
     return { total: rows.length, first, rows: rows.slice(first, first + count) };
   },
+  around: (all, { id, where, order }) => {
+    const ids = sorted(all, chosen(all.rows, where), order).map((row) => row.trajectory_id);
+    const at = ids.indexOf(id);
+    return { at: at < 0 ? null : at, total: ids.length, previous: ids[at - 1] ?? null, next: at < 0 ? null : ids[at + 1] ?? null };
+  },
   notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id] }),
   facts: (all, { id }) => all.rows[placeOf({ ...all, problems: {} }, id)],
   overview: (all, { where }) => {
     if (where) throw unanswered(where);
     return all.overview;
   },
-  log_probs: (all, { where, over }) => {
+  sampled: (all, { where, over, name, run }) => {
     if (where) throw unanswered(where);
-    return all.log_probs[over];
+    return all.sampled[name][over][run];
   },
   group,
 };

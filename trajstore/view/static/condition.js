@@ -3,6 +3,15 @@
 import { isBundle } from "./bundle.js";
 import { make, visible } from "./dom.js";
 
+/** Order of a table unless its address has another: newest commit first. */
+export const NEWEST = ["committed desc", "trajectory_id desc"];
+
+/** Returns the parameters of a link to a trajectory by which it knows its neighbours. */
+export const amongOf = (where, order) => {
+  const among = new URLSearchParams({ ...(where && { where }), ...(order && { order }) });
+  return among.size ? `?${among}` : "";
+};
+
 /**
  * Returns { element, condition, suggest }: what stands in the bar of a view, what gives the condition as it is, and
  * what makes an example of a task that exists, by `example` of its name in SQL. `asked` is called when there is another

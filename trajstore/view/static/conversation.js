@@ -82,8 +82,8 @@ function callOf(call) {
   return folded([`calls ${asText(told.name ?? "a tool")}`, (given ?? null) === null ? null : make("code", {}, beginningOf(given))], asText(given ?? told), "call");
 }
 
-/** Returns one message as an element. */
-export function messageOf(message, number) {
+/** Returns one message as an element; `more` is added to its header. */
+export function messageOf(message, number, link = null) {
   const told = message !== null && typeof message === "object" && !Array.isArray(message) ? message : { content: message };
   const { role = "no role", content, author, tool_calls: calls, name, ...more } = told;
   const parts = partsOf(content);
@@ -96,22 +96,25 @@ export function messageOf(message, number) {
   });
   return make("article", { class: `message ${known}`, "aria-label": `message ${number}, ${asText(role)}`, "data-number": number },
     make("header", {}, make("span", { class: "role" }, asText(role)), name ? make("span", {}, asText(name)) : null,
-      author ? make("span", { class: "author" }, asText(author)) : null, make("span", { class: "number" }, number)),
+      author ? make("span", { class: "author" }, asText(author)) : null, link, make("span", { class: "number" }, number)),
     said, Array.isArray(calls) ? calls.map(callOf) : null,
     Object.keys(more).length ? folded(Object.keys(more).join(", "), asText(more)) : null);
 }
 
 const AT_ONCE = 200; // messages
 
-/** Fills an element with messages; those beyond the first 200 come when they are asked for. */
-export function showConversation(place, messages, first = 0) {
+/**
+ * Fills an element with messages; those beyond the first 200 come when they are asked for. `linkOf` returns the link to the
+ * tokens of a number of a message, null for none.
+ */
+export function showConversation(place, messages, linkOf, first = 0) {
   const some = messages.slice(first, first + AT_ONCE);
-  place.append(...some.map((message, at) => messageOf(message, first + at)));
+  place.append(...some.map((message, at) => messageOf(message, first + at, linkOf(first + at))));
   const next = first + some.length;
   if (next >= messages.length) return;
   const more = make("button", { type: "button", class: "more", click: () => {
     more.remove();
-    showConversation(place, messages, next);
+    showConversation(place, messages, linkOf, next);
   } }, `Show more (${count(messages.length - next)} messages left)`);
   place.append(more);
 }

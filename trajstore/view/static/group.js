@@ -1,12 +1,14 @@
 // Rollouts of one task side by side: outcomes, tokens as strips, and what they say once they differ.
 
 import { ask, askTrajectory } from "./api.js";
+import { amongOf } from "./condition.js";
 import { fillLegend, nameOf, scaleOf } from "./colors.js";
 import { messageOf, showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
 import { showGiving } from "./late.js";
 import { count, short } from "./numbers.js";
-import { PREFERRED, columnsOf, drawStrip, hasTold } from "./tokens.js";
+import { tokenLink } from "./rollout.js";
+import { PREFERRED, columnsOf, drawStrip, hasTold, placesOf } from "./tokens.js";
 
 const AT_ONCE = 8; // rollouts read at a time
 const VERSIONS = 30; // policy versions with a link each, around the one that is shown
@@ -89,13 +91,14 @@ export async function show(main, { parameters, keep, signal }) {
     const judged = make("span", { class: "judged" });
     const strip = make("canvas", { class: "map", height: 16, "aria-hidden": "true" });
     const said = make("div", { class: "said-by" });
+    const among = amongOf(`task = '${task.replaceAll("'", "''")}'${told.version === null ? "" : ` and version_high = ${told.version}`}`, "trajectory_id");
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
-      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}` }, row.trajectory_id), judged),
+      make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}${among}` }, row.trajectory_id), judged),
       make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
         fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
-    return { rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
+    return { id: row.trajectory_id, rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
   }
 
   function lay() {
@@ -103,12 +106,15 @@ export async function show(main, { parameters, keep, signal }) {
     const shared = commonOf(conversations);
     const left = told.rollouts.length - read.length;
     fill(same, shared ? make("details", {}, make("summary", {}, `${shared === 1 ? "Message 0 is" : `Messages 0 ${shared === 2 ? "and" : "to"} ${count(shared - 1)} are`} the same in ${left ? "the first" : "all"} ${count(conversations.length)} rollouts`),
-      conversations[0].slice(0, shared).map(messageOf)) : null);
-    for (const { rollout, said } of read) {
+      conversations[0].slice(0, shared).map((message, number) => messageOf(message, number))) : null);
+    for (const { rollout, said, id } of read) {
       fill(said);
       if (rollout.error) continue;
       if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "It ends with the common messages above."));
-      else showConversation(said, rollout.messages, shared);
+      else {
+        const places = placesOf(rollout);
+        showConversation(said, rollout.messages, (number) => tokenLink(id, places[number]), shared);
+      }
     }
     fill(siblings, read.map(({ element }) => element), left
       ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} left)`) : null);

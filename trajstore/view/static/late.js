@@ -154,7 +154,7 @@ const short = (value) => (String(value).length > 40 ? `${String(value).slice(0, 
 function tableOf(told, take) {
   const row = (one) => make("tr", { class: `${one.place} ${one.latest ? "latest" : ""}` },
     make("th", { scope: "row" }, one.name),
-    make("td", { class: "said", dir: "auto" }, one.value === null ? make("i", {}, "taken away") : String(one.value)),
+    make("td", { class: typeof one.value === "number" ? "exact" : "said", dir: "auto" }, one.value === null ? make("i", {}, "taken away") : String(one.value)),
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
     make("td", {}, PLACES[one.place], one.why ? `: ${one.why}` : null,

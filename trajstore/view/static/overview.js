@@ -3,16 +3,21 @@
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
-import { count, several, short, time } from "./numbers.js";
+import { count, several, short, ticks, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
   { name: "success_rate", title: "Mean success rate" },
-  { name: "response", title: "Mean response, tokens" },
+  { name: "response", title: "Mean response tokens" },
   { name: "turns", title: "Mean turns" },
   { name: "count", title: "Trajectories" },
 ];
-const LOG_PROB = { name: "log_prob", title: "Mean log-prob (at most 8 rollouts per point)" };
+/** Curves for which trajectories are read, at most 8 per point. */
+const SAMPLED = [
+  { name: "log_prob", title: "Mean log-prob", of: "at most 8 rollouts per point", kind: "agents" },
+  { name: "reward", title: "Mean reward per step", of: "at most 8 blocks per point", kind: "blocks" },
+];
+const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
 
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
 
@@ -37,19 +42,19 @@ const numberOf = (value) => (typeof value === "number" ? value : null);
  * Returns the points of a curve with one more where policy versions are missing, at which it is `value`. `real` says
  * which points there were. Versions are as far from each other as the nearest two.
  */
-function withGaps(data, name, value) {
-  const points = { x: [], y: [], real: [] };
-  const add = (x, y) => (points.x.push(x), points.y.push(y));
+function withGaps(data, names, value) {
+  const points = { x: [], lines: names.map(() => []), real: [] };
+  const add = (x, valueOf) => (points.x.push(x), points.lines.forEach((line, at) => line.push(valueOf(names[at]))));
   const all = data.x.map(Number);
   const apart = all.slice(1).map((x, at) => x - all[at]);
   const step = apart.reduce((least, one) => Math.min(least, one), Infinity);
   all.forEach((x, at) => {
     if (at && apart[at - 1] > step) {
-      add(all[at - 1] + step, value);
-      if (x - step > points.x.at(-1)) add(x - step, value);
+      add(all[at - 1] + step, () => value);
+      if (x - step > points.x.at(-1)) add(x - step, () => value);
     }
     points.real.push(points.x.length);
-    add(x, numberOf(data[name][at]));
+    add(x, (name) => numberOf(data[name][at]));
   });
   return points;
 }
@@ -60,7 +65,7 @@ export async function show(main, { parameters, keep, signal }) {
   let told = null;
   let over = parameters.get("over") ?? null;
   const plots = new Map(); // by curve
-  const logProbs = {}; // the last ones told, by what they are over
+  const read = {}; // the last sampled curves told, by name and what they are over
   let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
   const field = conditionField(parameters.get("where") ?? "", (task) => `task = ${task}`, () => {
@@ -73,17 +78,18 @@ export async function show(main, { parameters, keep, signal }) {
         over = name;
         keep({ over });
         lay();
-        readLogProbs();
+        readSampled();
       },
     }, title)));
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const figures = make("dl", { class: "figures" });
+  const compared = make("div", { class: "compared quiet" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
-  const help = make("p", { class: "note", hidden: true }, "Point at a curve for its values; click a point to see its trajectories.");
+  const help = make("p", { class: "note", hidden: true }, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. Point at a curve for its values; click a point or a bar to see its trajectories.");
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, figures, lacking, curves, help, pool, tasks);
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, curves, help, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -93,31 +99,37 @@ export async function show(main, { parameters, keep, signal }) {
       told = { ...(await ask("overview", { where }, signal)), where };
       field.suggest(told.by_task[0]?.task);
       keepingFocus(main, lay);
-      readLogProbs();
+      readSampled();
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
   }
 
-  /** Asks for the curve of log-probs, one at a time: its rollouts are read, which far away takes longer than the next commit. */
-  async function readLogProbs() {
-    const [is, { state, where }] = [isOver(), told];
-    if (isReading || logProbs[is]?.state === state && logProbs[is].where === where) return;
+  const runs = () => [told, told.other].filter(Boolean);
+  const kindsOf = ({ agents, trajectories }) => SAMPLED.filter(({ kind }) => (kind === "agents" ? agents : trajectories - agents) > 0);
+  const keyIn = ({ name }, run) => `${name} ${isOver()} ${run}`;
+  const isRead = ([curve, run]) => read[keyIn(curve, run)]?.state === told.state && read[keyIn(curve, run)].where === told.where;
+
+  /** Asks for the sampled curves, one at a time: trajectories are read, which far away takes longer than the next commit. */
+  async function readSampled() {
+    const [curve, run] = runs().flatMap((one, at) => kindsOf(one).map((wanted) => [wanted, at])).find((one) => !isRead(one)) ?? [];
+    if (isReading || !curve) return;
+    const [is, key, { state, where }] = [isOver(), keyIn(curve, run), told];
     isReading = true;
-    let read = { x: [], log_prob: [] };
+    let answer = { x: [] };
     try {
-      read = await ask("log_probs", { where, over: is }, signal);
+      answer = await ask("sampled", { where, over: is, name: curve.name, run }, signal);
     } catch (error) {
       if (!signal.aborted) fill(refused, error.message);
     }
     isReading = false;
     if (signal.aborted) return;
-    logProbs[is] = { ...read, state, where };
-    const now = logProbsRead();
-    const isThere = curves.querySelector("[data-curve=log_prob]") !== null;
-    if (now && isThere !== known(LOG_PROB.name, now)) keepingFocus(main, lay);
-    else if (now && isThere) keepingFocus(curves, () => drawLogProbs(now));
-    readLogProbs(); // another one may be shown by now
+    read[key] = { [curve.name]: [], ...answer, state, where };
+    const now = readOf(curve, 0);
+    const isThere = curves.querySelector(`[data-curve=${curve.name}]`) !== null;
+    if (now && isThere !== known(curve.name, now)) keepingFocus(main, lay);
+    else if (now && isThere) keepingFocus(curves, () => drawSampled(curve, now));
+    readSampled(); // another one may be shown by now
   }
 
   const hasTimes = () => told.by_time.x.length > 0 || told.trajectories === 0; // a pool's files have none
@@ -129,7 +141,7 @@ export async function show(main, { parameters, keep, signal }) {
   function lay() {
     axis.hidden = !hasTimes();
     for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
-    const pairs = [
+    const pairsOf = (told) => [
       ["trajectories", count(told.trajectories)],
       ["mean outcome", told.outcome === null || isSaid() ? null : short(told.outcome)],
       ["tasks", told.tasks ? count(told.tasks) : null],
@@ -139,7 +151,10 @@ export async function show(main, { parameters, keep, signal }) {
       ["first commit", told.begun === null ? null : time(told.begun)],
       ["last commit", told.ended === null ? null : time(told.ended)],
     ];
-    fill(figures, pairs.filter(([, value]) => value !== null).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const others = told.other && pairsOf(told.other);
+    fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
+    fill(figures, pairsOf(told).map(([name, value], at) => [name, value, others?.[at][1] ?? null]).filter(([, ...values]) => values.some((value) => value !== null))
+      .map(([name, value, other]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"), others && make("dd", { class: "other" }, other ?? "–"))));
     const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
     fill(lacking, ...[
       told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
@@ -147,7 +162,7 @@ export async function show(main, { parameters, keep, signal }) {
         : `A pool keeps rollouts whose outcome is high enough: that of these is ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
       say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
       say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
-      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts; each block shows its own.") : null,
+      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts: the curve reads some blocks, and each block shows its own.") : null,
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
       say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
     draw();
@@ -160,7 +175,7 @@ export async function show(main, { parameters, keep, signal }) {
     const bar = make("span", { class: outcome === null ? null : "bar-of" });
     if (outcome !== null) bar.style.setProperty("--share", Math.max(0, Math.min(1, Number(outcome))));
     return make("a", { class: "task", "data-focus": `task ${row.task}`, href: `#/group?${new URLSearchParams({ task: row.task })}` }, make("span", { class: "of" }, row.task),
-      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
+      bar, make("span", { class: "number" }, outcome === null ? "" : short(outcome), told.other && make("span", { class: "other" }, ` ${short(told.other.by_task.find(({ task }) => task === row.task)?.outcome) || "–"}`)), make("span", { class: "number quiet" }, several(row.count, "rollout")));
   };
 
   const known = (name, data) => data[name].some((value) => value !== null);
@@ -168,64 +183,105 @@ export async function show(main, { parameters, keep, signal }) {
   function draw() {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
-    const data = isOver() === "version" ? told.by_version : told.by_time;
+    const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
-    const read = logProbsRead();
-    const isLater = kept.length && told.agents && (!read || known(LOG_PROB.name, read));
-    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
-      kept.map((curve) => figureOf(curve)), isLater ? figureOf(LOG_PROB, ["reading them …"]) : null);
+    const sampled = kept.length ? kindsOf(told).filter((curve) => !readOf(curve, 0) || known(curve.name, readOf(curve, 0))) : [];
+    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."),
+      kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
+      Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
-    for (const curve of kept) drawCurve(curve, data);
-    if (isLater && read) drawLogProbs(read);
+    for (const curve of kept) drawCurve(curve, data, other);
+    for (const curve of sampled) if (readOf(curve, 0)) drawSampled(curve, readOf(curve, 0));
   }
 
-  function logProbsRead() {
-    const read = logProbs[isOver()];
-    return read?.where === told.where ? read : null;
+  /** Returns how many trajectories have which value, as bars that lead to them. */
+  function histogram([name, title]) {
+    const { values, edges, counts } = told.histograms[name];
+    const most = Math.max(...counts);
+    const bars = counts.map((number, at) => {
+      const [condition, said] = values ? [`${name} = ${values[at]}`, short(values[at])]
+        : [`${name} >= ${edges[at]} and ${name} < ${edges[at + 1]}`, `${short(edges[at])} to below ${short(edges[at + 1])}`];
+      const level = make("span", { class: "level" });
+      level.style.setProperty("--share", number / most);
+      return make(number ? "a" : "span", { class: "column", href: number ? linkTo(within(condition)) : null, "data-focus": number ? `${name} ${at}` : null,
+        title: `${said}: ${several(number, "trajectory", "trajectories")}` }, make("span", { class: "many" }, number ? count(number) : ""), level, make("span", { class: "at" }, values ? short(values[at]) : `≥ ${short(edges[at])}`));
+    });
+    return make("figure", { "data-histogram": name, "aria-label": `Number of trajectories by ${title}` }, make("figcaption", {}, `Trajectories by ${title}`),
+      make("div", { class: "histogram" }, bars));
   }
 
-  function drawLogProbs(read) {
-    const odd = read.log_prob.filter((value) => typeof value === "string").length;
-    drawCurve(LOG_PROB, read, [read.of > read.x.length ? `at ${count(read.x.length)} of ${count(read.of)} points` : null,
-      odd ? `${count(odd)} not finite` : null, read.unread ? `${count(read.unread)} cannot be read` : null].filter(Boolean));
+  function readOf(curve, run) {
+    const found = read[keyIn(curve, run)];
+    return found?.where === told.where ? found : null;
   }
 
-  const figureOf = ({ name, title }, notes = []) => make("figure", { "data-curve": name, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
-    make("figcaption", {}, [title, ...notes].join(", ")));
+  function drawSampled(curve, data) {
+    const odd = data[curve.name].filter((value) => typeof value === "string").length;
+    drawCurve(curve, data, readOf(curve, 1), [data.of > data.x.length ? `at ${count(data.x.length)} of ${count(data.of)} points` : null,
+      odd ? `${count(odd)} not finite` : null, data.unread ? `${count(data.unread)} cannot be read` : null].filter(Boolean));
+  }
 
-  /** Draws a curve, and nothing else anew: what is beside it may be clicked on. */
-  function drawCurve(curve, data, notes) {
+  const figureOf = ({ name, title, of }, notes = []) => make("figure", { "data-curve": name, class: of ? "sampled" : null, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
+    make("figcaption", {}, name === "count" ? title : `${title} ± standard deviation`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
+
+  /**
+   * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, the
+   * spread and n at an x.
+   */
+  function lineOf(data, name) {
+    const hasBand = name !== "count";
+    const names = hasBand ? [`${name}_high`, `${name}_low`, name] : [name]; // the line is drawn over its band
+    const isWhole = isOver() === "version" && !(data.of > data.x.length); // else missing versions are only not shown
+    const points = isWhole ? withGaps(data, names, hasBand ? null : 0)
+      : { x: data.x.map(Number), lines: names.map((one) => data[one].map(numberOf)), real: [...data.x.keys()] };
+    const said = (x) => {
+      const point = points.x.indexOf(x);
+      const at = points.real.indexOf(point);
+      if (point < 0 || points.lines.at(-1)[point] === null) return "";
+      if (!hasBand) return short(points.lines[0][point]);
+      const deviation = data[`${name}_sd`][at];
+      return `${short(data[name][at])}${deviation === null ? "" : ` ± ${short(deviation)}`}, n = ${count(data[`${name}_n`][at])}`;
+    };
+    return { ...points, said };
+  }
+
+  /** Draws a curve, that of the other run with it, and nothing else anew: what is beside it may be clicked on. */
+  function drawCurve(curve, data, other, notes) {
     const { name, title } = curve;
     const isVersion = isOver() === "version";
     const figure = figureOf(curve, notes);
     plots.get(name)?.destroy();
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
-    const isWhole = isVersion && !(data.of > data.x.length); // else missing versions are only not shown
-    const points = isWhole ? withGaps(data, name, name === "count" ? 0 : null)
-      : { x: data.x.map(Number), y: data[name].map(numberOf), real: [...data.x.keys()] };
-    const last = points.x.length - 1;
+    const hasBand = name !== "count";
+    const drawn = [data, other].filter(Boolean).map((one) => lineOf(one, name));
+    const [x, ...lines] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
+    const places = new Map(x.map((value, at) => [value, at]));
+    const real = drawn[0].real.map((point) => places.get(drawn[0].x[point])); // where the first run has points
+    const seriesOf = ({ said }, run) => [
+      ...(hasBand ? ["high", "low"] : []).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
+      { class: run ? "other" : null, label: run ? "other" : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, fill: hasBand || run ? undefined : styleOf("--accent-back"), spanGaps: false,
+        points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : "") },
+    ];
+    const last = x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
-      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (name === "count" ? [0, Math.max(1, high * 1.1)] : low === high ? [low - 0.5, high + 0.5] : [low - (high - low) * 0.1, high + (high - low) * 0.1]) } },
-      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time"),
+      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
+      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time", { space: 84, values: (_, at, __, ___, apart) => ticks(at, apart) }),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
-      series: [
-        { label: isVersion ? "version" : "time" },
-        { label: name, stroke: styleOf("--accent"), width: 1.75, fill: name === "count" ? styleOf("--accent-back") : undefined, spanGaps: false,
-          points: { show: data.x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) },
-      ],
-    }, [points.x, points.y], figure);
+      series: [{ label: isVersion ? "version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : time(1000 * at)) }, ...drawn.flatMap(seriesOf)],
+      bands: hasBand ? drawn.map((_, run) => ({ series: [3 * run + 1, 3 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
+    }, [x, ...lines], figure);
     plot.setLegend({ idx: last });
     const open = (point) => {
-      const at = points.real.indexOf(point);
+      const at = real.indexOf(point);
       if (at < 0) return; // nothing is there
       const condition = isVersion ? `version_high = ${data.x[at]}` : `trajectory_id between ${data.first[at]} and ${data.last[at]}`;
       location.hash = linkTo(within(condition));
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, points.real, name, title, isVersion, open);
+    atKeys(plot, real, name, title, isVersion, open, drawn);
     plots.set(name, plot);
   }
 
@@ -259,15 +315,16 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, real, name, title, isVersion, open) {
-    const [x, y] = plot.data;
+  function atKeys(plot, real, name, title, isVersion, open, drawn) {
+    const x = plot.data[0], y = plot.data[name === "count" ? 1 : 3];
+    const saidAt = (at) => drawn.map(({ said }) => said(x[at])).map((text, run) => (run ? `; other run ${text || "unknown"}` : text || "unknown")).join("");
     const last = real.length - 1;
     const go = (at) => {
       const number = Math.max(0, Math.min(at, last));
       const here = real[number];
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
       plot.over.setAttribute("aria-valuenow", number);
-      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${y[here] === null ? "unknown" : short(y[here])}`);
+      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${saidAt(here)}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
     for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);

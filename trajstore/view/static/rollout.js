@@ -4,14 +4,18 @@ import { showConversation } from "./conversation.js";
 import { showFinding } from "./find.js";
 import { fill, longText, make } from "./dom.js";
 import { count } from "./numbers.js";
-import { showTokens } from "./tokens.js";
+import { placesOf, showTokens } from "./tokens.js";
 
-export function showRollout(place, told, { parameters, keep }) {
+/** Returns a link to a token of a rollout, null if there is none. */
+export const tokenLink = (id, token, click = null) => (typeof token === "number"
+  ? make("a", { class: "to-token", href: `#/trajectory/${id}?token=${token}`, title: "Show its tokens", click }, `token ${count(token)}`) : null);
+
+export function showRollout(place, told, { parameters, keep, id }) {
   const conversation = make("section", { class: "conversation", "aria-label": "Conversation" });
   const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
   const both = make("div", { class: "both" }, conversation, tokens);
   const hasMessages = told.messages.length > 0 || told.query;
-  const part = parameters.get("show") ?? (hasMessages ? "conversation" : "tokens");
+  const part = parameters.get("show") ?? (hasMessages && parameters.get("token") === null ? "conversation" : "tokens");
   const choose = (name) => {
     both.dataset.show = name;
     for (const button of tabs.children) button.setAttribute("aria-pressed", button.dataset.show === name ? "true" : "false");
@@ -29,11 +33,19 @@ export function showRollout(place, told, { parameters, keep }) {
 
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
   let leaveFinding = () => {};
+  let view = null; // of the tokens
+  const places = told.tokens ? placesOf(told) : [];
+  const linkOf = (number) => tokenLink(id, places[number], (event) => {
+    event.preventDefault();
+    view.go(places[number]);
+    choose("tokens");
+    keep({ show: "tokens" });
+  });
   if (told.messages.length) {
     const messages = make("div", {});
     leaveFinding = showFinding(conversation, messages, told.messages, { parameters, keep });
     conversation.append(messages);
-    showConversation(messages, told.messages);
+    showConversation(messages, told.messages, linkOf);
   } else conversation.append(make("p", { class: "nothing" }, "No messages were recorded."));
   const besides = make("div", {});
   conversation.append(besides);
@@ -50,9 +62,9 @@ export function showRollout(place, told, { parameters, keep }) {
     tokens.append(make("p", { class: "nothing" }, "No tokens were recorded."));
     return { leave: leaveFinding, tell };
   }
-  const leaveTokens = showTokens(tokens, told, { parameters, keep });
+  view = showTokens(tokens, told, { parameters, keep });
   tokens.append(make("p", { class: "note" }, told.texts
     ? `${count(told.tokens)} tokens`
     : `${count(told.tokens)} tokens, shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text.`));
-  return { leave: () => (leaveTokens(), leaveFinding()), tell };
+  return { leave: () => (view.leave(), leaveFinding()), tell };
 }

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { Refused } from "./bundle.js";
-import { conditionField } from "./condition.js";
+import { NEWEST, amongOf, conditionField } from "./condition.js";
 import { fill, keepingFocus, make } from "./dom.js";
 import { showGiving } from "./late.js";
 import { count, short, time } from "./numbers.js";
@@ -12,7 +12,6 @@ const PAGE = 100; // rows asked for at a time
 const MOST_HIGH = 12_000_000; // pixels; browsers have a limit, beyond which the bar is scaled
 const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "difficulty", "pool_entropy", "uses", "demonstration", "turns", "steps", "batch", "response", "version_high", "committed"];
 const TITLES = { trajectory_id: "id", version_high: "version", version_low: "version, lowest", response: "response tokens" };
-const NEWEST = "trajectory_id desc";
 
 const titleOf = (name) => TITLES[name] ?? name.replaceAll("_", " ");
 
@@ -45,7 +44,10 @@ export async function show(main, { parameters, keep, signal }) {
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : titleOf(name)); // of rollouts alone
   const factOf = (name) => (title(name) === name ? null : make("code", {}, name)); // what conditions call it
-  const question = { where: parameters.get("where") ?? "", order: parameters.get("order") ?? NEWEST };
+  const question = { where: parameters.get("where") ?? "", order: parameters.get("order") };
+  const asking = () => ({ where: question.where, order: question.order ?? NEWEST });
+  const inOrder = () => (question.order ? `by ${question.order.replace(/\w+/, title)}`.replace(/ desc$/, ", descending")
+    : isKnown("committed") ? "newest commit first" : "newest first");
   let visible = chosen(columns, parameters.get("columns"));
   let pages = new Map(); // number of a page: its rows, or null while it is on its way
   let answer = null; // { state, total }
@@ -99,14 +101,15 @@ export async function show(main, { parameters, keep, signal }) {
     grid.style.setProperty("--columns", widths.map(([least, share]) => (share ? `minmax(${least}rem, ${share}fr)` : `${least}rem`)).join(" "));
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
     grid.setAttribute("aria-colcount", visible.length);
-    const [by, way] = question.order.split(/\s+(?=desc$)/);
+    const [by, way] = (question.order ?? NEWEST[0]).split(/\s+(?=desc$)/);
     keepingFocus(heads, () => fill(heads, visible.map((name) => {
       const column = columns.find((one) => one.name === name);
       const sorted = by !== name ? "none" : way ? "descending" : "ascending";
       return make("div", { role: "columnheader", "aria-sort": sorted, class: column.type }, make("button", {
         type: "button", "data-focus": name, title: `${column.note}. Sort by it`, click: () => {
-          question.order = sorted === "descending" ? name : `${name} desc`;
-          keep({ order: question.order === NEWEST ? null : question.order, row: null });
+          const order = sorted === "descending" ? name : `${name} desc`;
+          question.order = order === NEWEST[0] ? null : order;
+          keep({ order: question.order, row: null });
           selected = 0;
           start();
         },
@@ -125,17 +128,17 @@ export async function show(main, { parameters, keep, signal }) {
     grid.setAttribute("aria-busy", "true");
     try {
       const first = Math.floor(selected / PAGE) * PAGE;
-      const asking = { ...question };
-      const told = await ask("page", { ...asking, first, count: PAGE }, signal);
+      const wanted = asking();
+      const told = await ask("page", { ...wanted, first, count: PAGE }, signal);
       if (Object.keys(told.rows[0] ?? {}).some((name) => !columns.some((column) => column.name === name))) {
         columns = (await ask("about", {}, signal)).columns; // values under a new name have come
         offer();
       }
       if (mine !== asked) return;
-      answer = { ...told, asking };
+      answer = { ...told, asking: wanted };
       field.suggest(told.rows.find(({ task }) => task)?.task);
       pages = new Map([[first / PAGE, told.rows]]);
-      fill(total, `${count(told.total)} ${told.total === 1 ? "trajectory" : "trajectories"}`);
+      fill(total, told.total === 1 ? "1 trajectory" : `${count(told.total)} trajectories, ${inOrder()}`);
       grid.setAttribute("aria-rowcount", told.total + 1);
       form?.tell(told.total);
       selected = Math.max(0, Math.min(selected, told.total - 1));
@@ -154,7 +157,7 @@ export async function show(main, { parameters, keep, signal }) {
     const mine = asked;
     pages.set(number, null);
     try {
-      const told = await ask("page", { ...question, first: number * PAGE, count: PAGE, state: answer.state }, signal);
+      const told = await ask("page", { ...answer.asking, first: number * PAGE, count: PAGE, state: answer.state }, signal);
       if (mine !== asked) return;
       if (told.state !== answer.state) start(); // the server has forgotten the state that is shown
       else {
@@ -188,7 +191,7 @@ export async function show(main, { parameters, keep, signal }) {
     if (answer.total) grid.setAttribute("aria-activedescendant", `row-${selected}`);
     else {
       grid.removeAttribute("aria-activedescendant");
-      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory is like that." : "Nothing here yet."));
+      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."));
     }
   }
 
@@ -208,7 +211,7 @@ export async function show(main, { parameters, keep, signal }) {
       const value = values?.[name] ?? null;
       const cell = make("div", { role: "gridcell", class: column.type });
       if (!values) return fill(cell, name === "trajectory_id" ? "…" : "");
-      if (name === "trajectory_id") return fill(cell, make("a", { href: `#/trajectory/${id}`, tabindex: -1 }, id));
+      if (name === "trajectory_id") return fill(cell, make("a", { href: linkTo(id), tabindex: -1 }, id));
       if (name === "task" && value !== null) {
         return fill(cell, make("a", { href: groupOf(value, values), tabindex: -1, title: value }, value));
       }
@@ -220,6 +223,8 @@ export async function show(main, { parameters, keep, signal }) {
     element.style.transform = `translateY(${top}px)`;
     return element;
   }
+
+  const linkTo = (id) => `#/trajectory/${id}${amongOf(question.where, question.order)}`;
 
   function groupOf(task, { version_high: version }) {
     return `#/group?${new URLSearchParams(version === null || pool ? { task } : { task, version })}`;
@@ -241,7 +246,7 @@ export async function show(main, { parameters, keep, signal }) {
 
   function open(at) {
     const id = pages.get(Math.floor(at / PAGE))?.[at % PAGE]?.trajectory_id;
-    if (id !== undefined) location.hash = `#/trajectory/${id}`;
+    if (id !== undefined) location.hash = linkTo(id);
   }
 
   function pressed(event) {

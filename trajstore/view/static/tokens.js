@@ -60,6 +60,53 @@ const isTold = (part) => part === "prompt" || part === "told";
 /** Whether a rollout has tokens that the model did not write. */
 export const hasTold = ({ parts }) => parts.some(([name]) => isTold(name));
 
+const NEEDLE = 60; // characters of a message by which its tokens are found
+
+/** Returns the beginning of a message's text. */
+function beginningOf({ content }) {
+  const parts = Array.isArray(content) ? content : [content];
+  const text = parts.map((part) => (typeof part === "string" ? part : part?.text)).find((one) => typeof one === "string");
+  return (text ?? "").trim().slice(0, NEEDLE).trimEnd();
+}
+
+/**
+ * Returns the first token of each message, null where it is not known. Texts are found in order, what the model said in its own
+ * parts or in the prompt; without texts, each assistant message needs a part of its own.
+ */
+export function placesOf(told) {
+  const models = told.parts.filter(([name]) => name === "model").map(([, first]) => first);
+  const isModels = told.messages.map((message) => message?.role === "assistant");
+  if (!told.texts) {
+    const isPlain = isModels.filter(Boolean).length === models.length;
+    return isModels.map((isModel) => (isModel && isPlain ? models.shift() : null));
+  }
+  const texts = textsOf(told);
+  const ends = [];
+  texts.reduce((end, text, at) => (ends[at] = end + text.length), 0);
+  const all = texts.join("");
+  let from = 0; // character behind the beginning of the message before
+  const tokenAt = (place) => {
+    let low = 0, high = ends.length - 1;
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (ends[middle] > place) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  };
+  return told.messages.map((message, number) => {
+    const needle = beginningOf(message ?? {});
+    let token = null;
+    if (needle === "") token = (isModels[number] ? models.find((first) => (ends[first - 1] ?? 0) >= from) : null) ?? null; // it only calls
+    else for (let place = all.indexOf(needle, from); place >= 0 && token === null; place = all.indexOf(needle, place + 1)) {
+      const found = tokenAt(place);
+      if (partAt(told.parts, found) !== (isModels[number] ? "told" : "model")) token = found;
+    }
+    if (token !== null) from = ends[token];
+    return token;
+  });
+}
+
 /**
  * Draws a whole rollout as a strip: each column of pixels has the colour of the farthest value of its tokens, and is
  * grey where the model wrote none of them.
@@ -197,7 +244,9 @@ export function showTokens(place, told, { parameters, keep }) {
   function dye(element, at) {
     const value = column ? valueAt(column, at) : undefined;
     element.classList.toggle("odd", value !== undefined && !Number.isFinite(value));
-    element.style.backgroundColor = value === undefined || !Number.isFinite(value) ? "" : scale.background(value);
+    const background = value === undefined || !Number.isFinite(value) ? "" : scale.background(value);
+    element.style.backgroundColor = background;
+    element.classList.toggle("dyed", background !== ""); // grey text has too little contrast on a colour
   }
 
   function recolor() {
@@ -257,5 +306,11 @@ export function showTokens(place, told, { parameters, keep }) {
   });
   resized.observe(scroller);
   tell(selected);
-  return () => resized.disconnect();
+  return {
+    leave: () => resized.disconnect(),
+    go(at) {
+      isLinked = !scroller.clientHeight; // else it is not shown yet
+      choose(at, true);
+    },
+  };
 }

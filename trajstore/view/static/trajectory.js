@@ -1,6 +1,7 @@
 // One trajectory: a rollout of an agent, or a block of steps.
 
 import { ask, askTrajectory } from "./api.js";
+import { NEWEST } from "./condition.js";
 import { fill, make } from "./dom.js";
 import { count, short, time } from "./numbers.js";
 import { showBlock } from "./block.js";
@@ -17,7 +18,16 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const name = make("span", { class: "id" }, id);
   const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
   const place = make("div", { class: "body" });
-  fill(main, make("h1", {}, "Trajectory ", name), facts, late, place);
+  const neighbours = make("nav", { class: "neighbours", "aria-label": "Neighbours" });
+  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, late, place);
+  const where = parameters.get("where") ?? "", order = parameters.get("order") ?? NEWEST;
+  /** Links to the trajectories before and after this one in the list that it was opened from. */
+  const askAround = () => ask("around", { id, where, order }, signal).then(({ at, total, previous, next }) => {
+    fill(neighbours, neighbour(previous, "p", "‹ Previous"), neighbour(next, "n", "Next ›"),
+      at === null ? null : make("span", { class: "quiet" }, `${count(at + 1)} of ${count(total)}`, where ? [" where ", make("code", {}, where)] : null,
+        order === NEWEST ? ", newest first" : `, by ${order.replace(/ desc$/, ", descending")}`));
+  }, (error) => !signal.aborted && fill(neighbours, make("span", { class: "refused" }, error.message)));
+  askAround();
   const askFacts = () => ask("facts", { id }, signal).then((told) => {
     fill(name, told.trajectory_id); // a number that was asked for may be of a rank
     tell(facts, told);
@@ -32,7 +42,21 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   } });
   const told = await askTrajectory(id, signal);
   view = (told.kind === "agent" ? showRollout : showBlock)(place, told, { parameters, keep, signal, id });
-  return { ...view, changed: values.changed };
+  return { ...view, changed: (state) => {
+    askAround();
+    return values.changed(state);
+  } };
+}
+
+/** Returns a link to a neighbour, which keeps how this one is shown; what is not there is greyed out. */
+function neighbour(id, key, title) {
+  if (id === null) return make("span", { class: "button quiet", "aria-disabled": "true" }, title);
+  const follow = (event) => {
+    const kept = new URLSearchParams(location.hash.split("?")[1]);
+    for (const own of ["token", "step", "environment"]) kept.delete(own);
+    event.target.href = `#/trajectory/${id}${kept.size ? `?${kept}` : ""}`;
+  };
+  return make("a", { class: "button", href: `#/trajectory/${id}`, "aria-keyshortcuts": key, title: `Trajectory ${id} (key ${key})`, click: follow }, title);
 }
 
 function tell(facts, told) {
