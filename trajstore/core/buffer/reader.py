@@ -176,7 +176,8 @@ class Reader(Closing):
         """
         num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
         _check_out(out)
-        sampler = self.selected(sampler, where, ids)
+        if sampler is not None or where is not None or ids is not None:
+            sampler = self.selected(sampler, where, ids)
         if sampler is not None:
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 

@@ -31,18 +31,17 @@ def doubts(rollouts: Sequence[FlatTrajectory], starts: Sequence[int | None]) -> 
         rollouts: the rollouts.
         starts: ``response_start`` of each.
     """
-    if len(rollouts) > 1 and None not in starts:
+    begins = [int(start) for start in starts if start is not None]
+    if len(begins) == len(rollouts) > 1:
         schema = rollouts[0].schema
         small = sum([rollout.nbytes for rollout in rollouts]) <= _TOGETHER * len(rollouts)
         if small and {id(rollout.schema) for rollout in rollouts} == {id(schema)}:
-            joined = {
-                name: torch.cat(
-                    [rollout.tensors[at] for rollout in rollouts]
-                    if name != "loss_mask"
-                    else [rollout.tensors[at][start:] for rollout, start in zip(rollouts, starts, strict=True)]
-                )
-                for name, at in _places(schema).items()
-            }
+            places = _places(schema).items()
+            joined = {name: torch.cat([rollout.tensors[at] for rollout in rollouts]) for name, at in places}
+            if "loss_mask" in joined:
+                tokens = [rollout.extent.steps for rollout in rollouts]
+                sizes = [size for at, begin in enumerate(begins) for size in (begin, tokens[at] - begin)]
+                joined["loss_mask"] = torch.cat(joined["loss_mask"].split_with_sizes(sizes)[1::2])
             if not any(_problems(joined, True)):
                 return [[] for _ in rollouts]
     return [_problems_of(rollout, start) for rollout, start in zip(rollouts, starts, strict=True)]

@@ -74,7 +74,7 @@ class Window:
             gap = range(first, first)
         else:
             first = max(start, gap.start - (wanted - after))
-        start, low, high, stop = (index.samples_before(at) for at in (first, gap.start, gap.stop, index.end))
+        start, low, high, stop = index.before[[first, gap.start, gap.stop, index.end]].tolist()
         return Window(first, gap, index.end, low - start, high - low, low - start + stop - high)
 
     def __len__(self) -> int:

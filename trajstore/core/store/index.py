@@ -201,10 +201,6 @@ class TrajectoryIndex:
         """Samples of all kept entries."""
         return int(self.before[self.end] - self.before[self.first])
 
-    def samples_before(self, position: int) -> int:
-        """Return the running total of samples before a position."""
-        return int(self.before[position] - self.before[0])
-
     def find_rows(self, samples: IntArray, first: int, end: int) -> tuple[IntArray, IntArray]:
         """Return position and row of samples, counted from the first sample of the window ``[first, end)``."""
         positions, rows = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
