@@ -223,7 +223,7 @@ def test_what_was_evicted_meanwhile_is_told(tmp_path: Path) -> None:
     (task,) = StoreDatasource(path).get_read_tasks(1)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         buffer.evict([1])
-    with pytest.raises(TrajectoryUnavailableError, match=r"\(1\) were evicted since .*pin"):
+    with pytest.raises(TrajectoryUnavailableError, match=r"1 trajectory was evicted after .* \(1\); pin"):
         list(task())
 
 
