@@ -398,11 +398,6 @@ class ReplayHook(Closing, Generic[Task]):
 
     # ---- checkpoint and resume ----
 
-    def flush(self) -> None:
-        """Block until the pool would survive a crash in its current state. Does nothing for a pool in memory."""
-        if self._replay is not None:
-            self._replay.manager.flush()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the pool's state for the checkpoint, as plain containers; empty if disabled.
 

@@ -104,7 +104,6 @@ def test_switched_off_the_calls_hand_back_what_they_were_given() -> None:
     assert replay.manager is None
     assert replay.state_dict() == {}
     replay.load_state_dict({})
-    replay.flush()
     replay.close()
 
 

@@ -26,7 +26,7 @@ RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
 class LoggedStore(MemoryStore):
     """A store that logs its operations, so that any prefix can be restored."""
 
-    durable = True
+    store_id = "of this test"
 
     def __init__(self) -> None:
         super().__init__()

@@ -194,6 +194,6 @@ def test_what_is_no_mapping_is_refused() -> None:
 def test_it_opens_the_pools_store(tmp_path: Path) -> None:
     assert ExperienceReplayConfig().open_store() is None
     store = ExperienceReplayConfig(store={"path": str(tmp_path / "pool"), "format": "pkl"}).open_store()
-    assert store.durable
+    assert store.store_id
     assert store.ids() == []
     store.close()

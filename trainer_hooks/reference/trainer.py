@@ -8,7 +8,7 @@ uninterrupted run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -116,13 +116,7 @@ class ReferenceTrainer(Closing):
             template=self._template,
         )
 
-    def train(
-        self,
-        until: int | None = None,
-        *,
-        stop_when_solved: bool = False,
-        after_step: Callable[[CurvePoint], None] | None = None,
-    ) -> list[CurvePoint]:
+    def train(self, until: int | None = None, *, stop_when_solved: bool = False) -> list[CurvePoint]:
         """Train up to step ``until`` (all steps of the configuration if None) and return the whole curve.
 
         With ``guidance.init_experience_before_training`` the rollouts of an evaluation become experience before the
@@ -133,9 +127,7 @@ class ReferenceTrainer(Closing):
             return self.curve
         last = self.config.steps if until is None else min(until, self.config.steps)
         while self.step < last and not (stop_when_solved and self.solved_after is not None):
-            point = self.train_step()
-            if after_step is not None:
-                after_step(point)
+            self.train_step()
         return self.curve
 
     def train_step(self) -> CurvePoint:

@@ -591,7 +591,7 @@ class ExperienceManager:
             StoreWriteError: the store could not write.
         """
         store = self._ledger.store
-        if store.durable:
+        if store.store_id:
             return {"store_id": store.store_id, "point": self._ledger.save(keep=True)}
         held = {task: list(map(persistence.to_plain, held)) for task, held in self._held().items()}
         return {**self._ledger.document(), "trajectories": held}

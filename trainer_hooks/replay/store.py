@@ -102,12 +102,8 @@ class PoolStore(PoolRecords, Protocol):
     """
 
     @property
-    def durable(self) -> bool:
-        """Whether the records survive the process."""
-
-    @property
     def store_id(self) -> str:
-        """Identifies the store; empty if the records are in this process only."""
+        """Identifies the store; empty if the records do not survive the process."""
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """Store private copies and return their ids, ascending and above all earlier ones. All or none."""
@@ -143,7 +139,6 @@ class PoolStore(PoolRecords, Protocol):
 class MemoryStore:
     """Keeps records in this process only."""
 
-    durable = False
     store_id = ""
 
     def __init__(self) -> None:
@@ -213,8 +208,6 @@ class BufferStore(Closing):
     Raises:
         ConfigurationError: the buffer is in memory only.
     """
-
-    durable = True
 
     def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
         if not hasattr(buffer, "auto_save"):

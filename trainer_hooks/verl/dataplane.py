@@ -72,12 +72,6 @@ def add_rows(rows: Sequence[Row], partition_id: str) -> None:
         )
 
 
-def clear_rows(keys: Sequence[str], partition_id: str) -> None:
-    """Remove rows from the data plane."""
-    if keys:
-        tq.kv_clear(keys=list(keys), partition_id=partition_id)
-
-
 def write_column(keys: Sequence[str], partition_id: str, name: str, values: Sequence[Tensor]) -> None:
     """Write a token column of rows, one tensor per row."""
     if keys:
