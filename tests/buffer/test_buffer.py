@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,9 +63,23 @@ def test_more_than_there_is_is_cut_and_told_once(caplog: pytest.LogCaptureFixtur
     assert len([record for record in caplog.records if "1000" in record.getMessage()]) == 1
 
 
+class WithoutTruth(UserDict[str, Any]):
+    """Has no truth value, as a TensorDict."""
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("converting to a boolean value is not permitted")
+
+
 def test_columns_and_out() -> None:
     buffer = TrajectoryReplayBuffer(seed=3)
-    buffer.add_trajectories([witness(key) for key in range(5)])
+    some = [witness(key) for key in range(5)]
+    for trajectory in some:
+        nested = WithoutTruth({"tag": trajectory.curr_obs["tag"]})
+        trajectory.forward_inputs = WithoutTruth({"nested": nested})  # type: ignore[assignment]
+    buffer.add_trajectories(some)
+    returned = buffer.get(3)
+    assert isinstance(returned, Trajectory)
+    assert torch.equal(returned.forward_inputs["nested"]["tag"], some[3].curr_obs["tag"])
     names = ["curr_obs.tag", "rewards"]
     out = {"curr_obs.tag": torch.full((20,), -1), "rewards": torch.zeros(20, 1, dtype=torch.float64)}
     batch = buffer.sample(8, columns=names, out=out)

@@ -16,7 +16,7 @@ from tests.feeding.test_loader import block
 from tests.stores import in_memory, writer_to
 from trajstore import AgentTrajectory, Reader, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore.core.feeding import ReplayLoader, TokenLoader
+from trajstore.core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError
 
@@ -100,6 +100,13 @@ def test_every_way_of_drawing_takes_a_condition_and_ids(tmp_path: Path) -> None:
         assert {int(value) // 1000 for value in relabelled["curr_obs"]["s"].reshape(-1).tolist()} == wanted
         with ReplayLoader(reader, 64, **only) as loader:
             assert {int(value) // 1000 for value in next(loader)["rewards"].reshape(-1).tolist()} == wanted
+    for dataset in (ReplayBufferDataset, PreloadReplayBufferDataset):
+        drawn = dataset(reader, None, 64, 0, 0, where=condition)
+        assert {int(value) // 1000 for value in next(iter(drawn))["rewards"].reshape(-1).tolist()} == wanted
+        drawn.where = "trajectory_id = 4"
+        batches = itertools.islice(drawn, 9)  # those made ahead are kept
+        assert [int(batch["rewards"][:, 0].min()) // 1000 for batch in batches][6:] == [4, 4, 4]
+        drawn.close()
     sampler = EpochSampler(epochs=1)
     with ReplayLoader(reader, 8, sampler=sampler, ids=[1, 4]) as loader:
         rows = list(itertools.chain(*(batch["rewards"].reshape(-1).tolist() for batch in loader)))

@@ -185,6 +185,7 @@ def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:
     for path in (tmp_path / "a", tmp_path / "run"):
         report = inspect(path)
         assert report["samples"] == len(world.after)
+        assert report["invalid_steps"] == sum(steps * batch for steps, batch in SIZES) - len(world.after)
         assert report["rewards"]["count"] == len(world.after)
         assert report["rewards"]["mean"] == pytest.approx(np.mean(list(world.after)))
     lengths = []

@@ -204,6 +204,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("ranks", "" if report.get("pool") else _ranks(report)),
         *(_pool(report["pool"]) if report.get("pool") else [(label, f"{report['trajectories']:,}")]),
         ("samples", "" if agents else f"{report['samples']:,}"),
+        ("  invalid steps", f"{report['invalid_steps']:,}" if report.get("invalid_steps") else ""),
         ("on disk", files),
         ("  live in shards", _live(report)),
         ("opened as one", _opened(report)),

@@ -37,8 +37,8 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
         _write_rollout(report, out)
         _write_notes(report["notes"], out)
     else:
-        names = ("uuid", "samples", "steps", "batch", "max_episode_length", "model_weights_id", "versions", "shard")
-        _write_pairs(report, names, out)
+        names = ("samples", "invalid_steps", "steps", "batch", "max_episode_length", "model_weights_id", "versions")
+        _write_pairs(report, ("uuid", *names, "shard"), out)
         _write_columns(report, out)
         _write_notes(report["notes"], out)
 

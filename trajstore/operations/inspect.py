@@ -59,6 +59,7 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
 
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
+        ``invalid_steps`` (steps that ``samples`` leaves out, see :class:`~trajstore.Trajectory`),
         ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not), ``mirror``
         (state of the mirror, or None), ``readers`` (open readers and their generations), ``waiting`` (late values not
         applied yet: numbers of waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store
@@ -119,6 +120,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
         **_shown(place, parts),
         **totals,
+        "invalid_steps": sum(part.get("invalid_steps", 0) for part in parts),
         "format": ", ".join(sorted(formats)) or None,
         **merged,
         "measured": sum(part.get("measured", 0) for part in parts),
@@ -257,6 +259,7 @@ def _report(
         "path": directory.url,
         "trajectories": len(index),
         "samples": index.total_samples,
+        "invalid_steps": int((_rows_by_axis(index)[Axis.SAMPLES] - index["num_samples"])[of_steps].sum()),
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),

@@ -85,6 +85,7 @@ def inspect_trajectory(
         steps, batch = entry.extent.steps, entry.extent.batch
         report |= {
             "samples": entry.num_samples,
+            "invalid_steps": steps * batch - entry.num_samples,
             "steps": steps,
             "batch": batch,
             "max_episode_length": entry.max_episode_length or None,

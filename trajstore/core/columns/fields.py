@@ -123,7 +123,7 @@ def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple
             raise InvalidTrajectoryError(
                 f"field {join_name(path) or '(top)'}: key {key!r} is a {type(key).__name__}; use string keys"
             )
-        if isinstance(item, Mapping) and item:
+        if isinstance(item, Mapping) and len(item.keys()):
             yield from walk(item, (*path, key))
         else:
             yield (*path, key), item

@@ -39,6 +39,7 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         min_demo_buffer_size: minimum trajectories in ``demo_buffer``.
         prefetch_size: ignored; RLinf's workers pass it to all their datasets.
         columns: names of the columns to read; None = all.
+        where: draw only trajectories of ``replay_buffer`` that match this condition; None = all.
 
     Raises:
         ConfigurationError: an argument is out of range.
@@ -51,6 +52,7 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
     min_demo_buffer_size: int
     prefetch_size: int = 5
     columns: Sequence[str] | None = None
+    where: str | None = None
 
     def __post_init__(self) -> None:
         self._closed = False
@@ -67,11 +69,11 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
             ConfigurationError: an attribute is out of range.
         """
         sizes = (self.batch_size, self.min_replay_buffer_size, self.min_demo_buffer_size, self.prefetch_size)
-        arguments = (self.replay_buffer, self.demo_buffer, *sizes, self.columns)
+        arguments = (self.replay_buffer, self.demo_buffer, *sizes, self.columns, self.where)
         if arguments == self._made_of:
             return True
         size = whole("batch_size", self.batch_size, 1)
-        options: BatchOptions = {"columns": self.columns}
+        options: BatchOptions = {"columns": self.columns, "where": self.where}
         options["min_size"] = whole("min_replay_buffer_size", self.min_replay_buffer_size, 0)
         whole("prefetch_size", self.prefetch_size, 0)
         if self.demo_buffer is not None:
