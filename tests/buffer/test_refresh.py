@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -65,9 +66,9 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return urls
 
 
+@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)  # the index is written several times
 def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, openings: list[str]) -> None:
-    options = WriterOptions(snapshot_bytes=1 << 12)  # small enough to write the index several times
-    with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=8)) as source:
         add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
@@ -85,8 +86,9 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         reader.close()
 
 
+@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)
 def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, openings: list[str]) -> None:
-    with writer_to(tmp_path, writer=WriterOptions(snapshot_bytes=1 << 12)) as source:
+    with writer_to(tmp_path) as source:
         add_each(source, [0])
         reader = reader_of(tmp_path)
         openings.clear()
