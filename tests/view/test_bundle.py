@@ -199,10 +199,10 @@ def test_damage_is_said_and_hides_nothing_else(
     assert list(done.problems) == ["1"], "it came while the bundle was written"
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
     message = capsys.readouterr().out
-    assert "not all of it can be shown" in message
+    assert "Not everything can be shown" in message
     assert "later: 2 trajectories" in message
     opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
-    page.until("document.querySelector('#trouble').textContent.includes('not all of it can be shown')")
+    page.until("document.querySelector('#trouble').textContent.includes('Not everything can be shown')")
     address = serve_files(tmp_path / "out")
     opened(page, f"{address}#/table", f"{ROWS}.length === 3")
     page.until(

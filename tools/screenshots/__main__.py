@@ -43,7 +43,6 @@ class View:
         address: address within the page.
         drawn: JavaScript expression that is true once the view is drawn.
         height: of the window.
-        documented: whether the documentation has its picture.
         damaged: whether the page is expected to report an error.
         who: author of values given in the page; None if the page is read-only.
         other: store to compare.
@@ -54,7 +53,6 @@ class View:
     address: str
     drawn: str
     height: int = 800
-    documented: bool = True
     damaged: bool = False
     who: str | None = None
     other: str | None = None
@@ -68,7 +66,7 @@ class View:
 _CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
 
 VIEWS = (
-    View("overview", "terminal", "overview", f"{_CURVES} === 5", 900),
+    View("overview", "terminal", "overview", f"{_CURVES} === 5", 1280),
     View(
         "table",
         "terminal",
@@ -102,16 +100,20 @@ VIEWS = (
     ),
 )
 
+_PRESSED = """document.querySelector('dialog') ||
+void document.body.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"""
+_OPENED = "document.querySelector('.row') && (document.querySelector('.late details').open = true)"
 _READ = "document.querySelectorAll('.message').length"
 OTHER_VIEWS = tuple(
-    View(*view, documented=False, **more)
+    View(*view, **more)
     for *view, more in (
         ("compare", "terminal", "overview", f"{_CURVES} === 5", {"other": "slower"}),
-        ("tokens", "terminal", "trajectory/52?show=tokens&token=113", "document.querySelector('.token.selected')", {}),
+        ("conversation", "terminal", "trajectory/52?where=turns+%3E+3&order=response+desc", _READ, {}),
+        ("keys", "terminal", "table", _PRESSED, {}),
         ("mask", "terminal", "trajectory/52?color=loss_mask&show=tokens", "document.querySelector('.token')", {}),
         ("group-all", "terminal", "group?task=undo-commit&version=all", f"{_READ} > 8", {}),
         ("late", "noted", "trajectory/3", "document.querySelector('.give') && " + _READ, {"who": "anna"}),
-        ("give-all", "noted", "table", "document.querySelector('.row')", {"who": "anna"}),
+        ("give-all", "noted", "table", _OPENED, {"who": "anna"}),
         ("blocks", "pusher", "overview", "document.querySelector('[data-curve=reward] canvas')", {}),
         ("blocks-table", "pusher", "table", "document.querySelectorAll('.row').length > 8", {}),
         ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length > 8", {}),

@@ -151,7 +151,7 @@ class OfReader(_OfBuffer):
     def __init__(self, path: str | Path, pin: str | None, copied: bool) -> None:
         self.path, self.pin = str(path), pin
         self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
-        self.damage = damage and f"not all of it can be shown, as it was when the page was started: {damage}"
+        self.damage = damage and f"Not everything can be shown; this was found at the start: {damage}"
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None

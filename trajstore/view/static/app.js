@@ -145,8 +145,8 @@ function showKeys() {
 
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, textarea, select");
-  if (event.key === "?" && !typing && !document.querySelector("dialog")) showKeys();
-  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;
+  if (event.key === "?") showKeys();
   document.querySelector(`[aria-keyshortcuts="${CSS.escape(event.key)}"]`)?.click();
   if (event.key === "/") {
     const filter = document.querySelector("input[type=search]");

@@ -170,8 +170,8 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const drawn = told.arrays.filter((array) => !ENDS.includes(array.name) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
     const ends = [...new Set(endsAt().flatMap((end) => end.steps))];
     const rewards = drawn.find(({ name }) => name === "rewards");
-    if (rewards) drawn.splice(1, 0, { name: "return", title: "return: sum of the rewards since the episode began", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
-    fill(curves, drawn.map(({ name, title }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, title ?? name))));
+    if (rewards) drawn.splice(1, 0, { name: "return", of: "sum of the rewards since the episode began", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
+    fill(curves, drawn.map(({ name, of }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, of)))));
     const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
@@ -202,13 +202,9 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         axes: [axisOf({ label: "step", labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
         series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
-          let free = -Infinity; // text of an end begins behind that of the one before
-          for (const at of ends.sort((a, b) => a - b)) {
-            const left = shown.valToPos(at, "x", true);
-            const hasRoom = left >= free;
-            if (hasRoom) free = left + 60 * devicePixelRatio;
-            line(shown, at, color("--bad"), [4, 4], hasRoom ? "end" : "");
-          }
+          const lefts = ends.sort((a, b) => a - b).map((at) => shown.valToPos(at, "x", true));
+          const isFar = (at) => Math.min(lefts[at] - (lefts[at - 1] ?? -Infinity), (lefts[at + 1] ?? Infinity) - lefts[at]) > 60 * devicePixelRatio;
+          ends.forEach((at, number) => line(shown, at, color("--bad"), [4, 4], !number || isFar(number) ? "end" : "")); // no text over the next line
           line(shown, step, color("--ink"), []);
         }] },
       }, [x, ...lines], figure);

@@ -27,6 +27,14 @@ export function exact(value, type) {
 
 const TIME = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
 
+/** Returns texts for points of an axis of time, in seconds since 1970, as short as their distance allows. */
+export const ticks = (seconds, apart) => seconds.map((second) => {
+  const text = time(1000 * second);
+  if (apart >= 86400) return text.slice(5, 10);
+  if (apart >= 60) return seconds.at(-1) - seconds[0] > 86400 ? text.slice(5, 16) : text.slice(11, 16);
+  return apart >= 1 ? text.slice(11) : `${text.slice(14)}.${String(Math.round(1000 * (second % 1))).padStart(3, "0")}`;
+});
+
 /** Returns a time of day here, of milliseconds since 1970. */
 export function time(milliseconds) {
   if (milliseconds === null) return "";

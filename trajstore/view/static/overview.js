@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
-import { count, several, short, time } from "./numbers.js";
+import { count, several, short, ticks, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
@@ -186,7 +186,7 @@ export async function show(main, { parameters, keep, signal }) {
     const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
     const sampled = kept.length ? kindsOf(told).filter((curve) => !readOf(curve, 0) || known(curve.name, readOf(curve, 0))) : [];
-    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : "Nothing here yet."),
+    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."),
       kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
       Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
@@ -259,7 +259,7 @@ export async function show(main, { parameters, keep, signal }) {
     const real = drawn[0].real.map((point) => places.get(drawn[0].x[point])); // where the first run has points
     const seriesOf = ({ said }, run) => [
       ...(hasBand ? ["high", "low"] : []).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
-      { label: run ? "other" : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, fill: hasBand || run ? undefined : styleOf("--accent-back"), spanGaps: false,
+      { class: run ? "other" : null, label: run ? "other" : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, fill: hasBand || run ? undefined : styleOf("--accent-back"), spanGaps: false,
         points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : "") },
     ];
     const last = x.length - 1;
@@ -267,9 +267,9 @@ export async function show(main, { parameters, keep, signal }) {
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
-      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time"),
+      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time", { space: 84, values: (_, at, __, ___, apart) => ticks(at, apart) }),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
-      series: [{ label: isVersion ? "version" : "time" }, ...drawn.flatMap(seriesOf)],
+      series: [{ label: isVersion ? "version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : time(1000 * at)) }, ...drawn.flatMap(seriesOf)],
       bands: hasBand ? drawn.map((_, run) => ({ series: [3 * run + 1, 3 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
     }, [x, ...lines], figure);
     plot.setLegend({ idx: last });

@@ -191,7 +191,7 @@ export async function show(main, { parameters, keep, signal }) {
     if (answer.total) grid.setAttribute("aria-activedescendant", `row-${selected}`);
     else {
       grid.removeAttribute("aria-activedescendant");
-      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory is like that." : "Nothing here yet."));
+      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."));
     }
   }
 

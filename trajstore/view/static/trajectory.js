@@ -25,7 +25,7 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const askAround = () => ask("around", { id, where, order }, signal).then(({ at, total, previous, next }) => {
     fill(neighbours, neighbour(previous, "p", "‹ Previous"), neighbour(next, "n", "Next ›"),
       at === null ? null : make("span", { class: "quiet" }, `${count(at + 1)} of ${count(total)}`, where ? [" where ", make("code", {}, where)] : null,
-        order === NEWEST ? ", newest first" : `, by ${order}`));
+        order === NEWEST ? ", newest first" : `, by ${order.replace(/ desc$/, ", descending")}`));
   }, (error) => !signal.aborted && fill(neighbours, make("span", { class: "refused" }, error.message)));
   askAround();
   const askFacts = () => ask("facts", { id }, signal).then((told) => {
