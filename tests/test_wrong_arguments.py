@@ -96,10 +96,10 @@ FINE: dict[str, dict[str, str]] = {
     },
     "WriterOptions": {
         **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""),
-        **{"snapshot_bytes": "0", "commit_interval": "0 2.5"},
+        "commit_interval": "0 2.5",
     },
     "Retention": {
-        **dict.fromkeys(("max_trajectories", "max_samples", "max_bytes"), "None"),
+        **dict.fromkeys(("max_trajectories", "max_bytes"), "None"),
         "max_policy_age": "None 0",
     },
     "ReplayLoader": {
@@ -108,7 +108,7 @@ FINE: dict[str, dict[str, str]] = {
         **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
     },
     "TokenLoader": {
-        **dict.fromkeys(("buffer", "tokens", "batch_size", "lookahead", "long", "layout"), ""),
+        **dict.fromkeys(("buffer", "tokens", "batch_size", "long", "layout"), ""),
         "pad_id": "0 -1",
     },
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},

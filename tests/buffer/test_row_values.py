@@ -101,7 +101,7 @@ def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
         of_response = [torch.arange(3 + number, dtype=torch.float64) + 10 * number for number in (0, 1)]
         annotate(writer, [0, 1], {"advantages": of_tokens, "kl": of_response})
         columns = ["input_ids", "notes.advantages", "notes.kl"]
-        with TokenLoader(writer, 18, columns=columns, layout=layout, sampler=None, lookahead=1) as loader:
+        with TokenLoader(writer, 18, columns=columns, layout=layout, sampler=None) as loader:
             packs = [next(iter(loader))[0] for _ in range(4)]
         for pack in packs:
             tokens, advantages, kl = pack["input_ids"], pack["notes"]["advantages"], pack["notes"]["kl"]

@@ -160,6 +160,9 @@ class VerlSession:
         from omegaconf import OmegaConf
         from verl.trainer.ppo.v1 import AgentLoopManagerTQ, get_trainer_cls
 
+        from trainer_hooks.verl.early import record_on_arrival
+
+        record_on_arrival(config)
         OmegaConf.resolve(config)
         log = Path(config.trainer.default_local_dir).parent / f"metrics-{time.monotonic_ns()}.jsonl"
         log.parent.mkdir(parents=True, exist_ok=True)

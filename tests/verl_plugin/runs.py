@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tests.pages import unexplained
+from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 
 from .witness import LossRow
@@ -88,11 +89,9 @@ def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] 
 
 
 def recorded(folder: Path) -> list[AgentTrajectory]:
-    """Return all rollouts recorded by a run."""
+    """Return all rollouts recorded by a run, through a read-only buffer."""
     with TrajectoryReplayBuffer.open(folder / "checkpoints" / "trajstore" / "rollouts") as reader:
-        rollouts = [reader.get(int(number)) for number in reader.trajectory_ids]
-    assert all(isinstance(rollout, AgentTrajectory) for rollout in rollouts)
-    return rollouts  # type: ignore[return-value]
+        return list(recorded_rollouts(reader))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ import orjson
 import pytest
 import torch
 
+from tools.crash.journal import entries
 from tools.crash.verl.campaign import run_campaign
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.digest import digest
@@ -24,7 +25,16 @@ from tools.crash.verl.layout import (
     rollouts_path,
     step_named_by_tracker,
 )
-from tools.crash.verl.moments import ACKNOWLEDGED, CUT, FIRST_ACKNOWLEDGED, UPDATE, JournalReader, Moment, wait_for
+from tools.crash.verl.moments import (
+    ACKNOWLEDGED,
+    ARRIVED,
+    CUT,
+    FIRST_ACKNOWLEDGED,
+    UPDATE,
+    JournalReader,
+    Moment,
+    wait_for,
+)
 from tools.crash.verl.processes import Driver
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
@@ -34,6 +44,7 @@ from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.trajectory import Reward
 
 from .assets import Assets
+from .runs import GROUP, PROMPTS, recorded
 
 
 @pytest.mark.campaign
@@ -134,7 +145,7 @@ def rollout(
         rollout_id=name,
         task_id=task,
         policy_version=step,
-        metadata={"run": run, "step": step, "task_rollouts": of, "outputs": 1},
+        metadata={"run": run, "step": step, "task_rollouts": of, "outputs": 1, "trained": True},
     )
 
 
@@ -185,7 +196,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
             hook.admit(replayable(made))
         pool = hook.manager.task2trajectories
         assert {task: [history.rollout_id for history in held] for task, held in pool.items()} == names(kept)
-        buckets = {str(key): tasks for key, tasks in hook.manager.difficulty2task_dict.items()}
+        buckets = {str(key): [*tasks] for key, tasks in hook.manager.difficulty2task_dict.items()}
         assert buckets == kept.buckets()
         assert hook.manager.skip_uid_set == set(kept.skip)
         assert +hook.manager.refused == +kept.refused
@@ -233,6 +244,27 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
     assert result.counts["kills"] == 2
     assert result.resumed == [0, 0, 2]
     assert result.counts["times an acknowledged rollout had to be in the pool that the cut had not"] > 0
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_step_killed_while_it_generates_keeps_its_finished_rollouts(verl_assets: Assets, tmp_path: Path) -> None:
+    """The first step is killed when some of its rollouts are on disk; the next driver runs it again, whole."""
+    kill_at(tmp_path, 0, ARRIVED)
+    finished = recorded(tmp_path)
+    assert 0 < len(finished) <= PROMPTS * GROUP
+    assert not any("trained" in rollout.metadata for rollout in finished)
+    promised = [entry for entry in entries(journal_path(tmp_path, 0)) if entry["event"] == "arrived"]
+    assert {name for entry in promised for name in entry["rollouts"].values()} <= {r.rollout_id for r in finished}
+
+    assert kill_at(tmp_path, 1, None)["step"] == 0
+    rollouts = recorded(tmp_path)
+    names = [rollout.rollout_id for rollout in rollouts]
+    assert len(set(names)) == len(names)
+    assert names[: len(finished)] == [rollout.rollout_id for rollout in finished]
+    first = [rollout for rollout in rollouts if rollout.metadata.get("trained") and rollout.metadata["step"] == 1]
+    assert len(first) == PROMPTS * GROUP
+    assert all(rollout.old_log_probs is not None and rollout.reward is not None for rollout in first)
 
 
 def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:

@@ -130,11 +130,11 @@ def _size_figures(size: int, times: Mapping[str, Sequence[float]]) -> Iterator[F
     )
     yield Figure(
         "T16",
-        f"afterwards, beside the training, until all of {size} rollouts have their text and are committed",
+        f"afterwards, beside the training, until what {size} rollouts got late is committed",
         each["background"],
         None,
         "ms",
-        details={"text_ms": each["text"], "seconds": statistics.median(times["background"])},
+        details={"seconds": statistics.median(times["background"])},
     )
 
 
@@ -215,16 +215,14 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     from trainer_hooks.config import ExperienceReplayConfig
     from trainer_hooks.verl import dataplane, session
     from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
-    from trainer_hooks.verl.reading import RunTokenizer, Scribe
-    from trainer_hooks.verl.recorder import RolloutRecorder
+    from trainer_hooks.verl.reading import RunTokenizer
 
     OmegaConf.resolve(config)
     parts = {
         "get": (transfer_queue, "kv_batch_get"),
         "read": (dataplane, "read_rows"),
         "build": (session, "trajectories_of"),
-        "text": (Scribe, "write"),
-        "record": (RolloutRecorder, "record"),
+        "record": (session.ReplaySession, "_report"),
     }
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(),
@@ -233,6 +231,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
         folder=folder / "trajstore",
         n_rollout=GROUP,
     )
+    config.transfer_queue.backend.storage_backend = "trajstore"
     transfer_queue.init(config.transfer_queue)
     tokenizer = RunTokenizer("0" * 16, decoder=_tokenizer())
     ours = session.ReplaySession(block, None, tokenizer=tokenizer, run="benchmark", checkpoints=folder)

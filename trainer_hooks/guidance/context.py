@@ -1,6 +1,6 @@
 """Inserts experience into messages, removes it exactly, and records it in metadata. Pure.
 
-Given messages are never changed.
+Given messages are never changed; :func:`put_back` replaces a rollout's.
 """
 
 from __future__ import annotations
@@ -227,3 +227,15 @@ def plain_messages(trajectory: AgentTrajectory) -> Sequence[Mapping[str, Any]]:
     if guidance is None or guidance.taken_out:
         return trajectory.messages
     return take_out(trajectory.messages, guidance.insertions)
+
+
+def put_back(rollout: AgentTrajectory) -> None:
+    """Insert the experience that training keeps into a rollout's messages, which become those that the model read."""
+    guidance = Guidance.of(rollout)
+    if guidance is None or guidance.taken_out:
+        return
+    changed = [dict(message) for message in rollout.messages]
+    for insertion in guidance.insertions:
+        if insertion.message < len(changed):
+            changed[: insertion.message + 1] = put_in(changed[: insertion.message + 1], insertion.text)[0]
+    rollout.messages = changed

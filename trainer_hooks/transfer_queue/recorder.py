@@ -108,6 +108,9 @@ class Status:
     """Newest id on disk; -1 for none."""
     store_id: str
     problems: Mapping[str, int]
+    """Of the format."""
+    error: Exception | None
+    """The first failure since the last status, if any."""
 
 
 @dataclass(slots=True)
@@ -134,6 +137,8 @@ class Recorder:
         self._by_index: dict[int, tuple[_Known, int]] = {}
         """Rollout and row of TransferQueue's global indexes; an index is used again after its row was cleared."""
         self._by_name: OrderedDict[str, _Known] = OrderedDict()
+        self._unset: list[tuple[tuple[int, ...], dict[str, list[Any]]]] = []
+        """Ids and late values that are not in the store yet."""
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error: Exception | None = None
 
@@ -155,7 +160,7 @@ class Recorder:
             retention=Retention(max_trajectories=options.capacity),
         )
         self._path = options.path
-        self._by_index, self._by_name = {}, OrderedDict()
+        self._by_index, self._by_name, self._unset = {}, OrderedDict(), []
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error = None
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
@@ -208,18 +213,16 @@ class Recorder:
         self._submit(partial(self._set_values, names, values), {})
 
     def status(self) -> Status:
-        """Return the counters.
+        """Return the counters, and the first failure since the last call.
 
         Raises:
-            StoreError, InvalidTrajectoryError: the first failure since the last call.
+            StoreClosedError: nothing is recorded.
         """
         buffer, rollouts = self._buffer, self._rollouts
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
         if buffer is None or rollouts is None:
             raise StoreClosedError("the recorder has no open store")
         unwritten = buffer.trajectory_counter - 1 - buffer.points.committed
+        error, self._error = self._error, None
         return Status(
             self._recorded,
             self._queued + max(unwritten, 0),
@@ -227,11 +230,13 @@ class Recorder:
             buffer.points.committed,
             str(buffer.store_id),
             dict(rollouts.problems),
+            error,
         )
 
     def flush(self) -> None:
-        """Wait until everything that arrived is durable. :meth:`status` raises if something could not be written."""
+        """Wait until everything that arrived is durable. :meth:`status` has the error otherwise."""
         if self._background is not None and self._buffer is not None:
+            self._background.submit(self._set_late)
             self._background.wait()
             try:
                 self._buffer.flush()
@@ -249,7 +254,11 @@ class Recorder:
             return
         self._rollouts = None
         try:
+            background.submit(self._set_late)
             background.close()
+            if self._unset:
+                lost = sum(len(ids) for ids, _ in self._unset)
+                self._failed(StoreWriteError(f"{self._path}: late values of {lost} rollouts were not written"), 0)
         finally:
             try:
                 buffer.close()
@@ -329,9 +338,10 @@ class Recorder:
         made = self._rollouts
         if made is None:
             return
+        late: dict[str, dict[int, Any]] = {}
         for column, values in unpack_columns(columns).items():
             name = made.late[column]
-            ready: dict[int, Tensor] = {}
+            ready = late.setdefault(name, {})
             for index, value in zip(indexes, values, strict=True):
                 if (found := self._by_index.get(index)) is None or not isinstance(value, Tensor):
                     continue
@@ -344,34 +354,48 @@ class Recorder:
                         del known.partial[name]
                         parts = [rows[number] for number in range(len(rows))]
                         ready[known.number] = join_responses(parts, [prompt for _, prompt in known.rows])
-            self._annotate(list(ready), {name: list(ready.values())})
+        self._annotate(late)
 
     def _set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
+        late: dict[str, dict[int, Any]] = {}
         for name, given in values.items():
-            chosen = {
+            late[name] = {
                 known.number: value
                 for rollout, value in zip(names, given, strict=True)
                 if value is not None and (known := self._by_name.get(rollout)) is not None
                 if not (known.has_reward and name in ("outcome", "reward_score"))
             }
-            self._annotate(list(chosen), {name: list(chosen.values())})
+        self._annotate(late)
 
-    def _annotate(self, ids: list[int], values: Mapping[str, list[Any]]) -> None:
+    def _annotate(self, late: Mapping[str, Mapping[int, Any]]) -> None:
+        """Set late values, by name and trajectory id; names of the same trajectories with one commit."""
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name, values in late.items():
+            groups.setdefault(tuple(values), []).append(name)
+        self._unset += [
+            (ids, {name: list(late[name].values()) for name in names}) for ids, names in groups.items() if ids
+        ]
+        self._set_late()
+
+    def _set_late(self) -> None:
+        """Set queued late values, in order; a full disk leaves them queued."""
         buffer = self._buffer
-        if not ids or buffer is None:
-            return
-        try:
-            annotate(buffer, ids, values, who=AUTHOR)
-        except TrajectoryUnavailableError:  # evicted by the capacity: the others still get theirs
-            live = set(buffer.trajectory_ids.tolist())
-            places = [place for place, number in enumerate(ids) if number in live]
-            if len(places) < len(ids):
-                self._annotate(
-                    [ids[place] for place in places],
-                    {name: [given[place] for place in places] for name, given in values.items()},
-                )
-        except (StoreError, ConfigurationError) as error:
-            self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+        while buffer is not None and self._unset:
+            ids, values = self._unset[0]
+            try:
+                annotate(buffer, ids, values, who=AUTHOR)
+            except TrajectoryUnavailableError:  # evicted by the capacity: the others still get theirs
+                live = set(buffer.trajectory_ids.tolist())
+                places = [place for place, number in enumerate(ids) if number in live]
+                if 0 < len(places) < len(ids):
+                    kept = {name: [given[place] for place in places] for name, given in values.items()}
+                    self._unset.insert(1, (tuple(ids[place] for place in places), kept))
+            except StoreWriteError as error:
+                self._failed(error, 0)
+                return
+            except (StoreError, ConfigurationError) as error:
+                self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+            del self._unset[0]
 
     def _failed(self, error: Exception, rollouts: int) -> None:
         self._lost += rollouts

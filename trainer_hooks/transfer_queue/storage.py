@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
@@ -17,7 +17,7 @@ from transfer_queue.storage.managers.base import StorageManager, StorageManagerF
 
 from trainer_hooks.transfer_queue.recorder import Recorder, RolloutFormat, Status, StoreOptions, Wanted
 from trainer_hooks.transfer_queue.rows import pack_columns
-from trajstore.errors import ConfigurationError, StoreError
+from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajstoreError
 
 logger = logging.getLogger(__name__)
 
@@ -54,26 +54,53 @@ class RecorderHandle:
             ) from None
 
     def open(self, options: StoreOptions, rollouts: RolloutFormat) -> None:
-        """Open the store and record from now on."""
-        ray.get(self.actor.open.remote(options, rollouts))
+        """Open the store and record from now on.
+
+        Raises:
+            ConfigurationError: this TransferQueue records already.
+            StoreLockedError: another process writes to the store.
+            StoreWriteError, CorruptStoreError: the store cannot be continued.
+        """
+        _answer(self.actor.open.remote(options, rollouts))
 
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
-        """Queue late values of rollouts, by ``rollout_id``."""
-        ray.get(self.actor.set_values.remote(list(names), {name: list(given) for name, given in values.items()}))
+        """Queue late values of rollouts, by ``rollout_id``; see :meth:`Recorder.set_values`."""
+        _answer(self.actor.set_values.remote(list(names), {name: list(given) for name, given in values.items()}))
 
     def status(self) -> Status:
-        """Return the recorder's counters; raise its pending error, once."""
-        status: Status = ray.get(self.actor.status.remote())
+        """Return the recorder's counters, and its first failure since the last status."""
+        status: Status = _answer(self.actor.status.remote())
         return status
 
     def flush(self) -> Status:
-        """Wait until everything that arrived is durable."""
-        ray.get(self.actor.flush.remote())
+        """Wait until everything that arrived is durable; return the status."""
+        _answer(self.actor.flush.remote())
         return self.status()
 
     def close(self) -> None:
-        """Write everything and close the store; later rollouts are not recorded. Idempotent."""
-        ray.get(self.actor.close.remote())
+        """Write everything and close the store; later rollouts are not recorded. Idempotent.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: something could not be written.
+        """
+        _answer(self.actor.close.remote())
+
+
+def _answer(reference: Any) -> Any:
+    """Return the recorder's answer.
+
+    Raises:
+        TrajstoreError: raised in the recorder.
+        StoreWriteError: the recorder's process ended.
+    """
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TrajstoreError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayActorError as error:
+        raise StoreWriteError(f"the recorder has ended, rollouts are no longer recorded: {error}") from error
 
 
 @StorageManagerFactory.register(BACKEND)
@@ -194,12 +221,13 @@ def start_backend(conf: DictConfig) -> dict[str, Any]:
     _started[BACKEND] = actor.remote()
     # Other processes get this configuration from the controller. Unpickling the handle imports this module there, which
     # registers the storage manager.
-    conf.backend[BACKEND] = {
-        **options,
-        "transport": transport,
-        "transport_config": conf.backend[transport],
-        "recorder": RecorderHandle(_started[BACKEND]),
-    }
+    with open_dict(conf.backend):
+        conf.backend[BACKEND] = {
+            **options,
+            "transport": transport,
+            "transport_config": conf.backend[transport],
+            "recorder": RecorderHandle(_started[BACKEND]),
+        }
     return {transport: _started[transport]}
 
 
@@ -211,7 +239,7 @@ def _stop_backend() -> None:
     if recorder is None or not ray.is_initialized():
         return
     try:
-        ray.get(recorder.close.remote())
+        _answer(recorder.close.remote())
     finally:
         ray.kill(recorder)
         units = list((started.get("SimpleStorage") or {}).values())

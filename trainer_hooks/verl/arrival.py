@@ -1,21 +1,31 @@
-"""verl's rows as rollouts of the recorder, and recorded rollouts with the late fields of their training."""
+"""verl's rows as rollouts of the recorder, and recorded rollouts with the late fields of their training.
+
+Does not import verl, whose import loads this plugin.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import ray
 from torch import Tensor
 
+from trainer_hooks.guidance.context import put_back
 from trainer_hooks.replay import mean_entropy
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.cuts import Cut
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, NEEDED_UNRATED, WELCOME, session_of, trajectories_of
+from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import GIVEN
 from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
 
 TRAINED_STEP, DROPPED_STEP, TASK_ROLLOUTS = "trained_step", "dropped_step", "task_rollouts"
 """Late values: the step that trained on a rollout, or dropped it; the number of its task's rollouts in that step."""
@@ -41,10 +51,13 @@ class VerlRollouts:
 
     def __init__(self, outcome: OutcomeRule, tokenizer: RunTokenizer, run: str, *, text: bool) -> None:
         self._outcome = outcome
-        self._tokenizer = dataclasses.replace(tokenizer, messages=None)
         self._run = run
         self._text = text
         self._scribe: Scribe | None = None
+        self._without_text = 0
+        # Pickled on its own: code of a model's repository may be absent in the recorder's process.
+        self._decoder: bytes = ray.cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
+        self._tokenizer = dataclasses.replace(tokenizer, decoder=None, messages=None)
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among rows, without replayed rows and padding."""
@@ -71,16 +84,33 @@ class VerlRollouts:
         return made
 
     def finish(self, rollouts: Sequence[AgentTrajectory]) -> None:
-        """Add query, tokenizer and text."""
-        if self._scribe is None:  # here, in the recorder's process
-            self._scribe = Scribe(self._tokenizer, text=self._text)
+        """Add query, tokenizer, the experience that the model read, and text."""
+        if self._scribe is None:  # in the recorder's process
+            self._scribe = Scribe(dataclasses.replace(self._tokenizer, decoder=self._load()), text=self._text)
         self._scribe.introduce(rollouts)
-        self._scribe.write(rollouts)
+        for rollout in rollouts:
+            put_back(rollout)
+        if self._text:
+            self._scribe.write(rollouts)
+        else:
+            self._without_text += len(rollouts)
+
+    def _load(self) -> Any:
+        """Return the tokenizer; ``None`` if it cannot be unpickled here."""
+        if not self._text:
+            return None
+        try:
+            return ray.cloudpickle.loads(self._decoder)
+        except Exception as error:  # of any code
+            logger.warning("rollouts are recorded without text: the recorder cannot load the tokenizer: %r", error)
+            self._text = False
+            return None
 
     @property
     def problems(self) -> Mapping[str, int]:
-        """Return the number of rollouts without text."""
-        return {"without_text": 0 if self._scribe is None else self._scribe.without_text}
+        """Return the number of rollouts without text, although it was wanted."""
+        failed = 0 if self._scribe is None else self._scribe.without_text
+        return {"without_text": failed + (self._without_text if self._decoder else 0)}
 
 
 def _step_of(row: Row) -> int:
@@ -90,13 +120,29 @@ def _step_of(row: Row) -> int:
     return max(known) + 1 if len(known) == len(versions) else int(row.tag.get("global_steps", 1))
 
 
-def recorded_rollouts(reader: Reader, newest: int = -1) -> Iterator[AgentTrajectory]:
-    """Yield recorded rollouts with ids above ``newest``, with the late fields of their training in place."""
-    for number in reader.trajectory_ids.tolist():
-        if number > newest:
-            rollout = reader.get(number)
-            if isinstance(rollout, AgentTrajectory):
-                yield with_training(rollout)
+def recorded_rollouts(reader: Reader, ids: Iterable[int] | None = None) -> Iterator[AgentTrajectory]:
+    """Yield recorded rollouts (``ids``: these), with the late fields of their training in place."""
+    for number in reader.trajectory_ids.tolist() if ids is None else ids:
+        rollout = reader.get(number)
+        if isinstance(rollout, AgentTrajectory):
+            yield with_training(rollout)
+
+
+def steps_since(path: str, cut: Cut | None) -> Iterator[list[AgentTrajectory]]:
+    """Yield the rollouts of each step that finished after a checkpoint (without one: of all steps), in order.
+
+    Rollouts of a step may have arrived before the checkpoint of an earlier step.
+    """
+    with TrajectoryReplayBuffer.open(path) as reader:
+        steps: dict[tuple[str, int], list[int]] = {}
+        for number, rollout in zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True):
+            run, step = rollout.metadata.get("run", ""), rollout.metadata.get("step", 0)
+            later = cut is None or number > cut.rollouts or (run == cut.run and step > cut.step)
+            if later and "trained" in rollout.metadata:
+                steps.setdefault((run, step), []).append(number)
+        runs = list(dict.fromkeys(run for run, _ in steps))  # processes wrote one after another
+        for key in sorted(steps, key=lambda key: (runs.index(key[0]), key[1])):
+            yield list(recorded_rollouts(reader, steps[key]))
 
 
 def with_training(rollout: AgentTrajectory) -> AgentTrajectory:

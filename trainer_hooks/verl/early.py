@@ -1,4 +1,4 @@
-"""Validates our options together with verl's, in its command before Ray starts."""
+"""Validates our options together with verl's, in its command before Ray starts, and sets TransferQueue's backend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import importlib
 import logging
 from typing import Any
 
+from omegaconf import open_dict
+
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.guidance.config import MAKER
+from trainer_hooks.transfer_queue import BACKEND
 from trainer_hooks.verl.config import ASYNCHRONOUS, SECTION, ReplayBlock, is_asked_for
 from trainer_hooks.verl.cuts import check_tracker
 from trajstore.errors import ConfigurationError
@@ -32,10 +35,30 @@ def install() -> None:
     @functools.wraps(verls)
     def validate_config(config: Any, *args: Any, **named: Any) -> Any:
         check_options(config)  # first: verl ends with a message that all checks passed
+        record_on_arrival(config)
         return verls(config, *args, **named)
 
     setattr(validate_config, _CHECKS, True)
     module.validate_config = validate_config
+
+
+def record_on_arrival(config: Any) -> None:
+    """Let TransferQueue record rollouts, if the options say so: set its backend to ours, over the configured one.
+
+    Args:
+        config: verl's whole configuration, an OmegaConf node; changed.
+    """
+    backend = config.transfer_queue.backend
+    if not _records(config) or backend.storage_backend == BACKEND:
+        return
+    with open_dict(backend):
+        backend[BACKEND] = {"transport": backend.storage_backend}
+        backend.storage_backend = BACKEND
+
+
+def _records(config: Any) -> bool:
+    modes = config.trainer.v1.trainer_mode in REPLAY_MODES and config.trainer.get("use_v1", True)
+    return bool(modes) and ReplayBlock.from_config(config).recording.enable
 
 
 def check_options(config: Any) -> None:

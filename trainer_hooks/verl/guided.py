@@ -10,7 +10,8 @@ from typing import Any
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from trainer_hooks.guidance import Guidance, LocalMaker, put_in
+from trainer_hooks.guidance import LocalMaker
+from trainer_hooks.guidance.context import put_back
 from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.asking import Asking, Troubles
@@ -81,9 +82,7 @@ class GuidedRollouts:
             trained: False for rollouts that only become experience.
         """
         for rollout in made:
-            guidance = Guidance.of(rollout)
-            if guidance is not None and not guidance.taken_out:
-                rollout.messages = _put_back(rollout.messages, guidance)
+            put_back(rollout)
             if why := rollout.metadata.get(NOT_GUIDED):
                 self._troubles.add(str(why), 1, WHY.get(str(why), ""))
         if self.is_on and not trained:
@@ -110,11 +109,3 @@ class GuidedRollouts:
         """Wait briefly for running summaries, log the unfinished ones, close the store. Idempotent."""
         self._asking.close()
         self._hook.close()
-
-
-def _put_back(messages: Sequence[Any], guidance: Guidance) -> list[dict[str, Any]]:
-    changed = [dict(insertion) for insertion in messages]
-    for insertion in guidance.insertions:
-        if insertion.message < len(changed):
-            changed[: insertion.message + 1] = put_in(changed[: insertion.message + 1], insertion.text)[0]
-    return changed

@@ -1,14 +1,15 @@
 """``ReplaySession``: the state of a replay trainer, and its hooks in a step.
 
-In a step, :meth:`plan` chooses tasks and draws histories before prompts go to the rollout engine. :meth:`join` adds the
-histories as rows to the finished rollouts. :meth:`dropped` records groups that the sampler drops. :meth:`scored`
-records the rollouts, restores the log-probs of replayed rows, and admits rollouts to the pool.
+In a step, :meth:`plan` chooses tasks and draws histories before prompts go to the rollout engine. Rollouts are recorded
+as they arrive (:mod:`trainer_hooks.transfer_queue`). :meth:`join` adds the histories as rows to the finished rollouts.
+:meth:`dropped` reports groups that the sampler drops. :meth:`scored` reports the step, restores the log-probs of
+replayed rows, and admits rollouts to the pool.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,8 +29,10 @@ from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
 from trainer_hooks.replay.persistence import from_plain, to_plain
 from trainer_hooks.replay.rows import row_count
-from trainer_hooks.transfer_queue import Row
+from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
+from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
+from trainer_hooks.verl.arrival import DROPPED_STEP, TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
@@ -37,7 +40,6 @@ from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import is_exchanged
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
-from trainer_hooks.verl.recorder import WARN_EVERY, RolloutRecorder
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
@@ -52,12 +54,15 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable
-from trajstore.errors import ConfigurationError, StoreWriteError
-from trajstore.trajectory import AgentTrajectory
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError
+from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+WARN_EVERY = 100
+"""Number of failures between two warnings about failed writes."""
 
 
 class ReplaySession:
@@ -84,7 +89,7 @@ class ReplaySession:
         self._fingerprint = tokenizer.fingerprint
         recording = block.recording
         self._maker_reads = block.guidance.enable_summarizer
-        self._scribe = Scribe(tokenizer, text=recording.text and (recording.enable or self._maker_reads))
+        self._scribe = Scribe(tokenizer, text=recording.text and self._maker_reads)
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
         self._histories = Histories(
@@ -96,16 +101,17 @@ class ReplaySession:
         """Methods of :class:`Histories`."""
         self._resumed_from: Mapping[str, Any] | None = None
         """State of the pool of the checkpoint resumed from, which may be elsewhere."""
-        self._dropped = self._dropped_successes = self._failures = 0
+        self._dropped = self._dropped_successes = self._failures = self._unrecorded = 0
         self._without_outcome = FirstTold(logger)
-        self._recorder: RolloutRecorder | None = None
+        self._recorder: RecorderHandle | None = None
         if recording.enable:
             with naming(f"{SECTION}.recording.path", block.recording_path):
-                # One thread only uses the tokenizer: with a summarizer the text is added here, else in the recorder.
-                scribe = Scribe(tokenizer, text=False) if self._maker_reads else self._scribe
-                self._recorder = RolloutRecorder(
-                    block.recording_path, recording.format, recording.capacity, recording.on_error, scribe
+                recorder = RecorderHandle()
+                recorder.open(
+                    StoreOptions(block.recording_path, recording.format, recording.capacity),
+                    VerlRollouts(block.outcome, tokenizer, run, text=recording.text),
                 )
+                self._recorder = recorder
         try:
             with naming(f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")):
                 self._hook: ReplayHook[str] = ReplayHook(
@@ -204,7 +210,7 @@ class ReplaySession:
         self.guided.validations.add(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
-        """Record rollouts that are not trained on: of groups that were filtered, failed, too old, or too many.
+        """Report rollouts that are not trained on: of groups that were filtered, failed, too old, or too many.
 
         They have no log-probs of the actor, so they are not replayed, but they update the statistics of their task: a
         task whose rollouts all succeed is filtered, and solved. ``metadata["trained"]`` is False.
@@ -231,14 +237,13 @@ class ReplaySession:
                 asked[made[-1].task_id] += wanted
         self._dropped += len(made)
         self._dropped_successes += sum(is_success(outcome_of(rollout)) for rollout in made)
-        if self._recorder is not None:
-            self._recorder.record(made)
+        self._report(made, DROPPED_STEP, step)
         self._judge(made, asked)
 
     # ---- after the log-probs are computed ----
 
     def scored(self, batch: KVBatchMeta, step: int) -> dict[str, float]:
-        """Record the rollouts, replace log-probs of replayed rows, fill the pool; return metrics.
+        """Report the rollouts, replace log-probs of replayed rows, fill the pool; return metrics.
 
         Args:
             batch: the step's rows, with rewards, and ``old_log_probs`` and ``entropy`` of the current policy.
@@ -255,14 +260,10 @@ class ReplaySession:
         replayed = [row for row in rows if row.key in joined]
         made = self._trajectories(fresh, step)
         forget_log_probs(fresh, batch.partition_id)
-        del rows, fresh  # freeing thousands of tensors is slower once the recorder's thread runs
-        figures: dict[str, float] = {}
-        if self._recorder is not None:
-            figures |= self._recorder.record(made)
+        figures = self._report(made, TRAINED_STEP, step)
         figures["recording/dropped"] = float(self._dropped)
         figures["recording/dropped_successes"] = float(self._dropped_successes)
         figures["recording/without_outcome"] = float(self._without_outcome.take())
-        figures["recording/without_text"] = float(self._scribe.without_text)
         self._dropped = self._dropped_successes = 0
         figures |= self.guided.step_done(made, step)
         if not self.replays:
@@ -281,6 +282,54 @@ class ReplaySession:
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
+
+    def _report(self, made: Sequence[AgentTrajectory], name: str, step: int) -> dict[str, float]:
+        """Report the step that trained on rollouts, or dropped them, to the recorder; return figures.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error: raise``).
+        """
+        if self._recorder is None:
+            return {}
+        start = time.perf_counter()
+        rewards = [rollout.reward or Reward() for rollout in made]
+        scores = [reward.metadata.get("score") for reward in rewards]
+        values = {
+            name: [step] * len(made),
+            TASK_ROLLOUTS: [rollout.metadata["task_rollouts"] for rollout in made],
+            "outcome": [reward.outcome for reward in rewards],
+            "reward_score": [score if isinstance(score, int | float) else None for score in scores],
+        }
+        recorder = self._recorder
+        self._recorded(lambda: recorder.set_values([rollout.rollout_id for rollout in made], values))
+        status = self._recorded(recorder.status)
+        figures = {"recording/rollouts": float(len(made)), "recording/seconds": time.perf_counter() - start}
+        if status is None:
+            return figures
+        return figures | {
+            "recording/waiting": float(status.waiting),
+            "recording/lost": float(status.lost),
+            "recording/without_text": float(status.problems["without_text"]),
+        }
+
+    def _recorded(self, ask: Callable[[], Status | None]) -> Status | None:
+        """Ask the recorder; with ``on_error: warn`` its failures are only logged.
+
+        Raises:
+            StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error: raise``).
+        """
+        status: Status | None = None
+        try:
+            status = ask()
+            if status is not None and status.error is not None:
+                raise status.error
+        except (StoreError, InvalidTrajectoryError) as error:
+            if self._block.recording.on_error == "raise":
+                raise
+            if self._unrecorded % WARN_EVERY == 0:
+                logger.warning("rollouts are not recorded, training goes on: %s", error)
+            self._unrecorded += 1
+        return status
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; count those without outcome, and log the first."""
@@ -342,10 +391,8 @@ class ReplaySession:
             StoreWriteError: the state, or the data it refers to, did not reach the disk.
         """
         rollouts, rollouts_store = -1, ""
-        if self._recorder is not None:
-            self._recorder.flush()
-            buffer = self._recorder.buffer
-            rollouts, rollouts_store = buffer.points.committed, str(buffer.store_id)
+        if self._recorder is not None and (status := self._recorded(self._recorder.flush)) is not None:
+            rollouts, rollouts_store = status.committed, status.store_id
         manager = self._hook.manager
         pool = None if manager is None else self._on_disk(manager.state_dict)
         expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
@@ -401,7 +448,7 @@ class ReplaySession:
         """
         with ExitStack() as last_first:
             if self._recorder is not None:
-                last_first.callback(self._recorder.close)
+                last_first.callback(self._recorded, self._recorder.close)
             for name in ("guided", "_hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)
@@ -425,15 +472,12 @@ class ReplaySession:
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""
-        if self._recorder is None or (cut is not None and self._recorder.buffer.store_id != cut.rollouts_store):
+        status = None if self._recorder is None else self._recorded(self._recorder.flush)
+        if status is None or (cut is not None and status.store_id != cut.rollouts_store):
             logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
             return
         steps = 0
-        # Processes wrote one after another, each in the order of its steps.
-        recorded = self._recorder.recorded_after(-1 if cut is None else cut.rollouts)
-        for _, made in itertools.groupby(
-            recorded, lambda rollout: (rollout.metadata.get("run"), rollout.metadata.get("step"))
-        ):
+        for made in steps_since(self._block.recording_path, cut):
             rollouts = replayable(made)
             trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
             self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})

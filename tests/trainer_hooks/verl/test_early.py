@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tests.trainer_hooks.verl.conftest import Compose
+from trainer_hooks.transfer_queue import BACKEND
 from trainer_hooks.verl.config import naming
 from trainer_hooks.verl.cuts import MODEL_FOLDER, Cut, write_cut
-from trainer_hooks.verl.early import check_options, install
-from trainer_hooks.verl.reading import RunTokenizer, Scribe
-from trainer_hooks.verl.recorder import RolloutRecorder
+from trainer_hooks.verl.early import check_options, install, record_on_arrival
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreLockedError
 
@@ -39,6 +38,27 @@ def test_contradictions_are_told_as_early(override_verl: Compose) -> None:
     config = override_verl([*BASE, "trainer.v1.trainer_mode=sync_replay", ON, "+exp_manager.outcome.sucess=1"])
     with pytest.raises(ConfigurationError, match=r"exp_manager\.outcome: sucess: unknown key"):
         check_options(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        (("trainer.v1.trainer_mode=sync_replay",), True),
+        (("trainer.v1.trainer_mode=sync_replay", "transfer_queue.backend.storage_backend=MooncakeStore"), True),
+        (("trainer.v1.trainer_mode=sync_replay", ON, "+exp_manager.recording.enable=false"), False),
+        (("trainer.v1.trainer_mode=sync",), False),
+    ],
+)
+def test_transfer_queue_gets_our_backend_where_rollouts_are_recorded(
+    override_verl: Compose, options: tuple[str, ...], recorded: bool
+) -> None:
+    config = override_verl([*BASE, *options])
+    configured = config.transfer_queue.backend.storage_backend
+    for _ in range(2):
+        record_on_arrival(config)
+        backend = config.transfer_queue.backend
+        assert backend.storage_backend == (BACKEND if recorded else configured)
+        assert backend.get(BACKEND) == ({"transport": configured} if recorded else None)
 
 
 def test_the_check_is_installed_once_also_where_others_wrap_verls(
@@ -91,12 +111,11 @@ def test_an_empty_tracker_file_names_the_newest_complete_checkpoint(
 def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     path = str(tmp_path / "file" / "rollouts")
-    scribe = Scribe(RunTokenizer("f1"), text=False)
     with (
         pytest.raises(ConfigurationError, match=rf"recording\.path: {path}: .*Not a directory"),
         naming("exp_manager.recording.path", path),
     ):
-        RolloutRecorder(path, "pt", None, "raise", scribe)
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
     with (
         pytest.raises(ConfigurationError, match=r"recording\.path: s3://b/r: cannot be opened: .*no credentials"),
         naming("exp_manager.recording.path", "s3://b/r"),
@@ -107,5 +126,5 @@ def test_what_cannot_be_opened_names_its_option(tmp_path: Path) -> None:
         pytest.raises(StoreLockedError) as caught,
         naming("exp_manager.recording.path", "taken"),
     ):
-        RolloutRecorder(str(tmp_path / "taken"), "pt", None, "raise", scribe)
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "taken")
     assert caught.value.__notes__ == ["exp_manager.recording.path: taken"]

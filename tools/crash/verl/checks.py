@@ -17,6 +17,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.state import Recovered, recover
 from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
+from trainer_hooks.verl.arrival import with_training
 from trainer_hooks.verl.config import OnResume
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
@@ -35,11 +36,13 @@ class Promises:
     """What all drivers so far were promised.
 
     Attributes:
-        rollouts: rollout id and digest by trajectory id, whose commit was acknowledged.
+        rollouts: rollout id and digest by trajectory id, whose commit with its training was acknowledged.
+        arrived: rollout id by trajectory id, whose commit on arrival was acknowledged.
         pool: the pool's trajectories by task when it was last known to be committed.
     """
 
     rollouts: dict[int, list[str]] = field(default_factory=dict)
+    arrived: dict[int, str] = field(default_factory=dict)
     pool: dict[str, list[int]] = field(default_factory=dict)
 
     def take(self, entry: Mapping[str, Any], tell: Tell) -> None:
@@ -48,6 +51,8 @@ class Promises:
             for number, content in entry["rollouts"].items():
                 if self.rollouts.setdefault(int(number), content) != content:
                     tell(f"id {number} was given to {self.rollouts[int(number)]} and to {content}")
+        elif entry["event"] == "arrived":
+            self.arrived |= {int(number): name for number, name in entry["rollouts"].items()}
         elif entry["event"] == "pooled":
             self.pool = entry["entries"]
         elif entry["event"] == "loaded":
@@ -109,7 +114,7 @@ class _Reader:
         found = self._buffer.get(number)
         if not isinstance(found, AgentTrajectory):
             raise TypeError(f"trajectory {number} is a {type(found).__name__}")
-        return found
+        return with_training(found)
 
     def close(self) -> None:
         self._buffer.close()
@@ -145,7 +150,8 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         at.close()
         before = {name for _, name in _names(_contents(held))}
         if on_resume == "keep":
-            since = [present[number] for number in sorted(present) if number > newest]
+            finished = [number for number in sorted(present) if "trained" in present[number].metadata]
+            since = [present[number] for number in finished if number > newest]
             state, held = _with_kept(state, held, since)
         contents = _contents(held)
         younger = {name for name, _ in promises.rollouts.values()} - before
@@ -203,6 +209,12 @@ def _names(held: Held) -> list[tuple[str, str]]:
 def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, tell: Tell) -> dict[str, str]:
     """Return the digest of every rollout that is there, by rollout id."""
     contents = {number: [one.rollout_id, digest(one)] for number, one in present.items()}
+    for number, name in promises.arrived.items():
+        if number not in present or present[number].rollout_id != name:
+            tell(f"rollout {number} ({name}) arrived and is lost")
+    for name, times in Counter(one.rollout_id for one in present.values()).items():
+        if times > 1:
+            tell(f"rollout {name} is recorded {times} times")
     for number, wanted in promises.rollouts.items():
         if number not in contents:
             tell(f"rollout {number} ({wanted[0]}) was acknowledged and is lost")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from tests.verl_plugin.runs import REPLAY
 from tools.crash.journal import Journal
 from tools.crash.verl.digest import digest
 from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path, pool_files_path
-from trajstore import AgentTrajectory
+from trainer_hooks.verl.arrival import recorded_rollouts
+from trajstore import TrajectoryReplayBuffer
+from trajstore.core.buffer.reader import Reader
 
 NEVER = 1_000_000
 """Steps and epochs of a training that ends by being killed."""
@@ -33,7 +35,7 @@ OVERRIDES = (
     f"trainer.save_freq={SAVE_EVERY}",
     "trainer.resume_mode=auto",
 )
-_LOOK_EVERY = 0.005  # seconds
+_LOOK_EVERY = 0.02  # seconds
 _GAP = 0.2
 """Seconds between a step's rollouts and what the pool makes of them, where the promise covers both. Without it the two
 stores commit within few milliseconds of each other, and hardly a kill would fall in between."""
@@ -65,8 +67,9 @@ def _assets(folder: Path) -> Assets:
 def observe(trainer: Any, journal: Journal, gap: float) -> None:
     """Let a trainer that was not initialised yet write into a journal.
 
-    ``loaded``: where it resumed. ``phase``: what begins, or is done, in which step. ``acknowledged``: rollouts whose
-    commit the store reported. ``pooled``: what the pool held when everything up to there was committed.
+    ``loaded``: where it resumed. ``phase``: what begins, or is done, in which step. ``arrived``: rollouts that were
+    committed. ``acknowledged``: those whose training was committed too. ``pooled``: what the pool held when everything
+    up to there was committed.
 
     Args:
         trainer: of verl.
@@ -121,29 +124,18 @@ def _pool(manager: Any) -> dict[str, Any]:
 
 
 class _Acknowledgements:
-    """Watches the watermarks of both stores, and notes what they have passed."""
+    """Watches what both stores have committed, and notes it: rollouts on arrival, and with the record of training."""
 
     def __init__(self, session: Any, journal: Journal) -> None:
         self._journal = journal
         self._hook = session._hook
-        self._rollouts = session._recorder.buffer
+        self._path = session._block.recording_path
         self._pool = session._hook._store._buffer
         self._lock = threading.Lock()
-        self._taken: dict[int, list[str]] = {}
+        self._arrived: set[int] = set()
+        self._noted: set[int] = set()
         self._states: list[tuple[int, dict[str, list[int]]]] = []
-        self._next_id = self._rollouts.trajectory_counter
-        self._record = session._recorder.record
-        session._recorder.record = self._note_taken
         _wrap(session._hook, "rollouts_done", after=self._note_state)
-
-    def _note_taken(self, trajectories: Sequence[AgentTrajectory]) -> dict[str, float]:
-        # They get their ids later, when they have their text, in the order in which they were taken.
-        taken = {number: [one.rollout_id, digest(one)] for number, one in enumerate(trajectories, self._next_id)}
-        self._next_id += len(trajectories)
-        with self._lock:
-            self._taken |= taken
-        figures: dict[str, float] = self._record(trajectories)
-        return figures
 
     def _note_state(self) -> None:
         entries = self._hook.manager._state.entries
@@ -153,17 +145,31 @@ class _Acknowledgements:
 
     def run(self) -> None:
         """Look until the process ends."""
-        while True:
-            rollouts, pool = self._rollouts.points.committed, self._pool.points.committed
-            with self._lock:
-                durable = {str(number): self._taken.pop(number) for number in sorted(self._taken) if number <= rollouts}
-                states = [ids for newest, ids in self._states if newest <= pool]
-                self._states = [one for one in self._states if one[0] > pool]
-            if durable:
-                self._journal.note("acknowledged", rollouts=durable)
-            if states:
-                self._journal.note("pooled", entries=states[-1])
-            time.sleep(_LOOK_EVERY)
+        with TrajectoryReplayBuffer.open(self._path) as rollouts:
+            self._arrived |= set(rollouts.trajectory_ids.tolist())  # of earlier drivers
+            self._noted |= self._arrived
+            while True:
+                rollouts.refresh()
+                pool = self._pool.points.committed
+                with self._lock:
+                    states = [ids for newest, ids in self._states if newest <= pool]
+                    self._states = [one for one in self._states if one[0] > pool]
+                if durable := self._durable(rollouts):
+                    self._journal.note("acknowledged", rollouts=durable)
+                if states:
+                    self._journal.note("pooled", entries=states[-1])
+                time.sleep(_LOOK_EVERY)
+
+    def _durable(self, rollouts: Reader) -> dict[str, list[str]]:
+        """Note rollouts that arrived; return those whose training is recorded."""
+        new = [number for number in rollouts.trajectory_ids.tolist() if number not in self._noted]
+        found = dict(zip(new, recorded_rollouts(rollouts, new), strict=True))
+        if arrived := {str(number): one.rollout_id for number, one in found.items() if number not in self._arrived}:
+            self._arrived |= found.keys()
+            self._journal.note("arrived", rollouts=arrived)
+        trained = {number: one for number, one in found.items() if one.metadata.get("trained")}
+        self._noted |= trained.keys()
+        return {str(number): [one.rollout_id, digest(one)] for number, one in trained.items()}
 
 
 if __name__ == "__main__":

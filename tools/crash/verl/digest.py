@@ -10,7 +10,7 @@ import torch
 
 from trajstore import AgentTrajectory
 
-_POOL_SETS = ("entropy", "metadata")
+_POOL_SETS = ("entropy", "metadata", "notes")
 """Fields that the pool fills in or marks; all others are the same wherever a rollout is kept."""
 
 

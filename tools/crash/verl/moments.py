@@ -36,13 +36,15 @@ FIRST_CUT = Moment("cut", 0.008, (SAVE_EVERY,))
 """Our cut is there, and verl is writing its own files; the tracker names an older step, or is not there yet."""
 CUT = Moment("cut", 0.012, (2 * SAVE_EVERY,))
 GENERATION = Moment("generation", 0.5, (3,))
+ARRIVED = Moment("arrived", 0.02, (1,))
+"""Some rollouts of a step are committed, others are being generated."""
 SCORING = Moment("scoring", 0.25, (2, 3))
 """Log-probs are computed, then rollouts go to both stores, whose writers are at work for a while."""
 UPDATE = Moment("update", 0.1, (2, 3))
 SAVING = Moment("saving", 0.006, (SAVE_EVERY, 2 * SAVE_EVERY))
 """The stores are flushed and our cut is written."""
 SAVED = Moment("saved", 0.02, (SAVE_EVERY,))
-MOMENTS = (FIRST_CUT, GENERATION, UPDATE, CUT, SCORING, SAVING, SAVED)
+MOMENTS = (FIRST_CUT, GENERATION, ARRIVED, UPDATE, CUT, SCORING, SAVING, SAVED)
 """In this order, over and over."""
 ACKNOWLEDGED = "acknowledged"
 FIRST_ACKNOWLEDGED = Moment(ACKNOWLEDGED, 0.1, (1,))

@@ -90,7 +90,7 @@ class StoreWriter:
         self._pid = os.getpid()
         self._lock = lock_store(directory)
         try:
-            self.log = CommitLog(directory, options.snapshot_bytes, metadata, listener)
+            self.log = CommitLog(directory, metadata, listener)
             self.inbox = Inbox(self.log)
             self.points = Points(self.log, self.inbox)
             self.inbox.look()

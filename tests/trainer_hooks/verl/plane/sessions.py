@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.transfer_queue import BACKEND, Row
+from trainer_hooks.verl.arrival import recorded_rollouts
 from trainer_hooks.verl.config import OnError, OnResume, OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.dataplane import add_rows, read_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
@@ -30,6 +32,7 @@ from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
 N = 4
@@ -44,8 +47,8 @@ def batch_of(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
 
 def put(rows: Sequence[Row], partition: str = TRAINING) -> KVBatchMeta:
     """Write rows session by session, like the agent loop; return them like a sampler."""
-    for row in rows:
-        add_rows([row], partition)
+    for _, outputs in itertools.groupby(rows, lambda row: row.key.rpartition("_")[0]):
+        add_rows(list(outputs), partition)
     return batch_of(rows, partition)
 
 
@@ -125,7 +128,7 @@ def expecting(session: ReplaySession) -> dict[str, tuple[AgentTrajectory, ...]]:
 def recorded(folder: Path, run: str = "run-a") -> list[AgentTrajectory]:
     """Return the rollouts that a run recorded."""
     with TrajectoryReplayBuffer.open(folder / run / "rollouts") as store:
-        return [store.get(number) for number in store.trajectory_ids.tolist()]  # type: ignore[misc]
+        return list(recorded_rollouts(store))
 
 
 def sessions(batch: KVBatchMeta) -> Counter[str]:
@@ -206,3 +209,28 @@ def sampler_of_verl(**more: Any) -> ReplayBuffer:
         sampler_kwargs=OmegaConf.create({}),
         **{"poll_interval": 0.05, **more},
     )
+
+
+# Ray unpickles these in the recorder, where modules of tests cannot be imported.
+
+
+class Words:
+    """A tokenizer."""
+
+    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        return [" ".join(map(str, row_ids)) for row_ids in ids]
+
+
+def fill_disk_of(recorder: Any) -> None:
+    """Let every write of the recorder's process fail, until :func:`heal_disk_of`."""
+    recorder.plan = FaultPlan(0, "ENOSPC", lasting=True)
+    recorder.disk = failing_disk(recorder.plan)
+    recorder.disk.__enter__()
+
+
+def heal_disk_of(recorder: Any) -> None:
+    recorder.plan.heal()
+
+
+def restore_disk_of(recorder: Any) -> None:
+    recorder.disk.__exit__(None, None, None)

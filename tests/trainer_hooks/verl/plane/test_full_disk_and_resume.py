@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 import transfer_queue as tq
 
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
+from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
@@ -29,17 +31,26 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
 ) -> None:
     monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
     session = make_session(on_error="warn", store={"path": str(tmp_path / "pool")})
+    recorder = RecorderHandle().actor
     plan = FaultPlan(0, "ENOSPC", lasting=True)
-    with failing_disk(plan):
-        for step in range(1, 5):
-            assert sorted(task_plan.task for task_plan in session.plan(TASKS, 0.5, step)) == TASKS
-            plane.train(session, rollouts(f"u{step}", N, index=step - 1), step)
-            session.save(tmp_path / f"global_step_{step}", step)
-        plan.heal()
-        _, figures = plane.train(session, rollouts("after", N, index=0), 5)
-        session.close()
+    ray.get(recorder.__ray_call__.remote(plane.fill_disk_of))
+    try:
+        with failing_disk(plan):
+            for step in range(1, 5):
+                assert sorted(task_plan.task for task_plan in session.plan(TASKS, 0.5, step)) == TASKS
+                plane.train(session, rollouts(f"u{step}", N, index=step - 1), step)
+                session.save(tmp_path / f"global_step_{step}", step)
+            plan.heal()
+            ray.get(recorder.__ray_call__.remote(plane.heal_disk_of))
+            _, figures = plane.train(session, rollouts("after", N, index=0), 5)
+            session.close()
+    finally:
+        ray.get(recorder.__ray_call__.remote(plane.restore_disk_of))
+    assert "rollouts are not recorded, training goes on" in caplog.text
     assert "No space left" in caplog.text
-    assert len(plane.recorded(tmp_path)) == 5 * N
+    stored = plane.recorded(tmp_path)
+    assert len(stored) == 5 * N
+    assert all(rollout.metadata["trained"] and rollout.old_log_probs is not None for rollout in stored)
     assert figures["recording/lost"] == 0
 
 

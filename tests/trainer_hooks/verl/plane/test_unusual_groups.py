@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -146,16 +145,9 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
 # ---- texts ----
 
 
-class Words:
-    """A tokenizer."""
-
-    def batch_decode(self, ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        return [" ".join(map(str, row_ids)) for row_ids in ids]
-
-
 def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
     """Text is decoded after the pool's decision."""
-    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=Words())
+    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=plane.Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
     pooled = [rollout for held in session._hook.manager.task2trajectories.values() for rollout in held]
