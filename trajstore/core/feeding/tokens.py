@@ -75,7 +75,12 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
-        check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer: tokens are copied from its maps")
+        check_instance(
+            "buffer",
+            buffer,
+            Reader,
+            "a reader or buffer, whose mapped files tokens are copied from; for stores of Ray open the path of the run",
+        )
         self._buffer = buffer
         self._tokens = tokens = whole("tokens", tokens, 1)
         self._batch_size = options.get("batch_size", 1)
