@@ -166,7 +166,7 @@ def test_a_loader_whose_state_was_refused_gives_no_batches_without_it(tmp_path: 
     with ReplayLoader(reader(tmp_path), 8, sampler=EpochSampler()) as loader:
         loader.load_state_dict(state)
         for _ in range(2):
-            with pytest.raises(ConfigurationError, match="is of a sampler 'weighted', this one is 'epochs'"):
+            with pytest.raises(ConfigurationError, match="was saved by a sampler 'weighted', this one is 'epochs'"):
                 next(loader)
 
 
@@ -257,7 +257,7 @@ def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
         sampler = WeightedSampler([], Priorities())
         buffer.update_priorities(sampler, buffer.draw(4, sampler=sampler), torch.ones(4))
         WeightedSampler([], Priorities()).load_state_dict(sampler.state_dict())
-    assert "call buffer.follow(sampler) before" in caplog.text
+    assert "call buffer.follow(sampler) first" in caplog.text
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -359,7 +359,7 @@ def test_a_share_is_not_drawn_from_as_if_it_were_the_whole_store(tmp_path: Path)
     fill(tmp_path, range(6)).close()
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.load_checkpoint(tmp_path, is_distributed=True, local_rank=1, world_size=2)
-    with pytest.raises(ConfigurationError, match=r"shows the share \(1, 2\) alone"):
+    with pytest.raises(ConfigurationError, match=r"shows the share \(1, 2\) only"):
         ReplayLoader(buffer, 8, rank=(1, 2))
     with ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank") as loader:
         assert len(rewards(next(loader))) == 4
