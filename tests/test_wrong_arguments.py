@@ -292,4 +292,4 @@ def test_another_format_of_an_existing_store_is_told(tmp_path: Path, caplog: pyt
         caplog.clear()
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format=form) as buffer:
             buffer.add_trajectories([block(0)])
-        assert caplog.text.count("newest shard is of format zarr, and new ones are written as pt") == count
+        assert caplog.text.count("newest shard has format zarr, and new ones get pt") == count

@@ -234,13 +234,13 @@ def test_long_trajectories_are_refused_skipped_or_alone(caplog: pytest.LogCaptur
 
 def test_trajectories_without_tokens_are_refused_or_skipped() -> None:
     buffer = in_memory([AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}]), rollout(1, 4, 2)])
-    refused = pytest.raises(ConfigurationError, match="0: has no tokens; evict it, or say")
+    refused = pytest.raises(ConfigurationError, match="0: has no tokens; evict it, or pass")
     with TokenLoader(buffer, 10, long="alone") as loader, refused:
         next(loader)
     with TokenLoader(buffer, 10, long="skip") as loader:
         assert set(next(loader)[0]["trajectory_ids"].tolist()) == {1}
     only = in_memory([AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}])])
-    none = pytest.raises(ConfigurationError, match="none of 10000 drawn trajectories has tokens")
+    none = pytest.raises(ConfigurationError, match="all of 10000 drawn trajectories are longer or have no tokens")
     with TokenLoader(only, 10, long="skip") as loader, none:
         next(loader)
 

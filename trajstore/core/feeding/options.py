@@ -256,13 +256,13 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
     share = buffer.share
     if rank[1] > 1 and share is not None:
         raise ConfigurationError(
-            f"rank: {rank} of a shared store, but the buffer shows the share {share} alone, so ranks would draw "
-            "different batches; load it whole, or say stores='per_rank'"
+            f"rank: {rank} of a shared store, but the buffer shows the share {share} only, so ranks would draw "
+            "different batches; load it whole, or pass stores='per_rank'"
         )
     if rank[1] > 1 and buffer.seed is None:
         raise ConfigurationError(
             f"rank: {rank} of a shared store, but the buffer has no seed, so ranks would draw different batches; give "
-            "all ranks the same seed and sample_window_size, or say stores='per_rank'"
+            "all ranks the same seed and sample_window_size, or pass stores='per_rank'"
         )
     return rank, batch_size
 

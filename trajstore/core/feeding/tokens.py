@@ -88,7 +88,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._long: LongTrajectories = options.get("long", "refuse")
         self._pad_id = options.get("pad_id", 0)
         if self._pad_id and self._layout == "packed":
-            raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
+            raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches, which have no padding")
         self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
         self._min_size = options.get("min_size", 1)
         self._sampler = selection_of(options, "trajectory")
@@ -176,7 +176,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             in_vain = 0 if any(good) else in_vain + len(good)
             if in_vain >= _IN_VAIN:
                 raise ConfigurationError(
-                    f"tokens: {self._tokens}, and none of {in_vain} drawn trajectories has tokens and is as short"
+                    f"tokens: {self._tokens}, but all of {in_vain} drawn trajectories are longer or have no tokens"
                 )
 
     def _is_fit(self, number: int, length: int) -> bool:
@@ -191,7 +191,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         if self._long != "skip":
             more, alone = ("allow more tokens, ", " or long='alone'") if length else ("", "")
             raise ConfigurationError(
-                f"trajectory {shown_id(number)}: {problem}; {more}evict it, or say long='skip'{alone}"
+                f"trajectory {shown_id(number)}: {problem}; {more}evict it, or pass long='skip'{alone}"
             )
         if not self._skipped:
             logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), problem)

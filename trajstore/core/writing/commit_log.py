@@ -183,7 +183,7 @@ class CommitLog:
         try:
             show = apply()
         except Exception as error:  # a bug, or out of memory; the files on disk are correct
-            logger.exception("%s: what was committed could not be taken in", self.directory.url)
+            logger.exception("%s: committed changes could not be applied", self.directory.url)
             self._out_of_step = error
         else:
             self._show(show)
@@ -214,7 +214,7 @@ class CommitLog:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise StoreWriteError(f"{error}: cannot be looked at, and may have been written; flush() again") from error
+            raise StoreWriteError(f"{error}: cannot be read, and may have been written; flush() again") from error
         for data, apply in self._unanswered:
             if data == content:
                 self._unanswered.clear()
@@ -370,8 +370,8 @@ class CommitLog:
             gone = self.catalog.unknown(said.ids)
             if gone:
                 logger.warning(
-                    "%s: trajectories %s have left the store; the values given to them while it could not be written "
-                    "are dropped",
+                    "%s: trajectories %s were evicted; the values added to them while the store could not be "
+                    "written are dropped",
                     self.directory.url,
                     ids_in_words(sorted(gone)),
                 )
@@ -380,7 +380,7 @@ class CommitLog:
                 self.catalog.notes.check(said)
             except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
                 logger.warning(
-                    "%s: values given while it could not be written are refused: %s", self.directory.url, error
+                    "%s: values added while the store could not be written are refused: %s", self.directory.url, error
                 )
                 said = said.without(said.ids)
             if said.ids:

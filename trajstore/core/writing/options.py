@@ -1,4 +1,4 @@
-"""How a writer uses threads, memory and files."""
+"""Options of a writer: threads, memory and files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trajstore.core.base.settings import Count, Seconds, Settings
 
 @dataclass(frozen=True)
 class WriterOptions(Settings):
-    """How a writer uses threads, memory and files.
+    """Options of a writer: threads, memory and files.
 
     Attributes:
         threads: pool threads that encode and write shards.
