@@ -96,10 +96,10 @@ FINE: dict[str, dict[str, str]] = {
     },
     "WriterOptions": {
         **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""),
-        **{"snapshot_bytes": "0", "commit_interval": "0 2.5"},
+        "commit_interval": "0 2.5",
     },
     "Retention": {
-        **dict.fromkeys(("max_trajectories", "max_samples", "max_bytes"), "None"),
+        **dict.fromkeys(("max_trajectories", "max_bytes"), "None"),
         "max_policy_age": "None 0",
     },
     "ReplayLoader": {
@@ -108,7 +108,7 @@ FINE: dict[str, dict[str, str]] = {
         **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
     },
     "TokenLoader": {
-        **dict.fromkeys(("buffer", "tokens", "batch_size", "lookahead", "long", "layout"), ""),
+        **dict.fromkeys(("buffer", "tokens", "batch_size", "long", "layout"), ""),
         "pad_id": "0 -1",
     },
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
@@ -292,4 +292,4 @@ def test_another_format_of_an_existing_store_is_told(tmp_path: Path, caplog: pyt
         caplog.clear()
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format=form) as buffer:
             buffer.add_trajectories([block(0)])
-        assert caplog.text.count("newest shard is of format zarr, and new ones are written as pt") == count
+        assert caplog.text.count("newest shard has format zarr, and new ones get pt") == count

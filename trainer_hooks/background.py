@@ -223,7 +223,7 @@ class PoolFiles:
                 step,
             )
         if len(self._manager):
-            logger.info("experience pool: used as it lies in its store, with %s", self._size())
+            logger.info("experience pool: used as stored, with %s", self._size())
 
     def _size(self) -> str:
         return f"{trajectories(len(self._manager))} of {counted(len(self._manager.get_task_ids()), 'task')}"

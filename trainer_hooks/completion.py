@@ -68,8 +68,8 @@ class HandedOver:
         for new in rollouts:
             if new.rollout_id and (new.task_id, new.rollout_id) in self._ids:
                 raise InvalidTrajectoryError(
-                    f"rollout {(new.task_id, new.rollout_id)}: was handed over already in step {step}, and would count"
-                    " twice; hand a batch over once, and give each step its number"
+                    f"rollout {(new.task_id, new.rollout_id)}: was passed already in step {step}, and would"
+                    " count twice; pass each batch once, with the number of its step"
                 )
 
     def note(self, step: int, rollouts: Sequence[AgentTrajectory]) -> None:

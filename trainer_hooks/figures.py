@@ -330,9 +330,9 @@ class ReplayWatch:
         waiting = list(self._manager.waiting_tasks)
         if waiting:
             logger.warning(
-                "experience replay: %d tasks gave way to history and still wait for their turn at the end of this run"
-                " (%s). They come first when it goes on; else train longer, lower exp_ratio, or begin later"
-                " (replay_start_ratio)",
+                "experience replay: %d tasks were displaced by history and not drawn again by the end of this run"
+                " (%s). They come first when it continues; otherwise train longer, lower exp_ratio, or start"
+                " later (replay_start_ratio)",
                 len(waiting),
                 listed(waiting, 3),
             )

@@ -109,7 +109,7 @@ class _Documents:
     def _read(self, position: int) -> AgentTrajectory:
         record = self._access.trajectory(self._index, position, (DOCUMENT,))
         if not isinstance(record, AgentTrajectory):
-            raise StoreError(f"position {position}: a step trajectory, which is none of a pool")
+            raise StoreError(f"position {position}: a step trajectory, which a pool cannot hold")
         return record
 
 

@@ -235,7 +235,7 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
     assert values_of(tmp_path, "2/0") == [("advantages", 1.0, ""), ("advantages", 2.0, ""), ("score", 2.0, "")]
     (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
     annotate(tmp_path, "0/0", {"fresh": "high"})
-    assert "rank 1 was not asked for its names of values" in caplog.text
+    assert "rank 1 cannot be read, so the names of its values are not checked" in caplog.text
 
 
 def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -> None:

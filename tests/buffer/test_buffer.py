@@ -119,7 +119,7 @@ def test_what_has_nothing_in_it_is_passed_over_and_told(tmp_path: Path, caplog: 
         given = [nothing[0], witness(0), *nothing[1:], witness(1), Trajectory(max_episode_length=3)]
         assert buffer.add_trajectories(given) == [0, 1]
         (message,) = [record.message for record in caplog.records]
-        assert "at the places 0, 2, 3, 5 of 6 there is nothing to store" in message
+        assert "positions 0, 2, 3, 5 of 6 are empty" in message
         assert [check_trajectory(buffer.get(number)) for number in (0, 1)] == [0, 1]
 
 

@@ -114,7 +114,7 @@ def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
     store.rename(tmp_path / "before")
     (elsewhere / "store").rename(store)
     [store_id] = reader.store_ids
-    with pytest.raises(StoreNotFoundError, match=rf"reads the store {store_id}, which does not lie there"):
+    with pytest.raises(StoreNotFoundError, match=rf"reads the store {store_id}, which is no longer at this path"):
         pickle.loads(sent)
 
 

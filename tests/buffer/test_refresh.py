@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.stores import add_each, opened, reader_of, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore.core.base.machine_code import kernels
 from trajstore.core.buffer.sink import StoreSink
+from trajstore.core.columns.fields import walk
 from trajstore.core.files.local import LocalDirectory
+from trajstore.core.reading import plan
 from trajstore.core.store.catalog import Catalog
 from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, check_trajectory, witness
@@ -60,9 +66,9 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return urls
 
 
+@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)  # the index is written several times
 def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, openings: list[str]) -> None:
-    options = WriterOptions(snapshot_bytes=1 << 12)  # small enough to write the index several times
-    with writer_to(tmp_path, writer=options, retention=Retention(max_trajectories=8)) as source:
+    with writer_to(tmp_path, retention=Retention(max_trajectories=8)) as source:
         add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
@@ -80,8 +86,9 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         reader.close()
 
 
+@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)
 def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, openings: list[str]) -> None:
-    with writer_to(tmp_path, writer=WriterOptions(snapshot_bytes=1 << 12)) as source:
+    with writer_to(tmp_path) as source:
         add_each(source, [0])
         reader = reader_of(tmp_path)
         openings.clear()
@@ -217,7 +224,7 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
         adder = threading.Thread(target=add)
         adder.start()
         try:
-            for _ in range(6):
+            for _ in range(4):
                 results = context.Queue()
                 child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
                 child.start()
@@ -230,6 +237,41 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
             stop.set()
             adder.join()
         buffer.flush()
+
+
+@pytest.mark.parametrize("rounds", [2, pytest.param(500, marks=pytest.mark.campaign)])
+def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = multiprocessing.get_context("fork")
+    buffer = TrajectoryReplayBuffer(sample_window_size=0)
+    buffer.add_trajectories([witness(key) for key in range(200)])
+    drawn = [buffer.draw(count) for count in (2, 200, 800)]
+    plain = [dict(walk(buffer.read(rows), ())) for rows in drawn]
+    # Every batch is large, and pieces are small, so that helpers start and end often.
+    for name, value in {"_SPLIT_BYTES": 0, "_BYTES_PER_HELPER": 1, "_PIECE_BYTES": 4096}.items():
+        monkeypatch.setattr(plan, name, value)
+    monkeypatch.setattr(plan, "_helper_count", lambda: 3)
+    plan._helpers.clear()
+
+    def read() -> None:
+        for _ in range(rounds):
+            for rows, expected in zip(drawn, plain, strict=True):
+                batch = dict(walk(buffer.read(rows), ()))
+                assert batch.keys() == expected.keys()
+                assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+    with ThreadPoolExecutor(3) as pool:
+        threads = [pool.submit(read) for _ in range(3)]
+        for _ in range(rounds):
+            child = context.Process(target=read)
+            child.start()
+            child.join()
+            assert child.exitcode == 0
+        for thread in threads:
+            thread.result()
+    assert plan._helpers["record"][kernels.HELPERS] == 3
+    buffer.close()
 
 
 def read_in_child(reader: TrajectoryReplayBuffer, gone: Any, results: Any) -> None:

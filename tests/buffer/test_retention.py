@@ -38,17 +38,17 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.none() | st.integers(0, 8)), max_size=12),
     most=st.none() | st.integers(1, 8),
-    samples=st.none() | st.integers(1, 30),
+    nbytes=st.none() | st.integers(1, 30 * 4),
     age=st.none() | st.integers(0, 6),
 )
 def test_decisions_are_those_of_a_loop(
-    sizes: list[tuple[int, int | None]], most: int | None, samples: int | None, age: int | None
+    sizes: list[tuple[int, int | None]], most: int | None, nbytes: int | None, age: int | None
 ) -> None:
     index = index_of(sizes)
     newest = max((version for _, version in sizes if version is not None), default=0)
     kept: list[int] = []
     for number in reversed(range(len(sizes))):
-        steps, version = sizes[number]
+        version = sizes[number][1]
         last = number == len(sizes) - 1
         if age is not None and version is not None and version < newest - age:
             if last:
@@ -56,13 +56,13 @@ def test_decisions_are_those_of_a_loop(
             continue
         counted = [n for n in kept if age is None or sizes[n][1] is None or (sizes[n][1] or 0) >= newest - age]
         fits = (most is None or len(counted) < most) and (
-            samples is None or sum(sizes[n][0] for n in counted) + steps <= samples
+            nbytes is None or sum(index["nbytes"][n] for n in [*counted, number]) <= nbytes
         )
         if last or fits:
             kept.append(number)
         else:
             break
-    going = Retention(max_trajectories=most, max_samples=samples, max_policy_age=age).to_evict(index)
+    going = Retention(max_trajectories=most, max_bytes=nbytes, max_policy_age=age).to_evict(index)
     remaining = [number for number in range(len(sizes)) if number not in set(going.tolist())]
     assert remaining == sorted(kept)
 
@@ -75,7 +75,7 @@ def test_unknown_versions_stay_and_bytes_count() -> None:
     assert Retention(max_bytes=nbytes).to_evict(index).tolist() == [0, 1]
     assert Retention(max_bytes=1).to_evict(index).tolist() == [0, 1]
     assert Retention().to_evict(index).tolist() == []
-    assert Retention(max_samples=1).to_evict(TrajectoryIndex()).dtype == np.intp
+    assert Retention(max_bytes=1).to_evict(TrajectoryIndex()).dtype == np.intp
 
 
 def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_packs_of_tokens_have_rows_of_tokens_and_of_the_response(
         of_response = [torch.arange(3 + number, dtype=torch.float64) + 10 * number for number in (0, 1)]
         annotate(writer, [0, 1], {"advantages": of_tokens, "kl": of_response})
         columns = ["input_ids", "notes.advantages", "notes.kl"]
-        with TokenLoader(writer, 18, columns=columns, layout=layout, sampler=None, lookahead=1) as loader:
+        with TokenLoader(writer, 18, columns=columns, layout=layout, sampler=None) as loader:
             packs = [next(iter(loader))[0] for _ in range(4)]
         for pack in packs:
             tokens, advantages, kl = pack["input_ids"], pack["notes"]["advantages"], pack["notes"]["kl"]
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: P
             ({"advantages": [torch.zeros(4, 2, 1)]}, r"rows of float32\[1\], but the values of this name are rows"),
             ({"advantages": 0.5}, "a number, but the values of this name are rows of float32 here"),
             ({"judge": [torch.zeros(4, 2)]}, "rows of float32, but the values of this name are numbers here"),
-            ({"outcome": [torch.zeros(4, 2)]}, "has rows, but takes the place of a number"),
+            ({"outcome": [torch.zeros(4, 2)]}, "has values by row, but replaces a number"),
             ({"label": [torch.zeros(4, 2)] * 2}, "rows of 2 trajectories for 1, must be as many"),
             ({"task": [torch.zeros(4, 2)]}, "is a fact that stays as it is"),
             ({"4": [torch.zeros(4, 2)]}, "must be a name"),
@@ -145,14 +145,14 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: P
             annotate(writer, [0, 1], {"label": [torch.zeros(4, 2), None]})
         with pytest.raises(TrajectoryUnavailableError, match="no trajectory has the id 7"):
             annotate(writer, 7, {"label": [torch.zeros(4, 2)]})
-        with pytest.raises(ConfigurationError, match="to the writer of the store alone"):
+        with pytest.raises(ConfigurationError, match="only the store's writer"):
             annotate(tmp_path / "store", 0, {"advantages": [rows_of(0)]})
         assert sorted((tmp_path / "store" / "shards").iterdir()) == files
         assert notes_of(writer, 0)[-1].generation == generation
         with pytest.raises(InvalidTrajectoryError, match="advantages: late values by row need a store"):
             TrajectoryReplayBuffer().add_trajectories([writer.get(0)])
         annotate(writer, 0, {"count": [torch.ones(4, 2, dtype=torch.int64)]})
-        with pytest.raises(SchemaMismatchError, match="trajectory 1 was given no rows, and int64 has no NaN"):
+        with pytest.raises(SchemaMismatchError, match="trajectory 1 has no rows, and int64 has no NaN"):
             writer.sample(16, columns=["notes.count"])
         with pytest.raises(SchemaMismatchError, match=r"column notes\.nothing: no trajectory was given such a value"):
             writer.sample(4, columns=["notes.nothing"])

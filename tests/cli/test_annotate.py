@@ -53,9 +53,7 @@ def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run
 
 
 def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run: Run) -> None:
-    message = (
-        """--set a=nan: nan is no finite number; null says that there is none, and a text is quoted: --set 'a="nan"'"""
-    )
+    message = """--set a=nan: nan is not finite; null removes a value, and a text is quoted: --set 'a="nan"'"""
     assert message in run.err("annotate", store, "0", "--set", "a=nan")
     run.out("annotate", store, "0", "--set", 'a="nan"', "--set", "b=nanny")
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]

@@ -164,7 +164,7 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
             else:
                 (copy / "log" / log.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     for name, lost in (("first", ((0, 0), (1, 4))), ("second", ((1, 1),)), ("index", ())):
-        remedy = "strict=False loads what is whole, and `trajstore repair`"
+        remedy = "strict=False loads the intact part, and `trajstore repair`"
         refused_to_all(tmp_path / name, CorruptStoreError, remedy)
         problems = verify(tmp_path / name).problems
         assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost
@@ -238,7 +238,7 @@ def test_a_copy_that_was_published_before_its_process_was_killed_is_completed_by
     assert out.count("note: an earlier call has written everything already") == 1
     assert run.out("copy", tmp_path / "run", tmp_path / "copy").count("everything already") == 2
     annotate(ranks[1], 0, {"tag": "y"})
-    assert "rank_1: is not empty, and is no such copy" in run.err("copy", tmp_path / "run", tmp_path / "copy")
+    assert "rank_1: is not empty, and not such a copy" in run.err("copy", tmp_path / "run", tmp_path / "copy")
     assert notes_of(tmp_path / "copy", "1/0")[-1].value == "x"
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     assert "is not empty" in run.err("copy", tmp_path / "run", tmp_path / "copy")

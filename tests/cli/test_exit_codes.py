@@ -131,14 +131,12 @@ def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: R
     whole = (store / "metadata.json").read_bytes()
     for damaged in (b"{", b"[]", whole.replace(b'"trajstore"', b'"trajst0re"'), whole.replace(b'"pt"', b'"pk"')):
         (store / "metadata.json").write_bytes(damaged)
-        with pytest.raises(
-            CorruptStoreError, match=r"metadata\.json: .*damaged.*holds no trajectory.*trajstore repair"
-        ):
+        with pytest.raises(CorruptStoreError, match=r"metadata\.json: .*damaged.*and no trajectory.*trajstore repair"):
             TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
     code, out, _ = run("repair", store, tmp_path / "repaired")
     assert (code, "3 trajectories" in out) == (0, True)
     (store / "metadata.json").unlink()
-    with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: what is left of a store.*trajstore repair"):
+    with pytest.raises(CorruptStoreError, match=r"but no metadata\.json: the rest of a store.*trajstore repair"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=store)
 
 

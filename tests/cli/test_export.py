@@ -118,7 +118,10 @@ def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pyte
     for form in ("jsonl", "parquet"):
         caplog.clear()
         assert main(["export", str(run), str(tmp_path / form), "--to", form]) == 0
-        assert "values style are by row in one rank and one for each trajectory in another, and are left" in caplog.text
+        assert (
+            "values style are by row in one rank and one for each trajectory in another, so they are left"
+            in caplog.text
+        )
     lines = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
     assert sorted(str(line["notes"]) for line in lines) == ["{'judge': '0.5'}", "{'judge': 'good'}"]
     table = pl.read_parquet(tmp_path / "parquet")
@@ -226,11 +229,11 @@ def test_chat_templates_see_tool_calls_of_parquet(store: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: is no JSON"),
-        ("[1]", "line 1: is no JSON object"),
-        ('{"tokens": [1]}', "line 1: 'tokens' is no field of an export; put it in metadata"),
-        ('{"input_ids": [1, null]}', "line 1: is no rollout of an export: ValueError('null in place of a number')"),
-        ('{"input_ids": [1.5]}', "line 1: is no rollout of an export"),
+        ("{", "line 1: is not JSON"),
+        ("[1]", "line 1: is not a JSON object"),
+        ('{"tokens": [1]}', "line 1: 'tokens' is not a field of an export; put it in metadata"),
+        ('{"input_ids": [1, null]}', "line 1: is not a rollout of an export: ValueError('null in place of a number')"),
+        ('{"input_ids": [1.5]}', "line 1: is not a rollout of an export"),
         ('{"task_id": 7}', "field task_id: 7 is a int"),
         ("", "has no rollouts"),
     ],

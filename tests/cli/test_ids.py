@@ -244,4 +244,4 @@ def test_a_run_of_one_rank_is_a_run(tmp_path: Path, run: Run) -> None:
 
 def test_an_empty_condition_is_refused(single: Path, run: Run) -> None:
     for command in ("list", "tail", "prune"):
-        assert "must be an expression of SQL" in run.err(command, single, "--where", "")
+        assert "must be an SQL expression" in run.err(command, single, "--where", "")

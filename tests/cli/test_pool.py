@@ -165,7 +165,7 @@ def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path
     for given, message in (
         (("import", tmp_path / "file", tmp_path / "rollouts"), "file: is a file"),
         (("export", tmp_path / "pool", tmp_path / "file"), "file: is a file"),
-        (("import", tmp_path / "pool", tmp_path / "pool"), "is both the pool and what is to enter it"),
+        (("import", tmp_path / "pool", tmp_path / "pool"), "is both the pool and the source of the import"),
     ):
         assert message in run.err("pool", *given, *words)
     assert (tmp_path / "file").read_text() == "mine"

@@ -97,7 +97,7 @@ def test_a_folder_whose_name_cannot_be_told_hides_no_neighbour(
     stored(tmp_path / "sound", [Trajectory(rewards=torch.zeros(2, 1, 1))])
     (tmp_path / "a\nb").mkdir()
     assert verify(tmp_path).trajectories == 1
-    assert r"'a\nb' is not looked into" in caplog.text
+    assert r"'a\nb' is skipped" in caplog.text
 
 
 def test_metadata_without_a_version_is_damaged_and_not_of_the_future(tmp_path: Path) -> None:

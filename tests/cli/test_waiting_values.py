@@ -95,7 +95,7 @@ def test_files_that_no_writer_takes_in_are_problems_and_hide_no_other(store: Pat
     out = run.out("verify", store, code=DAMAGED)
     for name in (second.name, "2.json"):
         assert f"inbox/{name}: " in out
-    assert out.count("its values reach no trajectory: give its values anew with `trajstore annotate`") == 2
+    assert out.count("its values reach no trajectory: add its values again with `trajstore annotate`") == 2
     assert "6 values in 1 file of inbox/" in out
     out = run.out("inspect", store, code=DAMAGED)
     assert f"inbox/{second.name}: is damaged" in out

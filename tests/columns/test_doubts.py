@@ -162,4 +162,4 @@ def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None
 def test_blocks_of_steps_and_rollouts_of_agents_in_one_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     block = Trajectory(rewards=torch.zeros(3, 2, 1))
     [text] = warnings_of(caplog, watched(), block, watched(), block)
-    assert "has agent trajectories and is given step trajectories" in text
+    assert "has agent trajectories, and step trajectories are added" in text

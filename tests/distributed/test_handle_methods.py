@@ -16,10 +16,10 @@ from trajstore.distributed.saving import PointsOfHandle
 LEFT_OUT = {
     "points.snapshots": "each store has its own heads that were left; trajstore inspect lists those of a store",
     "points.committed": "each store has its own watermark; a receipt says what is committed",
-    "wait": "receipts wait for what they are of",
+    "wait": "receipts wait for their trajectories",
     "mirror.state": "mirror.states has that of each store",
     "open": "connect finds the stores; a run directory is opened by TrajectoryReplayBuffer.open",
-    "load_checkpoint": "stores go on with their directories; a handle shows these alone",
+    "load_checkpoint": "stores continue with their directories; a handle shows only these",
     "clear_cache": "a handle has no cache",
     "trajectory_uuids": "each store has those of its own",
     "trajectory_counter": "each store counts its own",

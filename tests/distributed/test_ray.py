@@ -28,7 +28,7 @@ from trajstore import (
     notes_of,
     run_points,
 )
-from trajstore.core.feeding import ReplayLoader
+from trajstore.core.feeding import ReplayLoader, TokenLoader
 from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
@@ -213,7 +213,7 @@ def _learn(name: str, kind: str, ended: list[Any]) -> int:
             "loader": lambda: check_batch(next(loader)),
         }
         batches = 0
-        while not ray.wait(ended, timeout=0)[0]:
+        while batches <= 10 or not ray.wait(ended, timeout=0)[0]:
             draws[kind]()
             batches += 1
         loader.close()
@@ -273,6 +273,8 @@ def test_late_values_through_a_handle(shared: None) -> None:
         with pytest.raises(TrajectoryUnavailableError, match="has the id 7"):
             notes_of(handle, 7)
         assert len(notes_of(handle, ids[0])) == 3
+        with pytest.raises(ConfigurationError, match="for stores of Ray open the path of the run"):
+            TokenLoader(handle, 64)  # type: ignore[arg-type]
         (again,) = handle.add_trajectories([learner.get(ids[2])]).committed(120)
         assert torch.equal(learner.get(again).notes["advantage"], advantages[ids[2]])
         handle.clear()

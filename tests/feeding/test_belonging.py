@@ -55,7 +55,9 @@ def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Pat
         fill(tmp_path / place, range(10)).close()
     state, expected = interrupted(reader(tmp_path / "here"), OF_LOADERS[name]())
     other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=OF_LOADERS[name]())
-    with pytest.raises(ConfigurationError, match=r"replay buffer is of other trajectories: 10 of 10 ids .* \(id 0: "):
+    with pytest.raises(
+        ConfigurationError, match=r"replay buffer belongs to other trajectories: 10 of 10 ids .* \(id 0: "
+    ):
         other.load_state_dict(state)
     copy_store(tmp_path / "here", tmp_path / "copy")
     reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
@@ -77,7 +79,7 @@ def test_a_run_goes_on_with_its_ids_and_others_under_them_are_told(tmp_path: Pat
     (tmp_path / "rank_0").rename(tmp_path / "old")
     (tmp_path / "rank_1").rename(tmp_path / "rank_0")
     (tmp_path / "old").rename(tmp_path / "rank_1")
-    with pytest.raises(ConfigurationError, match=r"10 of 10 ids that it names are others here \(id 0/0: "):
+    with pytest.raises(ConfigurationError, match=r"10 of 10 ids are others here \(id 0/0: "):
         ReplayLoader(reader(tmp_path), 8, sampler=OF_LOADERS[name]()).load_state_dict(state)
 
 
@@ -94,7 +96,7 @@ def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCap
     with fill(tmp_path / "there", range(10)) as buffer:
         buffer.add_trajectories([block(key) for key in range(4)])
         buffer.evict(list(range(10)))
-        with pytest.raises(ConfigurationError, match="none of the 10 that it names is here, and it was taken of store"):
+        with pytest.raises(ConfigurationError, match="none of the 10 in it is here, and it was saved for store"):
             ReplayLoader(buffer, 8).load_state_dict(state)
 
 
@@ -147,10 +149,10 @@ def test_token_batches(tmp_path: Path) -> None:
         with TokenLoader(here, 20) as loader:
             next(loader)
             state = loader.state_dict()
-        with pytest.raises(ConfigurationError, match=r"waits for a pack is of other trajectories"):
+        with pytest.raises(ConfigurationError, match=r"waits for a pack belongs to other trajectories"):
             TokenLoader(other, 20).load_state_dict(state)
-        with TokenLoader(here, 16, lookahead=4) as loader:
-            with pytest.raises(ConfigurationError, match=r"tokens 20 \(here 16\), lookahead 32 \(here 4\)"):
+        with TokenLoader(here, 16) as loader:
+            with pytest.raises(ConfigurationError, match=r"tokens 20 \(here 16\)"):
                 loader.load_state_dict(state)
             loader.load_state_dict(state, changed=True)
             for _ in range(12):
@@ -207,7 +209,7 @@ def test_a_samplers_state_of_another_store(tmp_path: Path, name: str) -> None:
     again.load_state_dict(state)
     there.follow(other)
     before = other.state_dict()
-    with pytest.raises(ConfigurationError, match="is of other trajectories"):
+    with pytest.raises(ConfigurationError, match="belongs to other trajectories"):
         other.load_state_dict(state)
     assert str(other.state_dict()) == str(before)
 

@@ -111,5 +111,5 @@ def test_what_memory_a_loader_gets() -> None:
     assert isinstance(memory_for(None, 2, reuse=False, even=True), FreshMemory)
     assert isinstance(memory_for(torch.device("cpu"), 2, reuse=True, even=True), ReusedMemory)
     for name in ("meta", *(() if torch.cuda.is_available() else ("cuda",))):
-        with pytest.raises(ConfigurationError, match="must be the CPU or a CUDA device that is there"):
+        with pytest.raises(ConfigurationError, match="must be the CPU or an available CUDA device"):
             memory_for(torch.device(name), 2, reuse=True, even=True)

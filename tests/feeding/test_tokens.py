@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from trajstore.core.feeding import ReplayLoader, TokenLoader
 from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.errors import ConfigurationError, SchemaMismatchError
+
+MOST_WAITING = "trajstore.core.feeding.tokens._MOST_WAITING"
 
 
 def rollout(key: int, length: int, prompt: int, *, version: int | None = None, **more: Any) -> AgentTrajectory:
@@ -119,18 +122,18 @@ def check_pack(pack: dict[str, Any], rollouts: Sequence[AgentTrajectory], layout
     st.integers(0, 99),
 )
 def test_an_epoch_of_packs_is_what_a_plain_loop_makes(
-    sizes: list[tuple[int, int]], tokens: int, layout: Any, lookahead: int, seed: int
+    sizes: list[tuple[int, int]], tokens: int, layout: Any, waiting: int, seed: int
 ) -> None:
     rollouts = [rollout(key, length, min(length, prompt), version=key) for key, (length, prompt) in enumerate(sizes)]
     buffer = in_memory(rollouts, seed=seed)
     state = buffer.state_dict()
     order = buffer.draw(len(rollouts), sampler=EpochSampler(unit="trajectory")).ids.tolist()
     buffer.load_state_dict(state)
-    options: dict[str, Any] = {"layout": layout, "lookahead": lookahead}
-    with TokenLoader(buffer, tokens, sampler=EpochSampler(unit="trajectory", epochs=1), **options) as loader:
+    sampler = EpochSampler(unit="trajectory", epochs=1)
+    with patch(MOST_WAITING, waiting), TokenLoader(buffer, tokens, sampler=sampler, layout=layout) as loader:
         packs = [pack for batch in loader for pack in batch]
     assert [pack["trajectory_ids"].tolist() for pack in packs] == plain_packs(
-        order, shapes_of(rollouts), tokens, layout, lookahead
+        order, shapes_of(rollouts), tokens, layout, waiting
     )
     for pack in packs:
         check_pack(pack, rollouts, layout)
@@ -231,13 +234,13 @@ def test_long_trajectories_are_refused_skipped_or_alone(caplog: pytest.LogCaptur
 
 def test_trajectories_without_tokens_are_refused_or_skipped() -> None:
     buffer = in_memory([AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}]), rollout(1, 4, 2)])
-    refused = pytest.raises(ConfigurationError, match="0: has no tokens; evict it, or say")
+    refused = pytest.raises(ConfigurationError, match="0: has no tokens; evict it, or pass")
     with TokenLoader(buffer, 10, long="alone") as loader, refused:
         next(loader)
-    with TokenLoader(buffer, 10, long="skip", lookahead=4) as loader:
+    with TokenLoader(buffer, 10, long="skip") as loader:
         assert set(next(loader)[0]["trajectory_ids"].tolist()) == {1}
     only = in_memory([AgentTrajectory(task_id="x", messages=[{"role": "user", "content": "?"}])])
-    none = pytest.raises(ConfigurationError, match="none of 10000 drawn trajectories has tokens")
+    none = pytest.raises(ConfigurationError, match="all of 10000 drawn trajectories are longer or have no tokens")
     with TokenLoader(only, 10, long="skip") as loader, none:
         next(loader)
 
@@ -274,7 +277,7 @@ def test_importance_weights_come_with_the_batch() -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0, per="trajectory"), unit="trajectory")
     drawn = buffer.draw(6, sampler=sampler)
     buffer.update_priorities(sampler, drawn, np.where(drawn.ids == 2, 2.0, 1.0))
-    with TokenLoader(buffer, 30, sampler=sampler, lookahead=6) as loader:
+    with patch(MOST_WAITING, 6), TokenLoader(buffer, 30, sampler=sampler) as loader:
         [pack] = next(loader)
     expected = [0.5 if number == 2 else 1.0 for number in pack["trajectory_ids"].tolist()]
     assert pack["weights"].tolist() == expected

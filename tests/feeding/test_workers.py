@@ -109,7 +109,7 @@ def test_each_batch_comes_once_or_there_is_an_error(
         assert seen == epoch(dataset_of(kind, path))
     if kind in OURS and workers:
         for again in (DataLoader(dataset, **more), dataset):
-            with pytest.raises(ConfigurationError, match="DataLoader workers of an earlier epoch have read from here"):
+            with pytest.raises(ConfigurationError, match="an earlier epoch have drawn from this loader"):
                 next(iter(again))
         dataset.load_state_dict(dataset.state_dict())
         assert epoch(DataLoader(dataset, **more)) == seen

@@ -108,7 +108,7 @@ def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -
     (segment,) = (tmp_path / "log").iterdir()
     with segment.open("ab") as file:
         file.write(b"something")
-    with pytest.raises(errors.StoreWriteError, match="somebody else has changed it"):
+    with pytest.raises(errors.StoreWriteError, match="another process has changed it"):
         add_each(buffer, [1])
     with pytest.raises(errors.StoreWriteError):
         buffer.close()
@@ -198,7 +198,7 @@ def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
             opened(tmp_path)
         assert "writer.lock" not in os.listdir(tmp_path)
         add_each(buffer, [1])
-        assert "writer.lock was removed under its writer" in caplog.text
+        assert "writer.lock was removed while its writer was running" in caplog.text
         with pytest.raises(errors.StoreLockedError, match=f"process {os.getpid()} "):
             opened(tmp_path)
     assert contents_of(tmp_path) == [0, 1]

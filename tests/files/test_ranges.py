@@ -168,7 +168,7 @@ def test_a_forked_child_and_its_parent_empty_nothing_of_each_other(server: Serve
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(server: Server, tmp_path: Path) -> None:
     partial_map = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
     full = mock.patch("os.pwrite", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    with full, pytest.raises(OSError, match=r"No space left .* fetched of a; .*cache_dir") as error:
+    with full, pytest.raises(OSError, match=r"No space left .* fetched parts of a; .*cache_dir") as error:
         read(partial_map, (0, 10))
     assert error.value.errno == errno.ENOSPC
     assert read(partial_map, (0, 10)) == [CONTENT[:10]]

@@ -190,7 +190,7 @@ def test_a_folder_that_takes_no_copies_is_named(
         options = {"cache_dir": folder, "range_reads": range_reads}
         with (
             TrajectoryReplayBuffer.open(memory_url, storage_options=options) as reader,
-            pytest.raises(ConfigurationError, match=f"cache_dir {folder}: takes no copies"),
+            pytest.raises(ConfigurationError, match=f"cache_dir {folder}: fetched files cannot be stored there"),
         ):
             reader.sample(4)
     gc.collect()

@@ -345,10 +345,10 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
         (lambda q: q.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda q: q.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
-        (lambda q: q.where(3), "where: 3, must be an expression of SQL"),
-        (lambda q: q.where("task = '\udcff'").ids(), "where: .*: is no Unicode"),
-        (lambda q: q.select("task, turns").rows(), "select: 'task, turns': these are several; give each"),
-        (lambda q: q.order_by("lower(task), turns desc").ids(), "order_by: .* as an argument of its own"),
+        (lambda q: q.where(3), "where: 3, must be an SQL expression"),
+        (lambda q: q.where("task = '\udcff'").ids(), "where: .*: is not valid Unicode"),
+        (lambda q: q.select("task, turns").rows(), "select: 'task, turns': has several expressions; pass each"),
+        (lambda q: q.order_by("lower(task), turns desc").ids(), "order_by: .* as its own argument"),
         (lambda q: q.select("(select 1)").rows(), "select: .*: sql has subqueries"),
         (lambda q: q.select("foo(outcome)").rows(), "select: 'foo(outcome)': unsupported"),
         (lambda q: q.group_by("task").ids(), "ids: .* rows have no ids"),
@@ -358,7 +358,7 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata are written metadata.KEY"),
         (
             lambda q: q.group_by("task").select("count(*) as n", "task").rows(),
-            "select: 'task': is in the answer already, as all columns of group_by are",
+            "select: 'task': is in the result already, like all columns of group_by",
         ),
         (
             lambda q: q.group_by("low").select("lower(task) as low").rows(),
@@ -367,11 +367,11 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.order_by("count(*) desc").ids(), "order_by: 'count(.)' is one value for all rows"),
         (
             lambda q: q.group_by("task").select("count(*) as n").order_by("max(n)").rows(),
-            "order_by: 'max(n)' is one value for all rows; .*groups by what select has",
+            "order_by: 'max(n)' is one value for all rows; .*groups by selected columns",
         ),
         (
             lambda q: q.group_by("task").order_by("max(turns) / 2").rows(),
-            "order_by: .* no column 'turns'; .*; groups are sorted by what select has of them",
+            "order_by: .* no column 'turns'; .*; groups are sorted by selected columns",
         ),
         (lambda q: q.sql("select 1 from elsewhere"), "sql: .*elsewhere"),
         (lambda q: q.sql("selec"), "sql: .selec.: it must be a SELECT"),

@@ -218,9 +218,7 @@ def test_tasks_that_still_wait_at_the_end_of_a_run_are_told(caplog: pytest.LogCa
     assert metrics["experience_replay/waiting_tasks"] == 2.0
     with caplog.at_level(logging.WARNING):
         replay.close()
-    assert (
-        "2 tasks gave way to history and still wait for their turn at the end of this run (more2, more3)" in caplog.text
-    )
+    assert "2 tasks were displaced by history and not drawn again by the end of this run (more2, more3)" in caplog.text
 
 
 def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -235,7 +235,7 @@ def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
         publish(heir, **{"metadata.json": b"2"}, pins__a=b"2", pins__b=b"2", shards__1=b"2")
         heir.append("log/1", b"2")
         frozen.thawed.set()
-        with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* write nothing more"):
+        with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* can no longer write"):
             late.result(60)
     for name in ("metadata.json", "pins/a", "pins/b", "log/1", "shards/1"):
         assert heir.read(name) == b"2"
@@ -303,7 +303,7 @@ def test_a_server_that_keeps_no_conditions_is_told_by_name(
     monkeypatch.setattr(object_store, "upload", forgetful)
     with open_directory(s3_url, **s3_options).lock_writer():
         (warning,) = [record.getMessage() for record in caplog.records if "If-Match" in record.getMessage()]
-    assert "is not kept out when it wakes: it can replace their index, metadata, pins and lock" in warning
+    assert "is not stopped when it wakes: it can replace their index, metadata, pins and lock" in warning
 
 
 def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
@@ -317,7 +317,7 @@ def test_a_writer_that_lost_the_store_while_it_opened_it_is_told_so(
         frozen.reached.set()
         take_over(url, options)
         frozen.thawed.set()
-        raise CorruptStoreError("what is left of a store")
+        raise CorruptStoreError("the rest of a store")
 
     monkeypatch.setattr(commit_log, "open_store", frozen_in)
     with pytest.raises(WriterFencedError, match="was taken over"):
@@ -421,7 +421,7 @@ def test_a_reader_that_may_not_write_says_so(memory_url: str, caplog: pytest.Log
     directory.append("log/1", b"")
     with mock.patch.object(ObjectStore, "put", side_effect=PermissionError(13, "not allowed", "readers")):
         directory.announce_reader().release()
-    assert "without an announcement, so its writer may delete shards that this reader shows" in caplog.text
+    assert "without a lease, so its writer may delete shards that this reader shows" in caplog.text
 
 
 def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:

@@ -45,7 +45,7 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(LocalDirectory, "publish", failing)
         for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker, then one or two files each time
-            with pytest.raises(StoreWriteError, match="call again to go on"):
+            with pytest.raises(StoreWriteError, match="call restore again to continue"):
                 restore(mirror, target)
             assert (target / MARKER_NAME).exists()
             with pytest.raises((StoreNotFoundError, CorruptStoreError)):
@@ -81,7 +81,7 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
         restore(tmp_path / "nowhere", tmp_path / "new")
     copy_store(tmp_path / "lost", tmp_path / "copy")
     for store in ("lost", "copy"):
-        with pytest.raises(ConfigurationError, match=r"is no mirror \(it has no mirror\.json\).*`trajstore copy`"):
+        with pytest.raises(ConfigurationError, match=r"is not a mirror \(it has no mirror\.json\).*`trajstore copy`"):
             restore(tmp_path / store, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     (tmp_path / "full").mkdir()

@@ -70,7 +70,7 @@ def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
     until_taken_in(reopened, cheat, None)
     with caplog.at_level(logging.WARNING):
         reopened.global_steps = 4
-    assert "has the outcome 1.0 that was recorded, since a later one was taken back" in caplog.text
+    assert "has the outcome 1.0 that was recorded, since a later one was removed" in caplog.text
     assert drawn(reopened) == ["a/0", "a/1", "b/3"]
     reopened._ledger.store.close()
 

@@ -316,7 +316,7 @@ def test_only_tasks_that_may_be_drawn_are_compared() -> None:
 
 def test_it_needs_to_know_what_a_task_asks_for() -> None:
     manager = ExperienceManager(PoolRules(n_rollout=4, task_sampling="similar"))
-    with pytest.raises(ConfigurationError, match="nothing says what a task asks for"):
+    with pytest.raises(ConfigurationError, match="needs the tasks' texts"):
         ExperienceMixCollateFn(manager, str)
     manager.admit([build("a", number, float(number == 0)) for number in range(4)])
     with pytest.raises(ConfigurationError, match="compares with the tasks of a batch"):

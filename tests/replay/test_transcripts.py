@@ -94,7 +94,7 @@ BAD: list[tuple[Any, str]] = [
     (other(messages=[*turn("go"), {"role": "assistant", "content": None}]), "messages[1].content: a NoneType"),
     (
         other(messages=[{"role": "user", "content": [{"type": "image_url"}]}, *turn("", "go")[1:]]),
-        "messages[0].content: has parts that are no text",
+        "messages[0].content: has parts that are not text",
     ),
     (other(messages=turn("go")), "none is the model's"),
     (other(reward=None), "neither reward nor success"),

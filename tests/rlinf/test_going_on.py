@@ -57,7 +57,7 @@ def test_rewriting_ends_whatever_the_index_says_of_bytes(
         buffer.evict([0])
         buffer.compact()
     assert shards(tmp_path / "store") == ["shard_00000002.pt"]
-    assert "have fewer bytes than they have" in caplog.text
+    assert "gives too few bytes for trajectories" in caplog.text
     assert verify(tmp_path / "store").sound
 
 

@@ -93,7 +93,7 @@ class OfTheUsers(EpochSampler):
 def test_a_sampler_of_the_users_that_does_not_ask_which_rows_fit_is_named() -> None:
     world = World([(6, 2)], 3)
     assert len(sample_sequences(world.buffer, 4, 3, pad=True, sampler=OfTheUsers())["mask"]) == 4
-    with pytest.raises(ConfigurationError, match=r"sampler: OfTheUsers\.draw takes no fits=.*or .* pad=True"):
+    with pytest.raises(ConfigurationError, match=r"sampler: OfTheUsers\.draw has no argument fits=.*or .* pad=True"):
         sample_sequences(world.buffer, 4, 3, sampler=OfTheUsers())
 
 

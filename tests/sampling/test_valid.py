@@ -220,7 +220,10 @@ def test_rlinf_has_no_such_field_and_a_warning_says_so(
     with caplog.at_level(logging.WARNING):
         buffer.save_checkpoint(str(tmp_path), layout="rlinf")
     invalid = sum(steps * batch for steps, batch in SIZES) - len(world.after)
-    assert f"RLinf has no field valid; {invalid} invalid steps of 3 trajectories (0 to 1, 3)" in caplog.text
+    assert (
+        f"RLinf has no field valid and will also draw {invalid} invalid steps of 3 trajectories (0 to 1, 3)"
+        in caplog.text
+    )
     again = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
     again.load_checkpoint(str(tmp_path))
     assert again.total_samples == sum(steps * batch for steps, batch in SIZES)

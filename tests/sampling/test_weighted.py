@@ -84,7 +84,7 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
     sampler.added(additions({9000: 1, 9001: 1}, [2900, 2901]))
     drawn = sampler.draw(10_000, torch.Generator().manual_seed(0))
     assert fits([int(np.sum(drawn.ids == number)) for number in (5800, 9000, 9001, 5801)], [1, 1, 4, 0])
-    assert sum("says no policy version" in message for message in caplog.messages) == 1
+    assert sum("has no policy version" in message for message in caplog.messages) == 1
 
 
 def test_ages_count_from_the_version_that_was_reached() -> None:

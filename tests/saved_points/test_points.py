@@ -190,7 +190,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]: a object cannot be saved"):
             buffer.points.save(8, {"a": [1, object()]})
         for name in ("step-8", "aside-3", "step-9.2"):
-            with pytest.raises(ConfigurationError, match="names like this are those of saved points"):
+            with pytest.raises(ConfigurationError, match="such names are reserved for saved points"):
                 buffer.points.pin(name)
         assert [point.step for point in buffer.points.saved] == [7]
         assert state_files(tmp_path / "store") == 0
@@ -204,7 +204,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
             lambda: buffer.points.rollback(7),
             lambda: buffer.points.go_to("aside-1"),
         ):
-            with pytest.raises(StoreError, match=r"shows what was loaded from .*copy"):
+            with pytest.raises(StoreError, match=r"shows trajectories loaded from .*copy"):
                 call()
 
 

@@ -239,7 +239,7 @@ def test_pins_that_were_exchanged(tmp_path: Path) -> None:
     first = path.read_bytes()
     path.write_bytes(other.read_bytes())
     other.write_bytes(first)
-    with pytest.raises(errors.CorruptStoreError, match=r"one\.json: is the pin 'two'"):
+    with pytest.raises(errors.CorruptStoreError, match=r"one\.json: has the name 'two'"):
         TrajectoryReplayBuffer().load_checkpoint(tmp_path, pin="one")
     assert not verify(tmp_path).sound
 

@@ -74,7 +74,7 @@ def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplo
     longer.manager.save_experience_pool_to_disk(folder / "step_2")
     with hook(**options) as mistaken:
         mistaken.resume(None, 2)
-    assert "versions up to 9, this is step 2: the count of steps began anew" in caplog.text
+    assert "versions up to 9, this is step 2: the step count restarted" in caplog.text
 
 
 def test_starving_buckets_are_counted_on_after_a_resume() -> None:

@@ -244,7 +244,7 @@ def test_tokens_of_a_discarded_rollout_hold_no_experience(rows: int, shots: int,
     other_template = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     for arguments, error, reason in (
         ({"tokenizer": tokenizer, "chat_template_kwargs": other_template}, InvalidTrajectoryError, "does not begin"),
-        ({}, ConfigurationError, "give GuidanceHook the tokenizer"),
+        ({}, ConfigurationError, "pass the tokenizer to GuidanceHook"),
     ):
         with GuidanceHook(config, maker=maker, **arguments) as hook, pytest.raises(error, match=reason):
             hook.finished(made, exp_config)

@@ -186,7 +186,7 @@ def test_a_step_is_done_once() -> None:
     hook.step_done(batch, rollouts(), rows, rows)
     manager = hook.manager
     buckets, refused = manager.difficulty2task_dict, dict(manager.refused)
-    with pytest.raises(InvalidTrajectoryError, match=r"rollout \('a', 'a/0'\): was handed over already in step 1"):
+    with pytest.raises(InvalidTrajectoryError, match=r"rollout \('a', 'a/0'\): was passed already in step 1"):
         hook.step_done(batch, rollouts(), rows, rows)
     assert (manager.difficulty2task_dict, dict(manager.refused)) == (buckets, refused)
     state = hook.state_dict()
@@ -202,7 +202,7 @@ def test_a_step_of_guidance_is_done_once() -> None:
     guidance.step_done(rollouts(), 1)
     assert guidance.wait(60)
     figures = guidance.metrics()
-    with pytest.raises(InvalidTrajectoryError, match=r"was handed over already in step 1"):
+    with pytest.raises(InvalidTrajectoryError, match=r"was passed already in step 1"):
         guidance.step_done(rollouts(), 1)
     assert guidance.metrics() == figures
     guidance.step_done(rollouts(), 2)

@@ -196,7 +196,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
             hook.admit(replayable(made))
         pool = hook.manager.task2trajectories
         assert {task: [history.rollout_id for history in held] for task, held in pool.items()} == names(kept)
-        buckets = {str(key): tasks for key, tasks in hook.manager.difficulty2task_dict.items()}
+        buckets = {str(key): [*tasks] for key, tasks in hook.manager.difficulty2task_dict.items()}
         assert buckets == kept.buckets()
         assert hook.manager.skip_uid_set == set(kept.skip)
         assert +hook.manager.refused == +kept.refused

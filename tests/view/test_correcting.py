@@ -103,10 +103,10 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
         (wish("1e400"), "inf, must be a finite number"),
         (wish("nan"), "nan, must be a finite number"),
         (wish("9007199254740993"), "too high to be kept exactly"),
-        (wish("x", "text", "outcome"), "takes the place of a number"),
+        (wish("x", "text", "outcome"), "replaces a number"),
         (wish("x", "text", "bytes"), "is a fact that stays as it is"),
         (wish("x" * 4097, "text"), "a text of 4,097 characters, the most is 4,096"),
-        (wish("", "nothing", "unknown"), "there is no value of this name to be taken back"),
+        (wish("", "nothing", "unknown"), "there is no value of this name to remove"),
         (wish("x", "text", "known"), "a text, but the values of this name are numbers here"),
         (wish("1", "list"), "kind 'list', must be number, text or nothing"),
         (wish("1", shown="../0"), "must be an id"),
@@ -305,7 +305,7 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     for name, value, kind, message in (
         ("1x", "1", "number", "must be a name"),
         ("judge", "1,5", "number", "is no number"),
-        ("outcome", "good", "text", "takes the place of a number"),
+        ("outcome", "good", "text", "replaces a number"),
     ):
         enter(page, name, value, f"a {kind}")
         page.until(f"{REFUSED}.includes(arguments[0])", message)
@@ -392,7 +392,7 @@ def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> Non
     page.click(".late summary")
     page.expected_errors.append("status of 400")
     enter(page, "outcome", "good", "a text")
-    page.until(f"{REFUSED}.includes('takes the place of a number')")
+    page.until(f"{REFUSED}.includes('replaces a number')")
     enter(page, "outcome", "0.75", "a number")
     page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"

@@ -107,10 +107,10 @@ def test_every_eighth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptu
 def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with mock.patch("os.pwrite", side_effect=FULL), opened(tmp_path) as buffer:
         add_each(buffer, [0])
-        assert "writer.lock cannot say who writes here" in caplog.text
+        assert "writer.lock could not be written, so other writers cannot name this one" in caplog.text
         with TrajectoryReplayBuffer.open(tmp_path) as reader:
             assert len(reader) == 1
-            assert caplog.text.count("cannot say what is read here") == 1
+            assert caplog.text.count("could not be written for this reader") == 1
 
 
 @pytest.mark.campaign

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -77,12 +78,13 @@ def test_an_eviction_that_was_said_to_have_failed_keeps_no_other_commit_out(netw
 
 
 @pytest.mark.parametrize("seed", range(2))
+@patch("trajstore.core.writing.commit_log.LOG_BYTES", 2048)
 def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
     network: Network, memory_url: str, seed: int
 ) -> None:
     chance = random.Random(seed)
     kinds = [None, None, "answer", "request", "late"]
-    options: dict[str, Any] = {"writer": WriterOptions(shard_bytes=4096, snapshot_bytes=2048)}
+    options: dict[str, Any] = {"writer": WriterOptions(shard_bytes=4096)}
     added, certain, tried = set(), set(), set()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, **options) as buffer:
         follower = TrajectoryReplayBuffer.open(memory_url)

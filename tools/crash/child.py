@@ -11,6 +11,7 @@ import torch
 
 from tools.crash.journal import KEEP, Journal
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore.core.writing import commit_log
 from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 FORMATS = ("pt", "zarr", "pt", "pkl")
@@ -22,6 +23,7 @@ def torture(folder: str, round_number: int, seed: int) -> None:
     import tools.crash.warm  # noqa: F401  # the fork server may lack it
 
     torch.set_num_threads(1)
+    commit_log.LOG_BYTES = 1 << 15  # the index is rarely written otherwise, and a kill during that is of interest
     journal = Journal(Path(folder) / f"journal_{round_number:06d}")
     child = Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"), journal)
     child.open()
@@ -174,8 +176,7 @@ class Child(User):
             trajectory_format=FORMATS[self.round % len(FORMATS)],
             sample_window_size=0,
             retention=Retention(max_trajectories=KEEP),
-            # Snapshots are rare otherwise, and dying in one is of interest.
-            writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16, snapshot_bytes=1 << 15),
+            writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16),
         )
         self.opened = True
         self.look()

@@ -77,7 +77,7 @@ VIEWS = (
         "rollout",
         "terminal",
         "trajectory/52?color=old_log_probs&token=113",
-        "document.querySelector('.token.selected')",
+        "document.querySelector('.token.selected') && document.querySelector('.neighbours a')",
     ),
     View(
         "group",
@@ -100,6 +100,8 @@ VIEWS = (
     ),
 )
 
+_COMPARED = "document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('other run -')"
+_FACTS = "document.querySelector('.neighbours a') && document.querySelector('.facts dd')"
 _PRESSED = """document.querySelector('dialog') ||
 void document.body.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"""
 _OPENED = "document.querySelector('.row') && (document.querySelector('.late details').open = true)"
@@ -107,8 +109,8 @@ _READ = "document.querySelectorAll('.message').length"
 OTHER_VIEWS = tuple(
     View(*view, **more)
     for *view, more in (
-        ("compare", "terminal", "overview", f"{_CURVES} === 5", {"other": "slower"}),
-        ("conversation", "terminal", "trajectory/52?where=turns+%3E+3&order=response+desc", _READ, {}),
+        ("compare", "terminal", "overview", _COMPARED, {"other": "slower"}),
+        ("conversation", "terminal", "trajectory/52?where=turns+%3E+3&order=response+desc", _FACTS, {}),
         ("keys", "terminal", "table", _PRESSED, {}),
         ("mask", "terminal", "trajectory/52?color=loss_mask&show=tokens", "document.querySelector('.token')", {}),
         ("group-all", "terminal", "group?task=undo-commit&version=all", f"{_READ} > 8", {}),
@@ -116,10 +118,10 @@ OTHER_VIEWS = tuple(
         ("give-all", "noted", "table", _OPENED, {"who": "anna"}),
         ("blocks", "pusher", "overview", "document.querySelector('[data-curve=reward] canvas')", {}),
         ("blocks-table", "pusher", "table", "document.querySelectorAll('.row').length > 8", {}),
-        ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length > 8", {}),
+        ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length === 24", {}),
         ("pool-group", "experience_pool", "group?task=undo-commit", _READ, {}),
         ("damaged", "damaged", "trajectory/3", "document.querySelector('#trouble').textContent", {"damaged": True}),
-        ("damaged-overview", "damaged", "overview", f"{_CURVES} > 3", {"damaged": True}),
+        ("damaged-overview", "damaged", "overview", f"{_CURVES} === 5", {"damaged": True}),
         (
             "refused",
             "terminal",

@@ -174,7 +174,7 @@ def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collecti
 
 
 def _token_loader(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
-    with closing(TokenLoader(buffer, 60, lookahead=4, prefetch=2, timeout=120)) as loader:
+    with closing(TokenLoader(buffer, 60, prefetch=2, timeout=120)) as loader:
         for _ in range(_BATCHES_OF_LOADER):
             for pack in next(loader):
                 _check_tokens(pack["trajectory_ids"].tolist(), pack["cu_seqlens"].tolist(), pack)

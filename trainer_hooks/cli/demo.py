@@ -20,14 +20,14 @@ def _configure(parser: ArgumentParser) -> None:
         "--path",
         type=Path,
         metavar="DIR",
-        help="directory of the run; one that was interrupted goes on (default: trajstore-demo/TASK)",
+        help="directory of the run; an interrupted run continues (default: trajstore-demo/TASK)",
     )
     parser.add_argument("--updates", type=_at_least_one, metavar="N", help="end after N gradient steps")
     parser.add_argument("--seconds", type=float, metavar="S", help="end after S seconds")
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of everything drawn (default: %(default)s)"
     )
-    parser.add_argument("--sampler", choices=sorted(SAMPLERS), help="what cartpole samples by (default: uniform)")
+    parser.add_argument("--sampler", choices=sorted(SAMPLERS), help="sampler of cartpole (default: uniform)")
 
 
 def _at_least_one(text: str) -> int:
@@ -65,7 +65,7 @@ COMMAND = Command(
     summary="train a small task from a store and show what was stored",
     description=(
         "Train a small task whose rollouts go through a store on disk, then show what is in the store. "
-        "May be stopped at any time; with the same --path it goes on."
+        "It may be stopped at any time; run it again with the same --path to continue."
     ),
     configure=_configure,
     run=_run,

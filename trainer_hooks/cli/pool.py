@@ -48,18 +48,18 @@ def _configure(parser: ArgumentParser) -> None:
         help="export: folder to write, such as experience_pool/step_120; import: such a folder, ours or AgentEvolver's,"
         " a folder of several (the newest counts), a store of rollouts, or a file of transcripts (JSON lines)",
     )
-    parser.add_argument("--replace", action="store_true", help="import: a pool that holds something may be replaced")
+    parser.add_argument("--replace", action="store_true", help="import: allow replacing a pool that is not empty")
     parser.add_argument(
         "--same-run",
         action="store_true",
-        help="import: the run that will use the pool goes on from the checkpoint of what is imported, so that policy"
-        " versions count on; else an earlier run made it, and its age is unknown",
+        help="import: the run that will use the pool continues from the checkpoint of the imported run, so policy"
+        " versions stay comparable; otherwise the age of the imported trajectories is unknown",
     )
     parser.add_argument(
         "--task-prefix",
         default="",
         metavar="TEXT",
-        help="import: comes before the name of every task; verl's names are data_source:index",
+        help="import: prefix of every task name; verl's names are data_source:index",
     )
     parser.add_argument(
         "--json", action="store_true", help="write the result as JSON; the guide to agents explains its names (part 6)"
@@ -74,7 +74,7 @@ def _configure(parser: ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="import: outcome from which on a rollout is a success (default: %(default)s)",
+        help="import: lowest outcome of a success (default: %(default)s)",
     )
     transcripts = parser.add_argument_group(
         "messages", "how conversations without token ids become rows: transcripts, and pools or stores of messages"
@@ -89,9 +89,11 @@ def _configure(parser: ArgumentParser) -> None:
         help="linear: a conversation is one row (default); linear_think: a row for each of the model's turns",
     )
     transcripts.add_argument(
-        "--think-hint", metavar="TEXT", help="linear_think: put behind the message that a turn answers"
+        "--think-hint", metavar="TEXT", help="linear_think: text after the message that a turn answers"
     )
-    transcripts.add_argument("--outcome", type=float, metavar="X", help="of lines that say neither reward nor success")
+    transcripts.add_argument(
+        "--outcome", type=float, metavar="X", help="outcome of lines with neither reward nor success"
+    )
 
 
 def _run(options: Namespace, out: Output) -> int:
@@ -106,7 +108,7 @@ def _run(options: Namespace, out: Output) -> int:
     if options.action == "import" and Path(options.files).is_file():
         return _import_transcripts(options, rules, out)
     if options.outcome is not None:
-        raise ConfigurationError(f"--outcome: {options.files} is no file of transcripts; leave it out")
+        raise ConfigurationError(f"--outcome: {options.files} is not a file of transcripts; leave it out")
     if options.action == "export":
         return _export(options, out)
     done = import_pool(
@@ -146,7 +148,7 @@ def _export(options: Namespace, out: Output) -> int:
 
     for name in ("replace", "same_run", "task_prefix", "tokenizer", *_OF_MESSAGES):
         if getattr(options, name):
-            raise ConfigurationError(f"--{name.replace('_', '-')}: is of an import; leave it out")
+            raise ConfigurationError(f"--{name.replace('_', '-')}: applies to imports only; leave it out")
     done = export_pool(options.store, options.files)
     if options.json:
         names = ("source", "trajectories", "tasks", "unreadable")
@@ -236,9 +238,9 @@ COMMAND = Command(
     summary="write an experience pool as files, or fill one",
     description=(
         "Export: write the pool in a store as the files difficulty2task_dict.json, skip_uid_set.json and"
-        " task2trajectories.pkl; the run that uses it may go on. Import: fill a pool from such files, from a store"
+        " task2trajectories.pkl; its run may be running. Import: fill a pool from such files, from a store"
         " of rollouts, which enter as they would have during training, or from a file of transcripts, which are"
-        " replayed with the log-probs of the policy that trains. Exit code 1: some lines are no transcripts, or some"
+        " replayed with the log-probs of the policy that trains. Exit code 1: some lines are not transcripts, or some"
         " trajectories are damaged; the others are in the pool."
     ),
     configure=_configure,

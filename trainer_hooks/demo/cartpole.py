@@ -250,13 +250,15 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
 def _summary(task: CartPoleRun, total: int, path: Path) -> str:
     recent, first = task.recent_return, task.first_return
     if recent is None or first is None:
-        return f"{task.learner.updates:,} updates: too few episodes for a mean; run again with --path {path} to go on"
+        return (
+            f"{task.learner.updates:,} updates: too few episodes for a mean; run again with --path {path} to continue"
+        )
     returns = f"{first:.0f} at first, {recent:.0f} after {task.learner.updates:,} updates"
     text = f"mean return of {RECENT_EPISODES} episodes: {returns}"
     if task.solved:
         return text + " (solved)"
     more = f" --updates {2 * total}" if task.learner.updates >= total else ""
-    return text + f"; to go on, run again with --path {path}{more}"
+    return text + f"; to continue, run again with --path {path}{more}"
 
 
 def _make_environments(count: int) -> gymnasium.vector.VectorEnv[Any, Any, Any]:

@@ -211,7 +211,7 @@ class EMClient:
             inserted = (metadata.get("update_result") or {}).get("inserted_count")
             if not isinstance(inserted, int):
                 raise MakerError(
-                    "failed", f"{self._url}: the summary says nothing of what was inserted: {str(metadata)[:200]}"
+                    "failed", f"{self._url}: the summary does not list what was inserted: {str(metadata)[:200]}"
                 )
             return inserted
         for rollout, outcome in rated:
@@ -243,7 +243,7 @@ class EMClient:
                 if error.kind != "refused":
                     raise
             self._dialect = dialect  # type: ignore[assignment]  # one of the two above
-            logger.info("guidance: %s speaks as reme-ai %s", self._url, dialect)
+            logger.info("guidance: %s responds like reme-ai %s", self._url, dialect)
             return self._dialect
         raise MakerError(
             "refused", f"{self._url}: has neither /retrieve_task_memory nor /search; is it a ReMe service?"
@@ -281,7 +281,7 @@ class EMClient:
         with self._lock:
             left = self._rest_until - time.monotonic()
         if left > 0:
-            raise MakerError("resting", f"{self._url}: failed just now; it is left alone for {left:.1f} s more")
+            raise MakerError("resting", f"{self._url}: failed recently; no calls for {left:.1f} s more")
 
     def _note(self, *, failed: bool) -> None:
         with self._lock:

@@ -122,7 +122,7 @@ def take_out(messages: Sequence[Message], insertions: Sequence[Insertion]) -> li
         else:
             raise InvalidTrajectoryError(
                 f"messages[{item.message}].content: does not begin with the experience that was put in front of it;"
-                " hand over the messages of the rollout as they were sent to the model"
+                " pass the messages of the rollout as they were sent to the model"
             )
     return changed
 

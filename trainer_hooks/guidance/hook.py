@@ -172,8 +172,8 @@ class GuidanceHook(Closing):
         if discarded:
             if trajectory.input_ids is not None and self._tokens is None:
                 raise ConfigurationError(
-                    "tokenizer: none, but a rollout that is trained on without its experience has token ids, which hold"
-                    " it; give GuidanceHook the tokenizer, or set train_sample_expmode=allkeep"
+                    "tokenizer: missing, but a rollout that is trained on without its experience has token ids that"
+                    " contain it; pass the tokenizer to GuidanceHook, or set train_sample_expmode=allkeep"
                 )
             try:
                 _, messages = self._worker.manage_training_context(trajectory.messages, config)

@@ -64,7 +64,7 @@ class Trouble:
             first = not self._since
             self._since[error.kind] = self._since.get(error.kind, 0) + 1
         if first:
-            logger.warning("guidance: %s failed (%s), training goes on without: %s", self._what, error.kind, error)
+            logger.warning("guidance: %s failed (%s), training continues without: %s", self._what, error.kind, error)
 
     def succeeded(self) -> None:
         """Log the end of a series of failures."""

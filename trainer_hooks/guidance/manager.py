@@ -121,7 +121,9 @@ class GuidanceManager:
             mode: ``sample`` in training, ``validate`` in validation.
         """
         if len(tasks) != len(rollouts):
-            raise ConfigurationError(f"rollouts: {len(rollouts)} numbers for {len(tasks)} tasks")
+            raise ConfigurationError(
+                f"rollouts: {len(rollouts)} numbers for {len(tasks)} tasks, must have one for each"
+            )
         modes = self.allocate_train_mode(tasks)
         flags = self.allocate_add_exp(rollouts, mode)
         return [TaskExpConfig(add_exp, train_mode) for add_exp, train_mode in zip(flags, modes, strict=True)]

@@ -60,9 +60,9 @@ class UpdateQueue:
                 self._figures["dropped"] += len(rollouts)
                 if not self._dropping:
                     logger.warning(
-                        "guidance: summaries take longer than steps: the %d rollouts of this one give no experience,"
-                        " and so it goes on until there is room again (guidance/update/dropped counts); more"
-                        " experience_maker.summary_workers may keep up",
+                        "guidance: summaries take longer than steps, so the %d rollouts of this step are not"
+                        " summarized, nor are later ones while the queue is full (counted in "
+                        "guidance/update/dropped); more experience_maker.summary_workers may keep up",
                         len(rollouts),
                     )
                 self._dropping = True
@@ -86,8 +86,8 @@ class UpdateQueue:
             self._figures["dropped"] += left
         if not already and (left or running):
             logger.warning(
-                "guidance: closed after %.0f s with %d rollouts not summarized, and %d summaries under way, which are"
-                " left to themselves",
+                "guidance: closed after %.0f s with %d rollouts not summarized, and %d summaries under way, which"
+                " are abandoned",
                 timeout,
                 left,
                 running,

@@ -158,7 +158,7 @@ class ExperienceWorker:
             text, apart = self._control.taken_out(text)
         if apart and self._count("control_tokens", apart) == apart:
             logger.warning(
-                "guidance: an experience holds names of control tokens; in these a space is put behind the first"
+                "guidance: an experience holds names of control tokens; a space is inserted after their first"
                 " character (guidance/retrieve/control_tokens counts them): %r",
                 found.text[:200],
             )

@@ -81,7 +81,7 @@ def _any_episode(
     random: Random,
     template: ExperienceTemplate | None,
 ) -> AgentTrajectory:
-    """Return an episode of replies that ignore the goal; with a template, after experience that contains them."""
+    """Return an episode whose replies ignore the goal; a template's experience in the prompt has the same replies."""
     episode = environment.begin(task)
     opening = episode.first_message
     ids: list[int] = []

@@ -68,7 +68,7 @@ class Exchanged:
 
 
 def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
-    """Write the pool of a store as files (``difficulty2task_dict.json`` and others); the run may still be going on.
+    """Write the pool of a store as files (``difficulty2task_dict.json`` and others); the run may still be running.
 
     Args:
         store: directory or URL of the pool's store; only read.
@@ -128,7 +128,9 @@ def import_pool(
     path = Path(source)
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
     if files is None and path.exists() and Path(store).exists() and path.samefile(store):
-        raise ConfigurationError(f"{store}: is both the pool and what is to enter it; name another store of rollouts")
+        raise ConfigurationError(
+            f"{store}: is both the pool and the source of the import; name another store of rollouts"
+        )
     if files is None:
         with _Reader(source) as reader:  # first, so that an unreadable source does not leave an empty pool
             rollouts, unreadable = reader.rollouts(), reader.unreadable
@@ -200,7 +202,7 @@ def check_is_pool(store: str | Path) -> None:
             return
     raise ConfigurationError(
         f"{store}: holds {trajectories(len(numbers))} (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
-        " whose entries would lie among them; give the pool a directory of its own"
+        " whose entries would be mixed with them; give the pool its own directory"
     )
 
 

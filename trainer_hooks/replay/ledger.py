@@ -84,8 +84,7 @@ class PoolLedger:
         """
         if not isinstance(self.store, BufferStore):
             raise ConfigurationError(
-                "query: the pool is not kept in a buffer, which would have the facts; give it one, "
-                "store=BufferStore.open(path)"
+                "query: the pool has no store, which would have the facts; give it one, store=BufferStore.open(path)"
             )
         return self.store.query(relation)
 
@@ -121,7 +120,7 @@ class PoolLedger:
                 entry.task_id,
                 entry.trajectory_id,
                 outcome,
-                "it was given late" if corrected else "was recorded, since a later one was taken back",
+                "it was given late" if corrected else "was recorded, since a later one was removed",
             )
             fresh = replace(entry, outcome=outcome, is_corrected=corrected)
             held = self.state.entries[entry.task_id]

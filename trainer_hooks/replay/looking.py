@@ -81,10 +81,10 @@ class SeenPool:
         """
         number = id_from("trajectory_id", shown)
         if all(entry.trajectory_id != number for entry in self.state.all_entries()):
-            raise TrajectoryUnavailableError(f"trajectory {shown}: it is none of the pool, or has left it")
+            raise TrajectoryUnavailableError(f"trajectory {shown}: not in the pool, or no longer")
         record = self.buffer.get(number)
         if not isinstance(record, AgentTrajectory):
-            raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which is no history of a pool")
+            raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which a pool cannot hold")
         return trajectory_of_entry(record)
 
 
@@ -137,7 +137,7 @@ class Records:
             return known
         record = self._reader.get(trajectory_id)
         if not isinstance(record, AgentTrajectory):
-            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which is none of a pool")
+            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
         mark = {key: value for key, value in record.metadata.items() if key == POOL_KEY}
         self._entries[trajectory_id] = entry_of(record, trajectory_id)
         light = AgentTrajectory(

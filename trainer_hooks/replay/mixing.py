@@ -36,7 +36,7 @@ _NEVER_DRAWN = {
     "too_long": "are longer than the trainer's longest prompt or response: they are not replayed, and counted as"
     " experience_replay/too_long. Raise max_prompt_length or max_response_length, or import shorter ones",
 }
-"""Ends of the warnings, by figure."""
+"""Ends of the warnings, by metric name."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         offpolicy_trajectories_per_task: maximum number of histories per experience task, below ``n_rollout``.
         unsolved_first: whether tasks without a success keep their places, and unsolved ones come before solved ones.
         text_of: returns a task's text; needed by ``task_sampling: similar``, which draws, for the training tasks in
-            turn, the most similar task of the pool, and goes on ``by_task`` if none has a word in common.
+            turn, the most similar task of the pool, and falls back to ``by_task`` if none has a word in common.
 
     Raises:
         ConfigurationError: an argument is out of range, ``text_of`` is needed but absent, or the training data have
@@ -101,7 +101,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         by_similarity = exp_manager.rules.task_sampling == "similar"
         if by_similarity and text_of is None:
             raise ConfigurationError(
-                "task_sampling: similar, but nothing says what a task asks for: the trainer gives no task_text"
+                "task_sampling: similar needs the tasks' texts, but the trainer passes no task_text"
             )
         self._similar = SimilarTasks(get_task, text_of) if by_similarity and text_of is not None else None
         self._by_similarity = 0
@@ -265,7 +265,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         return {name for name in tasks if not self._known[name]}
 
     def _never_drawn(self) -> dict[str, float]:
-        """Return how many histories are never drawn, by figure; warns once of each kind."""
+        """Count the histories that are never drawn, by metric name; warn once of each kind."""
         kinds = self._manager.never_drawn()
         for name, held in kinds.items():
             if held and name not in self._warned:

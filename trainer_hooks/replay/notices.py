@@ -51,9 +51,9 @@ class PoolNotices:
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
         if without and rules.max_policy_age is not None and self._first("without a version"):
             logger.warning(
-                "experience pool: %d trajectories have no policy version on this run's count of steps (an earlier run"
-                " made them?) and never come out with max_policy_age: %d (set null to replay them). If the run goes on"
-                " from the checkpoint of theirs, import them with same_run (--same-run), which keeps their versions",
+                "experience pool: %d trajectories have no policy version of this run (an earlier run made them?) and"
+                " are never replayed with max_policy_age: %d (set null to replay them). If this run continues from "
+                "the checkpoint of theirs, import them with same_run (--same-run), which keeps their versions",
                 without,
                 rules.max_policy_age,
             )
@@ -69,8 +69,8 @@ class PoolNotices:
             field = problem.partition(":")[0]
             if problem and self._first(field):
                 logger.warning(
-                    "experience pool: rollout %r of task %r is refused as malformed, and so are others like it,"
-                    " which refused/malformed counts: %s",
+                    "experience pool: rollout %r of task %r is refused as malformed (refused/malformed counts"
+                    " this and later ones): %s",
                     rollout.rollout_id,
                     rollout.task_id,
                     problem,
@@ -90,8 +90,7 @@ class PoolNotices:
                 (rollout for rollout in among if reason in (outcome_refusal(rollout), new_entry(rollout, 0))), None
             )
             logger.warning(
-                "experience pool: %d rollouts are refused as %s, and so will be others like them, which refused/%s"
-                " counts: %s%s",
+                "experience pool: %d rollouts are refused as %s (refused/%s counts these and later ones): %s%s",
                 refused[reason.value],
                 reason.value,
                 reason.value,
@@ -112,8 +111,8 @@ class PoolNotices:
         if not newer or not self._first("newer"):
             return
         logger.warning(
-            "experience pool: %d trajectories have policy versions up to %d, this is step %d: the count of steps"
-            " began anew (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
+            "experience pool: %d trajectories have policy versions up to %d, this is step %d: the step count"
+            " restarted (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
             " belongs to the pool, or begin with an empty one; to use what an earlier run made, import it"
             " (`trajstore pool import`)",
             len(newer),
@@ -194,6 +193,7 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     corrected = sum(entry.is_corrected for entry in state.all_entries())
     limits += f", {corrected} outcomes given late" if corrected else ""
     return (
-        f"of {len(held)} tasks with trajectories {barred} have none that may come out ({limits}), {skipped} are skipped"
+        f"of {len(held)} tasks with trajectories {barred} have none that may be replayed ({limits}), {skipped} are "
+        "skipped"
         f" as solved, {unplaced} have no bucket yet"
     )

@@ -165,7 +165,7 @@ def _trajectory(one: Any, task: str) -> AgentTrajectory:
             raise TypeError(f"field {name}: {shown(getattr(trajectory, name))}")
     outcome_of(trajectory)
     if trajectory.task_id != task:
-        raise ValueError("it says that it is of another task")
+        raise ValueError("it names another task")
     return trajectory
 
 

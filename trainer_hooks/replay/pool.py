@@ -533,7 +533,7 @@ class ExperienceManager:
         return not self._state.rows.differs(task_id, prompt)
 
     def never_drawn(self) -> dict[str, list[PoolEntry]]:
-        """Return the entries that are never drawn, by figure.
+        """Return the entries that are never drawn, by metric name.
 
         ``other_prompts`` answer another prompt than their task's row, ``too_long`` exceed the trainer's lengths.
         """
@@ -667,7 +667,7 @@ class ExperienceManager:
 
         Args:
             directory: with the three files.
-            same_run: whether policy versions are of the run that goes on; otherwise they are unknown
+            same_run: whether policy versions are of the run that continues; otherwise they are unknown
                 (``of_earlier_run``).
             global_steps: the training step that the run goes back to; ``None`` = it stays at its own.
             task_prefix: prepended to the name of every task.

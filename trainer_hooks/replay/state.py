@@ -390,8 +390,8 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
     if others and not entries and point is None:
         logger.warning(
-            "experience pool: its store holds %d trajectories that are none of a pool's; they are left alone, and the"
-            " pool is begun among them. Give the pool a directory of its own if that is not what you want",
+            "experience pool: its store holds %d trajectories that are not of a pool; they stay, and the pool starts"
+            " beside them. To keep them apart, give the pool its own directory",
             others,
         )
     return result

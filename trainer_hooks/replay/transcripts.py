@@ -195,7 +195,7 @@ class TranscriptReader:
         if reward is None and success is None:
             if self.outcome is None:
                 raise InvalidTrajectoryError(
-                    "neither reward nor success: say what it came to, or give the outcome of all such lines"
+                    "neither reward nor success: add one of them, or pass an outcome for all such lines"
                 )
             return self.outcome
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
@@ -206,7 +206,7 @@ class TranscriptReader:
         if success is not None and is_success(outcome, self.success_threshold) is not success:
             raise InvalidTrajectoryError(
                 f"success: {str(success).lower()}, but an outcome of {outcome:g} is"
-                f" {'none' if success else 'one'} with success_threshold = {self.success_threshold:g}; say reward"
+                f" {'none' if success else 'one'} with success_threshold = {self.success_threshold:g}; set reward"
             )
         return outcome
 
@@ -372,7 +372,7 @@ def _message(value: Any, number: int) -> dict[str, Any]:
         ]
         if any(not isinstance(part, str) for part in parts):
             raise InvalidTrajectoryError(
-                f"messages[{number}].content: has parts that are no text; only text is replayed"
+                f"messages[{number}].content: has parts that are not text; only text is replayed"
             )
         content = "".join(map(str, parts))
     if not isinstance(content, str):

@@ -393,8 +393,7 @@ class ReplaySession:
         rollouts, rollouts_store = -1, ""
         if self._recorder is not None and (status := self._recorded(self._recorder.flush)) is not None:
             rollouts, rollouts_store = status.committed, status.store_id
-        manager = self._hook.manager
-        pool = None if manager is None else self._on_disk(manager.state_dict)
+        pool = self._on_disk(self._hook.state_dict) or None
         expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
         guidance, wanted = self.guided.state(), self._histories.wanted
         cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted)
@@ -402,10 +401,9 @@ class ReplaySession:
 
     def hold_checkpoints(self) -> None:
         """Keep in the pool's store the points of the checkpoints that verl can load, and of the one resumed from."""
-        manager = self._hook.manager
-        if manager is not None:
+        if self.replays:
             states = [cut.pool for cut in restorable_cuts(self._checkpoints)] + [self._resumed_from]
-            self._on_disk(lambda: manager.hold([state for state in states if state is not None]))
+            self._on_disk(lambda: self._hook.hold([state for state in states if state is not None]))
 
     def resume(self, folder: Path | None, step: int) -> None:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.

@@ -30,14 +30,14 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="a number as JSON writes it (0.5, -3), true or false (1 or 0), null, which takes back what there is; "
-        "anything else is a text, and so is what stands in double quotes ('NAME=\"7\"'); what only looks like a number "
-        "(.5, 007) is refused; may come several times",
+        help="a JSON number (0.5, -3), true or false (1 or 0), or null, which removes the value; "
+        "anything else is a text, as is a value in double quotes ('NAME=\"7\"'); malformed numbers (.5, 007) are "
+        "refused; may be repeated",
     )
     parser.add_argument(
         "--file", metavar="FILE", help='JSON lines: {"trajectory_id": "3/17", "NAME": VALUE, ...}; - = standard input'
     )
-    parser.add_argument("--who", metavar="NAME", help="gives the values, for the history")
+    parser.add_argument("--who", metavar="NAME", help="author of the values, for the history")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
@@ -88,13 +88,9 @@ def _check_number(item: str, name: str, value: str) -> None:
         return
     text = f"a text is quoted: --set '{name}=\"{value}\"'"
     if not math.isfinite(number):
-        raise ConfigurationError(
-            f"annotate: --set {item}: {value} is no finite number; null says that there is none, and {text}"
-        )
+        raise ConfigurationError(f"annotate: --set {item}: {value} is not finite; null removes a value, and {text}")
     if not _JSON_NUMBER.fullmatch(value):
-        raise ConfigurationError(
-            f"annotate: --set {item}: {value} is no number as JSON writes it (0.5, -3, 1e-4); {text}"
-        )
+        raise ConfigurationError(f"annotate: --set {item}: {value} is not a number in JSON (0.5, -3, 1e-4); {text}")
 
 
 def _portions(file: TextIO, name: str) -> Iterator[tuple[list[Any], dict[str, list[Any]]]]:
@@ -126,9 +122,9 @@ COMMAND = Command(
     name="annotate",
     summary="give trajectories scores, corrections and tags that come late",
     description=(
-        "Give trajectories values after they were added: numbers, or texts such as tags. Whoever writes the store "
-        "takes them in within a second; where nobody writes, this does. The latest value of a name is a column of list "
-        "and query, the history stays."
+        "Set late values of trajectories: numbers, or texts such as tags. A running writer records them within a "
+        "second; without one, this command does. The latest value of a name is a column of list and query; earlier "
+        "ones stay in the history."
     ),
     configure=_configure,
     run=_run,

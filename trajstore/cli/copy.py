@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=SOURCE)
-    add_target(parser, "DST", "where to; absent, empty, or what this command has made before")
+    add_target(parser, "DST", "target folder: absent, empty, or made by this command before")
 
 
 def _copy(options: Namespace, out: Output) -> int:
@@ -59,7 +59,7 @@ COPY = Command(
     summary="copy a store as it is at this moment, also while it is being written",
     description=(
         "Copy every committed trajectory of a store, a checkpoint, or each store of a run directory, and verify the "
-        "copy. A writer may go on meanwhile. Files are hard links where the file system can. Pins are not copied. "
+        "copy. A writer may be running. Files are hard links where the file system allows it. Pins are not copied. "
         "A directory of RLinf becomes a store."
     ),
     configure=_configure,
@@ -70,9 +70,9 @@ REPAIR = Command(
     name="repair",
     summary="copy what is whole of a damaged store to a new one",
     description=(
-        "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; say what "
-        "is lost. An empty store takes the place of a rank that is lost. A directory of RLinf becomes a store. Nothing "
-        "of what is damaged is changed or deleted. Exit code 0: all trajectories are in the new store; 1: some are "
+        "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; list "
+        "the losses. An empty store replaces a lost rank. A directory of RLinf becomes a store. Damaged "
+        "files are neither changed nor deleted. Exit code 0: all trajectories are in the new store; 1: some are "
         "lost, or may be."
     ),
     configure=_configure,

@@ -12,9 +12,9 @@ from trajstore.errors import trajectories
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
-    parser.add_argument("target", metavar="OUT", help="file (jsonl) or folder (parquet) to make; must be absent")
+    parser.add_argument("target", metavar="OUT", help="file (jsonl) or folder (parquet) to write; must be absent")
     parser.add_argument("--to", choices=("jsonl", "parquet"), default="jsonl", help="default: %(default)s")
-    parser.add_argument("--where", metavar="CONDITION", help='only those of which it holds, e.g. "outcome > 0"')
+    parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--pin", metavar="NAME", help="export the trajectories of a pin")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -59,8 +59,8 @@ IMPORT = Command(
     name="import",
     summary="make a store of exported rollouts",
     description=(
-        "Make a store of what export has written: rollouts with their dtypes and latest late values. Ids, UUIDs and "
-        "commit times are new; an export has no authors and no former values. The store appears when it is whole. "
+        "Make a store of an export: rollouts with their dtypes and latest late values. Ids, UUIDs and "
+        "commit times are new; an export has no authors and no former values. The store appears when it is complete. "
         "Parquet needs Polars (extra 'query')."
     ),
     configure=_configure_import,
@@ -72,7 +72,7 @@ COMMAND = Command(
     summary="write rollouts as JSON lines or Parquet",
     description=(
         "Write rollouts with messages, tokens, masks and log-probabilities to a file of JSON lines or a folder of "
-        "Parquet files, which datasets, pandas, DuckDB and Polars read. The target appears when it is whole. Needs "
+        "Parquet files, which datasets, pandas, DuckDB and Polars read. The target appears when it is complete. Needs "
         "Polars (extra 'query')."
     ),
     configure=_configure,

@@ -39,12 +39,12 @@ def _id(text: str) -> int:
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
-    parser.add_argument("--each", action="store_true", help="of a run directory, show every rank in full")
+    parser.add_argument("--each", action="store_true", help="for a run directory, show every rank in full")
     parser.add_argument(
         "--trajectory",
         type=_id,
         metavar="ID",
-        help="show one trajectory (3/17: 17 of a run's rank 3); of an agent, what was said",
+        help="show one trajectory (3/17: 17 of a run's rank 3); for a rollout, its messages",
     )
     parser.add_argument(
         "--sample", type=int, metavar="K", help="show sample K of the trajectory (t * B + b), or token K of a rollout"
@@ -395,10 +395,11 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
-        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown. The difference is headers "
-        "of the files, and what is evicted or pinned. Of a folder, all stores below it are counted. "
-        "Reads RLinf's directories and experience pools too. A writer may go on. Writes nothing but a reader's lease "
-        "while a writer has the store open. Exit code 1: it lists problems."
+        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown. The difference is file "
+        "headers, and evicted or pinned rows. For a folder, all stores below it are counted. "
+        "Reads RLinf's directories and experience pools too. A writer may be running. Writes nothing but a reader's "
+        "lease "
+        "while a writer has the store open. Exit code 1: problems are listed."
     ),
     configure=_configure,
     run=_run,

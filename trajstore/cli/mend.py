@@ -12,9 +12,9 @@ from trajstore.errors import trajectories
 def _configure_prune(parser: ArgumentParser) -> None:
     _configure_path(parser)
     parser.add_argument(
-        "--where", metavar="CONDITION", required=True, help='evict those of which it holds, e.g. "outcome = 0"'
+        "--where", metavar="CONDITION", required=True, help='evict matching trajectories, e.g. "outcome = 0"'
     )
-    parser.add_argument("--yes", action="store_true", help="do it; without, nothing is changed")
+    parser.add_argument("--yes", action="store_true", help="evict; without it, nothing is changed")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
@@ -24,7 +24,7 @@ def _configure_compact(parser: ArgumentParser) -> None:
 
 
 def _configure_path(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="store or run directory that nobody writes; path or URL")
+    parser.add_argument("path", metavar="PATH", help="store or run directory without a running writer; path or URL")
 
 
 def _prune(options: Namespace, out: Output) -> int:
@@ -60,9 +60,9 @@ PRUNE = Command(
     name="prune",
     summary="evict the trajectories of which a condition holds",
     description=(
-        "Evict the trajectories of a store or run directory of which a condition on facts holds (trajstore list PATH "
-        "--facts). Says first how many they are and changes nothing; --yes evicts them, of each store in one commit. "
-        "No writer may be at work then. What pins name stays readable. Needs Polars (extra 'query')."
+        "Evict the trajectories of a store or run directory that match a condition on facts (trajstore list PATH "
+        "--facts). Without --yes it only counts them. --yes evicts them, in one commit per store; no writer may be "
+        "running then. Pinned trajectories stay readable. Needs Polars (extra 'query')."
     ),
     configure=_configure_prune,
     run=_prune,
@@ -73,7 +73,7 @@ COMPACT = Command(
     summary="give back the disk space of evicted trajectories, and unite small shards",
     description=(
         "Rewrite the shards of a store, or of each store of a run directory, until no row is dead and no two small "
-        "shards are left. No writer may be at work. Nothing is lost when it is interrupted: run it again."
+        "shards are left. No writer may be running. An interrupted command loses nothing: run it again."
     ),
     configure=_configure_compact,
     run=_compact,

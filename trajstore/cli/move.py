@@ -37,7 +37,7 @@ def _configure_convert(parser: ArgumentParser) -> None:
 
 
 def _configure_target(parser: ArgumentParser) -> None:
-    add_target(parser, "OUT", "where to; absent, empty, or what this command has made before")
+    add_target(parser, "OUT", "target folder: absent, empty, or made by this command before")
 
 
 def _merge(options: Namespace, out: Output) -> int:
@@ -79,7 +79,8 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
 
 
 _LEFT_OUT = (
-    "UUIDs stay. What is damaged is left out and named; the exit code is 1 then. An interrupted command leaves nothing "
+    "UUIDs stay. Damaged trajectories are left out and named; the exit code is then 1. An interrupted command leaves "
+    "nothing "
     "at OUT: run it again."
 )
 
@@ -87,8 +88,8 @@ MERGE = Command(
     name="merge",
     summary="make one store of several",
     description=(
-        "Write a store of the trajectories of several, in the order of their commits; one that several have is taken "
-        f"once. Files are hard links where the file system can. Ids are given anew, from 0. {_LEFT_OUT}"
+        "Write a store of the trajectories of several, in the order of their commits; duplicates are included "
+        f"once. Files are hard links where the file system allows it. Ids are reassigned, from 0. {_LEFT_OUT}"
     ),
     configure=_configure_merge,
     run=_merge,
@@ -98,8 +99,8 @@ SPLIT = Command(
     name="split",
     summary="make several stores of one",
     description=(
-        "Write stores of the trajectories of a store or run directory into folders of OUT. Files are hard links where "
-        f"the file system can. Ids stay; those of a run are given anew, from 0. {_LEFT_OUT}"
+        "Write stores of the trajectories of a store or run directory into folders of OUT. Files are hard links "
+        f"where the file system allows it. Ids stay; those of a run are reassigned, from 0. {_LEFT_OUT}"
     ),
     configure=_configure_split,
     run=_split,

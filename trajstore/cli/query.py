@@ -40,27 +40,29 @@ def _configure_query(parser: ArgumentParser) -> None:
 
 def _configure_list(parser: ArgumentParser) -> None:
     _configure_place(parser)
-    parser.add_argument("--where", metavar="CONDITION", help='show those of which it holds, e.g. "outcome > 0"')
-    parser.add_argument("--columns", metavar="NAMES", help=f"facts to show, with commas (default: {','.join(SHOWN)})")
+    parser.add_argument("--where", metavar="CONDITION", help='show only matching trajectories, e.g. "outcome > 0"')
+    parser.add_argument(
+        "--columns", metavar="NAMES", help=f"facts to show, separated by commas (default: {','.join(SHOWN)})"
+    )
     parser.add_argument(
         "--sort",
         metavar="NAMES",
         default="committed desc, trajectory_id desc",
-        help="facts or expressions to sort by, with commas; what is null comes last (default: %(default)s)",
+        help="facts or expressions to sort by, separated by commas; nulls come last (default: %(default)s)",
     )
     parser.add_argument("--limit", metavar="N", type=int, default=20, help="show N; 0 = all (default: %(default)s)")
-    parser.add_argument("--offset", metavar="N", type=int, default=0, help="pass over the first N (default: 0)")
+    parser.add_argument("--offset", metavar="N", type=int, default=0, help="skip the first N (default: 0)")
     parser.add_argument(
         "--facts",
         action="store_true",
-        help="show which facts there are here, and which columns 'query' has besides, and end",
+        help="list the facts of this store and the other columns of 'query', then exit",
     )
     _configure_form(parser)
 
 
 def _configure_place(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
-    parser.add_argument("--pin", metavar="NAME", help="ask about the trajectories of a pin")
+    parser.add_argument("--pin", metavar="NAME", help="use the trajectories of a pin")
 
 
 def _configure_form(parser: ArgumentParser) -> None:
@@ -124,7 +126,7 @@ def _run_list(options: Namespace, out: Output) -> int:
     if not (options.json or options.csv) and len(answer) < total:
         end = passed + len(answer)
         which = f"{passed + 1:,} to {end:,}" if passed and len(answer) else f"{len(answer):,}"
-        more = f", --offset {end} goes on" if end < total else ""
+        more = f", --offset {end} continues" if end < total else ""
         out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
     return code()
 
@@ -171,8 +173,8 @@ LIST = Command(
     name="list",
     summary="list trajectories and their facts",
     description=(
-        "List trajectories of a store, checkpoint, run directory or directory of RLinf with facts such as task, "
-        "outcome and policy version, those that were committed last first. Needs Polars (extra 'query')."
+        "List trajectories of a store, checkpoint, run directory or directory of RLinf with facts such as "
+        "task, outcome and policy version, latest commits first. Needs Polars (extra 'query')."
     ),
     configure=_configure_list,
     run=_run_list,
@@ -182,10 +184,10 @@ QUERY = Command(
     name="query",
     summary="answer a question in SQL about trajectories, messages, tokens or steps",
     description=(
-        "Answer a statement of SQL about the tables 'trajectories', one row each with facts as columns, 'messages' and "
-        "'tokens' of rollouts, and 'steps' of blocks; these have the facts of their trajectory besides "
-        "(trajstore list PATH --facts). What cannot be read is named and left out. In the table that is shown, long "
-        "texts are cut; --json and --csv have all of them. Needs Polars (extra 'query')."
+        "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages' and "
+        "'tokens' of rollouts, and 'steps' of blocks, which have the facts of their trajectory too (trajstore list "
+        "PATH --facts). Unreadable trajectories are named and left out. The table cuts long texts; --json and --csv "
+        "do not. Needs Polars (extra 'query')."
     ),
     configure=_configure_query,
     run=_run_query,

@@ -52,10 +52,10 @@ def reference() -> str:
         "| code | meaning |",
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
-        f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; what commands had to leave out they "
-        "name, and do the rest; where nothing can be read they change nothing |",
-        f"| {FAILED} | it could not be done: no store there, a value out of range, a package that is not installed, "
-        "a full disk |",
+        f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; other commands name the parts that "
+        "they leave out and process the rest; if nothing can be read, they change nothing |",
+        f"| {FAILED} | failed: no store at the path, a value out of range, a package that is not installed, a full "
+        "disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C) |",
     ]
     return "\n".join(lines) + "\n"

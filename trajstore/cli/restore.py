@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("mirror", metavar="MIRROR", help="mirror, or the folder of a run's mirrors; path or URL")
-    parser.add_argument("target", metavar="DIR", help="where to; absent, empty, or an interrupted restore of MIRROR")
+    parser.add_argument(
+        "target", metavar="DIR", help="target folder: absent, empty, or an interrupted restore of MIRROR"
+    )
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
@@ -45,8 +47,8 @@ COMMAND = Command(
     summary="make a store of its mirror, after a machine is lost",
     description=(
         "Copy everything that a mirror has (trajectories with their ids, pins, saved points) to a new directory, and "
-        "compare every checksum. The result is a store that goes on where the mirror stood, and may be mirrored there "
-        "again. An interrupted restore goes on when it is called again. Of a run, each rank_* is restored."
+        "compare every checksum. The result is a store that continues from the mirror's state, and may be mirrored "
+        "there again. Run an interrupted restore again to continue it. For a run, each rank_* is restored."
     ),
     configure=_configure,
     run=_run,

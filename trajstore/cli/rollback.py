@@ -21,7 +21,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--delete", action="store_true", help="delete the state that is left, instead of giving it a name (aside-...)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="change nothing, say what would be changed")
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; list the changes")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
@@ -61,9 +61,9 @@ COMMAND = Command(
     name="rollback",
     summary="go to a snapshot of a store",
     description=(
-        "Let a store show what a snapshot showed (trajectories, late values, saved points), in one commit. The state "
-        "that is left becomes a snapshot itself, unless it is one: going to that undoes it. Of a run directory all "
-        "stores go, or none. No writer may have the store open."
+        "Return a store to a snapshot (trajectories, late values, saved points), in one commit. The state that is "
+        "left becomes a snapshot itself, unless it is one already; going to it undoes the rollback. In a run "
+        "directory all stores are rolled back, or none. No writer may have the store open."
     ),
     configure=_configure,
     run=_run,

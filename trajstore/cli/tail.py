@@ -21,15 +21,21 @@ logger = logging.getLogger(__name__)
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store or run directory; path or URL")
-    parser.add_argument("--since", metavar="CURSOR", help="go on after what an earlier call has shown")
     parser.add_argument(
-        "--last", metavar="N", type=int, default=10, help="without --since, begin with the newest N (default: 10)"
+        "--since", metavar="CURSOR", help="continue after the last trajectory that an earlier call has shown"
     )
-    parser.add_argument("--follow", action="store_true", help="go on until interrupted")
     parser.add_argument(
-        "--every", metavar="SECONDS", type=float, default=1.0, help="with --follow, between two looks (default: 1)"
+        "--last", metavar="N", type=int, default=10, help="without --since, start with the newest N (default: 10)"
     )
-    parser.add_argument("--where", metavar="CONDITION", help='show those of which it holds, e.g. "outcome > 0"')
+    parser.add_argument("--follow", action="store_true", help="continue until interrupted")
+    parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=float,
+        default=1.0,
+        help="with --follow, interval between checks (default: 1)",
+    )
+    parser.add_argument("--where", metavar="CONDITION", help='show only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--json", action="store_true", help="write a line of JSON for each, with the cursor after it")
 
 
@@ -59,7 +65,7 @@ def _run(options: Namespace, out: Output) -> int:
                         logger.warning("%s: %s", options.path, error)
         finally:
             if not options.json:
-                out.line(f"go on with: trajstore tail {options.path} --since {cursor}")
+                out.line(f"continue with: trajstore tail {options.path} --since {cursor}")
     return int(tail.damage is not None)
 
 
@@ -84,9 +90,10 @@ COMMAND = Command(
     name="tail",
     summary="show trajectories as they are committed",
     description=(
-        "Show the newest trajectories of a store or run directory with their facts, and with --follow those that come, "
-        "one line each. A cursor says where to go on later: nothing is shown twice, over restarts of writers and "
-        "readers and new ranks, and what left unseen is counted. Needs Polars (extra 'query')."
+        "Show the newest trajectories of a store or run directory with their facts, one line each; with --follow, new "
+        "ones as they are committed. A cursor marks where to continue later: nothing is shown twice, even after "
+        "restarts or with new ranks, and trajectories that were evicted before they could be shown are counted. "
+        "Needs Polars (extra 'query')."
     ),
     configure=_configure,
     run=_run,

@@ -47,7 +47,7 @@ def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
     if notes:
         out.heading("values that came late")
         for note in notes:
-            given = "taken back" if note["value"] is None else shown_value(note["value"])
+            given = "removed" if note["value"] is None else shown_value(note["value"])
             when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
             out.line(f"  {when}  {note['name']}  {given}  {note['who']}")
 

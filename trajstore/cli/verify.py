@@ -57,9 +57,10 @@ COMMAND = Command(
     name="verify",
     summary="check every checksum and every name",
     description=(
-        "Read every byte and compare it with its checksum; check that every name is there. The files it counts are "
-        "those of shards and of states of saved points, the trajectories also evicted ones that pins keep. A writer "
-        "may go on: what it evicts meanwhile is no damage. Writes nothing but a reader's lease while a writer has the "
+        "Read every byte and compare it with its checksum; check that every named file exists. It counts the "
+        "files of shards and of saved points' states, and the trajectories with evicted ones that pins keep. A "
+        "writer may be running: its evictions are not damage. Writes nothing but a reader's lease while a writer has "
+        "the "
         "store open. Exit code 0 = sound, 1 = damaged, 2 = no store there."
     ),
     configure=_configure,

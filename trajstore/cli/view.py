@@ -24,7 +24,7 @@ def _configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
     parser.add_argument("--compare", metavar="PATH", help="show the curves of another store or run beside these")
-    parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any that is free (default: {_PORT})")
+    parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any free one (default: {_PORT})")
     parser.add_argument(
         "--host",
         metavar="NAME",
@@ -34,14 +34,16 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--write", action="store_true", help="let the page give trajectories scores, corrections and tags"
     )
-    parser.add_argument("--who", metavar="NAME", help="gives what the page gives, for the history (default: the login)")
+    parser.add_argument(
+        "--who", metavar="NAME", help="author of values set on the page, for the history (default: the login)"
+    )
     parser.add_argument(
         "--bundle",
         metavar="DIR",
-        help="serve nothing; write the page into a folder that any server of files shows: absent, empty or a bundle",
+        help="do not serve; write the page into a folder for any file server: absent, empty or a bundle",
     )
     parser.add_argument(
-        "--where", metavar="CONDITION", help='of a bundle: only those of which it holds, e.g. "outcome > 0"'
+        "--where", metavar="CONDITION", help='for a bundle: only matching trajectories, e.g. "outcome > 0"'
     )
 
 
@@ -78,7 +80,7 @@ def _serve(options: Namespace, out: Output) -> int:
     if options.who is not None and not options.write:
         raise ConfigurationError("view: --who has no effect without --write")
     if options.write and options.pin is not None:
-        raise ConfigurationError("view: --write: a pin keeps the values that it showed; leave out --pin to give some")
+        raise ConfigurationError("view: --write: the values of a pin are fixed; leave out --pin to annotate")
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
         from trajstore.view.correcting import Correcting
@@ -122,9 +124,9 @@ COMMAND = Command(
     summary="show a store as a page in a browser, live",
     description=(
         "Show a store, checkpoint, run directory, directory of RLinf or experience pool as a page in a browser: a "
-        "table of trajectories, rollouts as conversations and coloured tokens, groups, curves. What is written "
-        "meanwhile appears; the writer never waits. Nothing is written, unless --write lets the page give values to "
-        "trajectories, as annotate does; nothing is loaded from elsewhere. Needs the extra 'view'. With --bundle, a "
+        "table of trajectories, rollouts as conversations and coloured tokens, groups, curves. New commits "
+        "appear on the page; the writer never waits. Nothing is written, unless --write lets the page set late "
+        "values, as annotate does; nothing is loaded from other servers. Needs the extra 'view'. With --bundle, a "
         "folder to publish is written instead."
     ),
     configure=_configure,

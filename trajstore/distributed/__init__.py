@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trajstore.distributed.dataset import StoreDatasource, read_store
     from trajstore.distributed.handle import DistributedReplayBuffer
     from trajstore.distributed.receipts import Receipt
+    from trajstore.distributed.rows import trajectory_of
 
 __all__ = [
     "Channel",
@@ -21,6 +22,7 @@ __all__ = [
     "StoreDatasource",
     "read_store",
     "receive",
+    "trajectory_of",
 ]
 
 _MODULES = {
@@ -30,6 +32,7 @@ _MODULES = {
     "StoreDatasource": "dataset",
     "read_store": "dataset",
     "receive": "channel",
+    "trajectory_of": "rows",
 }
 
 

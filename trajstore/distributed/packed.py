@@ -189,6 +189,7 @@ def united(
         np.array([target.data_ptr() for target in targets], np.int64),
         0,
         count,
+        np.empty(count, np.int64),
     )
     return {spec.name: target for spec, target in zip(specs, targets, strict=True)}
 

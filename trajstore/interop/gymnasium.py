@@ -194,7 +194,8 @@ def _tensor(value: Any, path: str) -> torch.Tensor:
     array = np.asarray(value)
     if array.dtype.kind not in "biufc" or not array.ndim:
         raise InvalidTrajectoryError(
-            f"{path}: {shown(value)} is no array of numbers with a row for each environment; leave it out, or encode it"
+            f"{path}: {shown(value)} is not an array of numbers with a row for each environment; leave it out, or "
+            "encode it"
         )
     return torch.from_numpy(np.require(array, requirements="W") if array.flags.writeable else array.copy())
 

@@ -157,7 +157,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
     directory = open_directory(target)
     if nested(open_directory(place.url), directory):
-        raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; copy to another directory")
+        raise ConfigurationError(f"{target}: is within {place.url}, or contains it; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
     files, folders = directory.listing()
@@ -212,7 +212,7 @@ def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None
 
 
 def _not_empty(target: str) -> ConfigurationError:
-    return ConfigurationError(f"{target}: is not empty, and is no such copy; give the copy a directory of its own")
+    return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:

@@ -136,8 +136,8 @@ def _late_columns(reader: Reader, question: Query) -> dict[str, DataType]:
     types |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
     if both := sorted(facts.keys() & by_row.keys()):
         logger.warning(
-            "export: values %s are by row in one rank and one for each trajectory in another, and are left out; export "
-            "the ranks one by one to have them",
+            "export: values %s are by row in one rank and one for each trajectory in another, so they are left out; "
+            "export each rank by itself to include them",
             ", ".join(both),
         )
     return {name: kind for name, kind in types.items() if name not in both}
@@ -207,7 +207,7 @@ def appearing(target: Path) -> Iterator[Path]:
     for left in target.parent.glob(f"{prefix}*"):
         with _locked(left) as mine:
             if mine:
-                logger.warning("%s: deletes the leftovers of a killed command", left)
+                logger.warning("%s: deleting the leftovers of a killed command", left)
                 shutil.rmtree(left)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
     try:
@@ -218,7 +218,7 @@ def appearing(target: Path) -> Iterator[Path]:
                 _sync(made)
             # Never replaces a file or a folder with content.
             if target.exists():
-                raise ConfigurationError(f"{target} has come into being meanwhile; nothing was replaced")
+                raise ConfigurationError(f"{target} was created meanwhile; nothing was replaced")
             made.rename(target)
             _sync(target.parent)
     finally:

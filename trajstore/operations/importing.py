@@ -71,7 +71,7 @@ def _rows(source: Path) -> Iterator[tuple[str, Row]]:
             try:
                 table = pl.read_parquet(file)
             except pl.exceptions.PolarsError as error:
-                raise ConfigurationError(f"{file}: is no Parquet file: {error}") from error
+                raise ConfigurationError(f"{file}: is not a Parquet file: {error}") from error
             for number, row in enumerate(table.iter_rows(named=True)):
                 yield f"{file}: row {number}", from_parquet(row)
             continue
@@ -81,9 +81,9 @@ def _rows(source: Path) -> Iterator[tuple[str, Row]]:
                 try:
                     row = orjson.loads(line)
                 except orjson.JSONDecodeError as error:
-                    raise ConfigurationError(f"{place}: is no JSON: {error}") from error
+                    raise ConfigurationError(f"{place}: is not JSON: {error}") from error
                 if not isinstance(row, dict):
-                    raise ConfigurationError(f"{place}: is no JSON object")
+                    raise ConfigurationError(f"{place}: is not a JSON object")
                 yield place, row
 
 

@@ -199,9 +199,9 @@ def seam_names(schema: Schema) -> list[str]:
 def broken_epochs(
     schema: Schema, extent: Extent, rows: Callable[[str, int, int], torch.Tensor | None]
 ) -> npt.NDArray[np.bool_] | None:
-    """Return a mask ``[T, B]`` of the steps that begin a rollout epoch whose environment does not go on.
+    """Return a mask ``[T, B]`` of the steps that begin a rollout epoch whose environment does not continue.
 
-    It goes on if the observation before such a step equals the one after the step before. None without such steps.
+    It continues if the observation before such a step equals the one after the step before. None without such steps.
 
     Args:
         schema: columns of a step trajectory.

@@ -110,7 +110,7 @@ def split(
             for number, (name, entries) in enumerate(select(reader, snapshot).items())
         }
         if not parts:
-            raise ConfigurationError(f"{places[0].url}: has no trajectories that could be split")
+            raise ConfigurationError(f"{places[0].url}: has no trajectories to split")
         return _write(result, parts, progress)
 
 
@@ -149,7 +149,7 @@ def _places(sources: Sequence[str | Path], target: str | Path) -> list[Place]:
     places = [find_place(source) for source in sources]
     for place in places:
         if nested(place.directory, open_directory(target)):
-            raise ConfigurationError(f"{target}: lies in {place.url}, or the other way round; write to another place")
+            raise ConfigurationError(f"{target}: is within {place.url}, or contains it; write to another place")
     return places
 
 
@@ -233,7 +233,7 @@ def _write(
     if target.exists() and any(target.listing()) and isinstance(target, LocalDirectory):
         if not _hold(target, parts, trajectory_format):
             raise ConfigurationError(
-                f"{target.url}: is not empty, and holds other trajectories than what is to be written; give another "
+                f"{target.url}: is not empty, and holds other trajectories than those to be written; give another "
                 "directory, or delete this one"
             )
         result.notes.append(WRITTEN_ALREADY)

@@ -102,9 +102,7 @@ def stores_of(place: Place) -> list[Place]:
     if place.kind != "run" or len(stores) < len(place.parts) or place.lacking:
         others = [f"{part.name} is no store of trajstore" for part in place.parts if part.kind != "store"]
         why = "; ".join((*place.lacking, *others)) if place.kind == "run" else f"it is of the kind {place.kind!r}"
-        raise ConfigurationError(
-            f"{place.url}: is neither a store of trajstore nor a run whose ranks are all there: {why}"
-        )
+        raise ConfigurationError(f"{place.url}: is neither a store of trajstore nor a run with all its ranks: {why}")
     return stores
 
 

@@ -104,7 +104,7 @@ def rollout_of(row: Row, place: str) -> Imported:
     """
     try:
         if unknown := row.keys() - _NAMES:
-            raise ConfigurationError(f"{place}: {min(unknown)!r} is no field of an export; put it in metadata")
+            raise ConfigurationError(f"{place}: {min(unknown)!r} is not a field of an export; put it in metadata")
         exact = row.get("exact") or {}
         kinds, limits = exact.get("dtypes", {}), exact.get("not_finite", {})
 
@@ -128,7 +128,7 @@ def rollout_of(row: Row, place: str) -> Imported:
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, ConfigurationError):
             raise
-        raise ConfigurationError(f"{place}: is no rollout of an export: {error!r}") from error
+        raise ConfigurationError(f"{place}: is not a rollout of an export: {error!r}") from error
 
 
 def _tensor(values: Any, dtype: torch.dtype, limits: Mapping[str, Sequence[int]]) -> torch.Tensor:

@@ -88,7 +88,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
         descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
         folder = "a run directory" if place.rank_names else "a folder"
         kind = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
-        raise ConfigurationError(f"{path}: single trajectories can be shown of a store, this is {kind}")
+        raise ConfigurationError(f"{path}: single trajectories can only be shown of a store; this is {kind}")
     catalog, position, trajectory, columns, damage = _read(place.directory, own_id(number), number)
     entry, row = catalog.index.entry(position), int(catalog.index.at("shard", position))
     return Single(
@@ -127,7 +127,7 @@ def _read(
             position = catalog.index.find(trajectory_id)
             if position is None and problems:
                 raise CorruptStoreError(
-                    f"trajectory {shown_id(number)}: not in what can be read: {listed(map(str, problems), 3)}"
+                    f"trajectory {shown_id(number)}: not in the readable part: {listed(map(str, problems), 3)}"
                 )
             if position is None:
                 raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(number)}")

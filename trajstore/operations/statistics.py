@@ -126,7 +126,7 @@ class RewardStatistics:
             rewards: ``[T, B, C]``.
             dones: ``[T or T + E, B, C]``.
             seam: keys that join it to others.
-            broken: mask ``[T, B]`` of steps after which an episode cannot go on from the step before; the steps before
+            broken: mask ``[T, B]`` of steps that do not continue the episode of the step before; the steps before
                 belong to no ended episode.
             valid: bool ``[T, B]``; steps that are not are not counted. None: all are.
         """

@@ -72,7 +72,7 @@ class Cursor:
                     if type(number) is not int or not -1 <= number < ID_LIMIT:
                         raise ValueError("id")
         except (binascii.Error, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigurationError(f"cursor: {text!r} is no cursor; give one that tail has written") from error
+            raise ConfigurationError(f"cursor: {text!r} is not a cursor; pass one that tail printed") from error
         return cls(stores, unseen)
 
 

@@ -80,7 +80,7 @@ def inspect_trajectory(
         if tokens:
             report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
     elif tokens:
-        raise ConfigurationError(f"{path}: trajectory {shown_id(number)} is no rollout and has no tokens")
+        raise ConfigurationError(f"{path}: trajectory {shown_id(number)} is not a rollout and has no tokens")
     else:
         steps, batch = entry.extent.steps, entry.extent.batch
         report |= {

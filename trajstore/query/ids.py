@@ -108,7 +108,7 @@ def _compared(cells: list[str]) -> Iterator[_Compared]:
     words = [cells[at] if cells[at][0] in "'\"`$" else cells[at].lower() for at in places]
 
     def literal(first: int, step: int = 1) -> tuple[int, int] | None:
-        """Return the range of the literal that starts at a word, or ends there (``step`` -1)."""
+        """Return the range of words of the literal that starts at word ``first`` or, with ``step`` -1, ends there."""
         if not 0 <= first < len(words) or not (words[first][0] == "'" or words[first].isdigit()):
             return None
         last = first + 2 * step

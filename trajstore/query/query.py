@@ -96,7 +96,7 @@ class Query:
             MissingDependencyError: Polars is not installed (extra ``query``).
         """
         if self._groups:
-            raise ConfigurationError("ids: the question groups rows, so its rows have no ids; ask without group_by")
+            raise ConfigurationError("ids: the query groups rows, so its rows have no ids; leave out group_by")
         rows = self._limited(self._sorted(self._kept())).select("trajectory_id")
         if self.relation != TRAJECTORIES:
             rows = rows.unique(maintain_order=True)
@@ -187,7 +187,7 @@ class Query:
             for text, column in zip(self._columns, columns, strict=False):
                 if _name_of(column) in twice:
                     raise ConfigurationError(
-                        f"select: {text!r}: is in the answer already, as all columns of group_by are"
+                        f"select: {text!r}: is in the result already, like all columns of group_by"
                     )
             grouped = kept.group_by(groups, maintain_order=True).agg(columns)
             checked = _answered("select", self._columns, kept, lambda: _checked(grouped))
@@ -292,11 +292,11 @@ def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
     except ConfigurationError as error:
         if not made_of:
             raise
-        raise ConfigurationError(f"{error}; groups are sorted by what select has of them") from None
+        raise ConfigurationError(f"{error}; groups are sorted by selected columns") from None
     none = polars().DataFrame(schema=table.collect_schema()).lazy().select(key)
     if len(_answered("order_by", (text,), table, none.collect)):
         raise ConfigurationError(
-            f"order_by: {text!r} is one value for all rows; sort by columns, groups by what select has of them"
+            f"order_by: {text!r} is one value for all rows; sort by columns, or groups by selected columns"
         )
     return key
 
@@ -331,11 +331,11 @@ def _not_of_a_row(text: str) -> ConfigurationError:
 
 def _text(where: str, text: Any) -> str:
     if not isinstance(text, str) or not text.strip():
-        raise ConfigurationError(f'{where}: {text!r}, must be an expression of SQL, such as "outcome > 0"')
+        raise ConfigurationError(f'{where}: {text!r}, must be an SQL expression, such as "outcome > 0"')
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigurationError(f"{where}: {text!r}: is no Unicode: {error}") from error
+        raise ConfigurationError(f"{where}: {text!r}: is not valid Unicode: {error}") from error
     return text
 
 
@@ -345,7 +345,7 @@ def _parsed(where: str, text: str) -> Expr:
     if "select" in words(text):
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
-        raise ConfigurationError(f"{where}: {text!r}: these are several; give each as an argument of its own")
+        raise ConfigurationError(f"{where}: {text!r}: has several expressions; pass each as its own argument")
     text = for_polars(where, with_columns(with_numbers(text)))
     try:
         parsed: Expr = pl.sql_expr(text)

@@ -78,7 +78,8 @@ def positions_of(contents: Contents, ids: IntArray) -> IntArray:
         raise TrajectoryUnavailableError(f"trajectory {shown_id(int(gone[0]))} has been evicted meanwhile")
     if len(gone := ids[contents.index.at("slot", positions) == UNAVAILABLE]):
         raise TrajectoryUnavailableError(
-            f"trajectory {shown_id(int(gone[0]))}: its files are not there, or it was in memory only and has left it"
+            f"trajectory {shown_id(int(gone[0]))}: its files are not there, or it was in memory only and has been "
+            "dropped"
         )
     return positions
 

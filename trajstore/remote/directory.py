@@ -237,7 +237,7 @@ class RemoteDirectory(Directory):
             except OSError:
                 self._versions.pop(name, None)  # unknown whether it was carried out
                 raise
-        raise OSError(errno.EBUSY, "somebody else changes it all the time", self._objects.url_of(name))
+        raise OSError(errno.EBUSY, "another process keeps changing it", self._objects.url_of(name))
 
     def append(self, name: str, data: Buffer) -> None:
         """Publish a log segment. It is written once: there is no second append to it.
@@ -299,7 +299,7 @@ class RemoteDirectory(Directory):
             return RemoteReaderLease(self._objects, generation, self._lease_ttl)
         except OSError as error:
             logger.warning(
-                "%s: read without an announcement, so its writer may delete shards that this reader shows: %s",
+                "%s: read without a lease, so its writer may delete shards that this reader shows: %s",
                 self.url,
                 error,
             )

@@ -85,7 +85,7 @@ class RemoteWriterLock(WriterLock):
             except OSError as error:
                 raise StoreLockedError(
                     f"{self._objects.url}: the writer's lock could not be renewed for {self._ttl:g} s, so others may "
-                    f"have taken it; see that the store can be reached ({error})"
+                    f"have taken it; check that the store can be reached ({error})"
                 ) from error
 
     @property
@@ -130,7 +130,7 @@ class RemoteWriterLock(WriterLock):
         except FileNotFoundError:
             return
         except OSError as error:  # it expires
-            logger.warning("the writer's lock could not be given back: %s", error)
+            logger.warning("the writer's lock could not be released: %s", error)
 
     # -- taking and keeping -----------------------------------------------------------------------
 
@@ -174,8 +174,9 @@ class RemoteWriterLock(WriterLock):
         for (condition, text), is_kept in zip(harm.items(), kept, strict=True):
             if not is_kept:
                 logger.warning(
-                    "%s: this object store is not seen to keep %s: a writer that was frozen for longer than lock_ttl "
-                    "(%g s) while others took over is not kept out when it wakes: %s. Their shards are safe from it",
+                    "%s: this object store does not seem to support %s, so a writer that was frozen for longer than "
+                    "lock_ttl (%g s) while others took over is not stopped when it wakes: %s. It cannot replace "
+                    "their shards",
                     self._objects.url,
                     condition,
                     self._ttl,
@@ -217,7 +218,7 @@ class RemoteWriterLock(WriterLock):
                 return
             except ConflictError:
                 self._version = self._confirmed()  # the response to an earlier attempt was lost
-        raise OSError(errno.EBUSY, "the lock changes all the time", self._objects.url_of(LOCK_NAME))
+        raise OSError(errno.EBUSY, "the lock keeps changing", self._objects.url_of(LOCK_NAME))
 
     def _holder(self) -> Stamped | None:
         """Return the lock; None if absent."""
@@ -244,8 +245,9 @@ class RemoteWriterLock(WriterLock):
         released = parse_holder(holder).get("released") is True
         return WriterFencedError(
             f"{self._objects.url} was taken over while this writer was cut off: it {'was' if released else 'is being'} "
-            f"written by {describe_holder(holder)}. This writer can write nothing more; what it had acknowledged is in "
-            "the store, what it still holds is not: close it, open the store again when it is free, and add that again"
+            f"written by {describe_holder(holder)}. This writer can no longer write. Its acknowledged trajectories "
+            "are in the store, the others are not: close it, open the store again when it is free, and add the "
+            "others again"
         )
 
 

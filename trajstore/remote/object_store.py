@@ -98,7 +98,9 @@ class ObjectStore:
                     theirs = list(_by_filesystem(fs, pieces))
                     if not any(isinstance(part, BaseException) for _, part in theirs):
                         self._ranges = os.getpid(), None
-                        logger.warning("%s: ranges come by s3fs, more slowly than by obstore: %s", self.url, data)
+                        logger.warning(
+                            "%s: ranges are fetched by s3fs, more slowly than by obstore: %s", self.url, data
+                        )
                         yield from theirs
                         return
                 yield place, data
@@ -111,8 +113,8 @@ class ObjectStore:
             if lost_by_fork():
                 self._ranges = os.getpid(), None
                 logger.warning(
-                    "%s: ranges come by s3fs, more slowly than by obstore, which does not live on in a process "
-                    "that was forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
+                    "%s: ranges are fetched by s3fs, more slowly than by obstore, which does not work in a process "
+                    "forked from one that used it; start processes by 'spawn' or 'forkserver', or before the "
                     "first batch",
                     self.url,
                 )
@@ -330,7 +332,7 @@ class ObjectStore:
         try:
             yield
         except ConflictError as error:
-            raise ConflictError(errno.EBUSY, "somebody else has changed it", url) from error
+            raise ConflictError(errno.EBUSY, "another process has changed it", url) from error
         except MissingDependencyError:
             raise
         except OSError as error:

@@ -16,6 +16,7 @@ import torch
 from tools.crash.child import User
 from tools.crash.journal import Journal
 from trajstore import TrajectoryReplayBuffer, WriterOptions
+from trajstore.core.writing import commit_log
 from trajstore.remote import lock as remote_lock
 from trajstore.remote.object_store import ObjectStore
 
@@ -51,12 +52,13 @@ class Writer(User):
 
     def open(self, url: str, options: dict[str, Any]) -> None:
         """Open a store so that its index is written often and its lock is lost soon."""
+        commit_log.LOG_BYTES = 1 << 12
         self.buffer = TrajectoryReplayBuffer(
             auto_save=True,
             auto_save_path=url,
             sample_window_size=0,
             storage_options={**options, "lock_ttl": LOCK_TTL},
-            writer=WriterOptions(threads=2, commit_interval=0.005, snapshot_bytes=1 << 12),
+            writer=WriterOptions(threads=2, commit_interval=0.005),
         )
 
     def commit(self) -> None:

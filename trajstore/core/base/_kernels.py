@@ -12,6 +12,10 @@ from numba import types
 from numba.extending import intrinsic
 
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+_sem_init: Any = types.ExternalFunction("sem_init", types.int32(types.intp, types.int32, types.uint32))
+_sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.intp))
+_sem_wait: Any = types.ExternalFunction("sem_wait", types.int32(types.intp))
+_sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
 SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
 
@@ -30,7 +34,7 @@ def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable
 
     def compile_now(function: Callable[..., Any]) -> Any:
         dispatcher = numba.njit(nogil=nogil, cache=True)(function)
-        dispatcher.compile(f"({', '.join(types_of_arguments)})")
+        dispatcher.compile(f"({', '.join(types_of_arguments)},)")
         return dispatcher
 
     return compile_now
@@ -77,36 +81,37 @@ def _prefetcher() -> Any:
     return prefetch
 
 
-def _reader() -> Any:
-    """Return an intrinsic that returns the byte at an address."""
-
-    @intrinsic
-    def read(typing_context: Any, address: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), align=1)
-
-        return types.uint8(types.intp), generate
-
-    return read
-
-
 def _adder() -> Any:
-    """Return an intrinsic that atomically adds to an int64 at an address, and returns its old value."""
+    """Return an intrinsic that atomically adds to an int64 at an address, and returns its old value; a full barrier."""
 
     @intrinsic
     def add(typing_context: Any, address: Any, number: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-            return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+            return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
 
         return types.int64(types.intp, types.int64), generate
 
     return add
 
 
+def _pointer(element: types.Type) -> Any:
+    """Return an intrinsic that makes an address a pointer to elements."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], context.get_value_type(element).as_pointer())
+
+        return types.CPointer(element)(types.intp), generate  # type: ignore[no-untyped-call]
+
+    return pointer
+
+
 _prefetch = _prefetcher()
 _add_to = _adder()
-_byte_at = _reader()
+_array_at: Any = numba.carray  # type: ignore[attr-defined]
+_numbers_at, _bytes_at = _pointer(types.int64), _pointer(types.int8)
 _copy1, _copy2, _copy4, _copy8 = (_loader(t) for t in (types.uint8, types.uint16, types.uint32, types.uint64))
 
 
@@ -155,7 +160,7 @@ def place_rows(
         places[LAST_EXTRA, k] = tail
 
 
-@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64")
+@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64", _NUMBERS)
 def copy_rows(
     slot: Array,
     rows: Array,
@@ -166,14 +171,15 @@ def copy_rows(
     targets: Array,
     begin: int,
     end: int,
+    sources: Array,
 ) -> None:
     """Copy, for samples ``begin <= k < end``, row ``rows[axis, k]`` of each column of slot ``slot[k]``.
 
     ``addresses[s, c]`` is the address of the first row of column c of slot s, ``axes[s, c]`` its axis;
-    ``columns[j]`` is the c that output j takes, ``targets[j]`` the address of its row 0.
+    ``columns[j]`` is the c that output j takes, ``targets[j]`` the address of its row 0. ``sources`` is working memory
+    for a number per sample.
     """
     count = end - begin
-    sources = np.empty(count, np.int64)
     for j in range(len(columns)):
         c = columns[j]
         width = row_nbytes[j]
@@ -201,7 +207,77 @@ def copy_rows(
                 _memcpy(target + i * width, sources[i], width)
 
 
-@compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", _NUMBERS)
+_CALLERS, _CLOSED, _ACTIVE, _TAKEN, _PENDING, _WANTED, HELPERS, _WORK = range(8, 72, 8)
+"""Places in the record of helper threads, each in its own cache line; at 0 is the semaphore on which they sleep.
+
+Calls that ask for the helpers; 1 while there is no work; helpers that may be at work; its samples taken so far;
+wake-ups under way; helpers still to wake; number of helpers; the work: sizes, and addresses of arrays.
+"""
+
+HELPERS_NUMBERS = _WORK + 13
+"""Length of the record."""
+
+MOST_SAMPLES = 4096
+"""Largest number of samples that a thread takes at a time."""
+
+_SPINS = 1000
+"""Times to check for helpers at work before yielding the processor."""
+
+
+@compiled(_NUMBERS)
+def make_helpers(record: Array) -> None:
+    """Prepare a record of zeros, for threads that call :func:`help_copy`."""
+    _sem_init(record.ctypes.data, 0, 0)
+    record[_CLOSED] = 1
+
+
+@compiled(_NUMBERS, _NUMBERS)
+def _share(record: Array, sources: Array) -> None:
+    """Wake further helpers, then copy pieces of the work until none are left."""
+    at = record.ctypes.data
+    work = record[_WORK:]
+    count, piece, wakes, slots, width, outputs = work[0], work[1], work[2], work[3], work[4], work[5]
+    for _ in range(wakes):
+        if _add_to(at + 8 * _WANTED, -1) > 0:
+            _add_to(at + 8 * _PENDING, 1)
+            _sem_post(at)
+    slot = _array_at(_numbers_at(work[6]), count)
+    rows = _array_at(_numbers_at(work[7]), (3, count))
+    addresses = _array_at(_numbers_at(work[8]), (slots, width))
+    axes = _array_at(_bytes_at(work[9]), (slots, width))
+    columns = _array_at(_numbers_at(work[10]), outputs)
+    row_nbytes = _array_at(_numbers_at(work[11]), outputs)
+    targets = _array_at(_numbers_at(work[12]), outputs)
+    while True:
+        begin = _add_to(at + 8 * _TAKEN, piece)
+        if begin >= count:
+            return
+        end = min(begin + piece, count)
+        copy_rows(slot, rows, addresses, axes, columns, row_nbytes, targets, begin, end, sources)
+
+
+@compiled(_NUMBERS)
+def help_copy(record: Array) -> None:
+    """Sleep, and help with the copies of :func:`share_rows`; never returns, never needs the GIL.
+
+    A helper that wakes late finds the work closed, and does not look at it. Memory is allocated only here, because an
+    error later would leave work undone.
+    """
+    at = record.ctypes.data
+    sources = np.empty(MOST_SAMPLES, np.int64)
+    while True:
+        while _sem_wait(at) != 0:  # interrupted by a signal
+            pass
+        _add_to(at + 8 * _PENDING, -1)
+        _add_to(at + 8 * _ACTIVE, 1)
+        if _add_to(at + 8 * _CLOSED, 0) == 0:
+            _share(record, sources)
+        _add_to(at + 8 * _ACTIVE, -1)
+
+
+@compiled(
+    *(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _NUMBERS, "int64", "int64", "int64", _NUMBERS)
+)
 def share_rows(
     slot: Array,
     rows: Array,
@@ -211,18 +287,36 @@ def share_rows(
     row_nbytes: Array,
     targets: Array,
     piece: int,
-    taken: Array,
+    helpers: int,
+    wakes: int,
+    record: Array,
 ) -> None:
-    """Copy rows as :func:`copy_rows` does, together with other threads that call this with the same arrays.
+    """Copy all rows as :func:`copy_rows` does, with the threads that help.
 
-    Each takes ``piece`` samples at a time until none are left; ``taken[0]`` counts the samples taken, at first 0.
+    Waits only for helpers that have begun. While another call has the helpers, this thread copies alone. Threads take
+    ``piece`` samples at a time, at most ``MOST_SAMPLES``. Each first wakes ``wakes`` of at most ``helpers``.
     """
-    counter = taken.ctypes.data
-    while True:
-        begin = _add_to(counter, piece)
-        if begin >= len(slot):
-            return
-        copy_rows(slot, rows, addresses, axes, columns, row_nbytes, targets, begin, min(begin + piece, len(slot)))
+    sources = np.empty(MOST_SAMPLES, np.int64)
+    if _add_to(record.ctypes.data + 8 * _CALLERS, 1) > 0:
+        _add_to(record.ctypes.data + 8 * _CALLERS, -1)
+        record = np.zeros(HELPERS_NUMBERS, np.int64)
+    at = record.ctypes.data
+    work = record[_WORK:]
+    work[0], work[1], work[2] = len(slot), piece, wakes
+    work[3], work[4], work[5] = addresses.shape[0], addresses.shape[1], len(columns)
+    work[6], work[7], work[8], work[9] = slot.ctypes.data, rows.ctypes.data, addresses.ctypes.data, axes.ctypes.data
+    work[10], work[11], work[12] = columns.ctypes.data, row_nbytes.ctypes.data, targets.ctypes.data
+    record[_TAKEN] = 0
+    record[_WANTED] = min(helpers, record[HELPERS]) - record[_PENDING]
+    _add_to(at + 8 * _CLOSED, -1)
+    _share(record, sources)
+    _add_to(at + 8 * _CLOSED, 1)
+    checks = 0
+    while _add_to(at + 8 * _ACTIVE, 0) > 0:
+        checks += 1
+        if checks > _SPINS:
+            _sched_yield()
+    _add_to(at + 8 * _CALLERS, -1)
 
 
 @compiled(_NUMBERS, _TABLE, _TABLE, "int8[:, ::1]", _NUMBERS, _NUMBERS, _TABLE)
@@ -314,6 +408,6 @@ def are_there(addresses: Array, sizes: Array, bases: Array, ends: Array, marks: 
             continue
         start = addresses[i] - bases[m]
         for mark in range(marks[m] + start // block, marks[m] + (start + sizes[i] - 1) // block + 1):
-            if _byte_at(mark) == 0:
+            if _bytes_at(mark)[0] == 0:
                 return False
     return True

@@ -104,7 +104,7 @@ def columns_or_none(value: Any) -> Sequence[str] | None:
         return None
     names = texts("columns", value, " (dotted names), or None for all")
     if not names:
-        raise ConfigurationError("columns: none is named; give a list of dotted names, or None for all")
+        raise ConfigurationError("columns: empty; pass a list of dotted names, or None for all")
     return names
 
 

@@ -130,7 +130,7 @@ class Background:
             return sum(queued.weight for queued in left), len(self._calls)
 
     def _until(self, reached: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until ``reached()`` is true, checking it with the lock held; then re-raise a call's exception.
+        """Wait until ``reached()`` is true, checking it with the lock held; then re-raise a queued call's exception.
 
         Returns:
             False on timeout.

@@ -50,7 +50,7 @@ class WaitList:
 
 
 def seconds_until(deadline: float | None) -> float | None:
-    """Return the seconds until a time of ``time.monotonic``; None for none."""
+    """Return the seconds until a time of ``time.monotonic``; None if the time is None."""
     return None if deadline is None else deadline - time.monotonic()
 
 

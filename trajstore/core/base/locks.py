@@ -43,7 +43,6 @@ ORDER = (
     "StoreMirror._lock",
     "Arena._lock",
     "StringTable._lock",
-    "Helpers._lock",
     "PartialMaps._lock",
     "ReadCache._mutex",
     "_Download.lock",

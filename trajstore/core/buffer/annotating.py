@@ -110,7 +110,7 @@ def annotate(
         return
     if rows:
         raise ConfigurationError(
-            f"annotate: {', '.join(rows)}: values by row can be given to the writer of the store alone: give its "
+            f"annotate: {', '.join(rows)}: only the store's writer can add values by row: pass its "
             "buffer, TrajectoryReplayBuffer(auto_save=True, auto_save_path=...), or a handle of stores in Ray, instead "
             "of the path"
         )
@@ -153,7 +153,9 @@ def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int
             try:
                 kinds = kinds_to_come(Catalog.open(directory), said.values.keys())
             except StoreError as error:  # the other ranks still get their values
-                logger.warning("annotate: rank %d was not asked for its names of values: %s", rank, error)
+                logger.warning(
+                    "annotate: rank %d cannot be read, so the names of its values are not checked: %s", rank, error
+                )
                 continue
         check_same_kinds(said, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
 
@@ -229,7 +231,7 @@ def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
     for name in rows:
         check_name(name)
         if name in OVER_FACTS or name.startswith(SCORE):
-            raise ConfigurationError(f"annotate: {name}: has rows, but takes the place of a number")
+            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
     return update, rows
 
 
@@ -256,8 +258,8 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
     for at, item in enumerate(values):
         if not isinstance(item, torch.Tensor | np.ndarray):
             raise ConfigurationError(
-                f"annotate: {name}: value {at} is {shown(item)}, others are arrays of rows; take rows back with None "
-                "for all trajectories of a call"
+                f"annotate: {name}: value {at} is {shown(item)}, others are arrays of rows; to remove rows, pass "
+                "None for all trajectories of a call"
             )
         try:
             tensors.append(as_tensor(name, item))

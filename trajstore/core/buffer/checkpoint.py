@@ -175,8 +175,8 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
     store = store_above(above)
     if store is not None:
         raise ConfigurationError(
-            f"{target.url}: lies within the store {store.url}, where its files would be taken for the "
-            f"store's; {own}, or mark a moment inside the store with points.pin() or points.save()"
+            f"{target.url}: lies within the store {store.url}, and their files would be mixed; "
+            f"{own}, or save the state inside the store with points.pin() or points.save()"
         )
 
 

@@ -69,8 +69,7 @@ class ContentWatch:
             self._look(stored, flats)
         if empty:
             logger.warning(
-                "add_trajectories: at the places %s of %d there is nothing to store (no fields, or T * B = 0); "
-                "the others have ids",
+                "add_trajectories: positions %s of %d are empty (no fields, or T * B = 0) and were not stored",
                 listed(str(place) for place in empty),
                 len(empty) + len(flats),
             )
@@ -92,7 +91,7 @@ class ContentWatch:
             count = self._counts[doubt] = self._counts.get(doubt, 0) + 1
             if count == 10 ** (len(str(count)) - 1):
                 logger.warning(
-                    "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are kept as they are",
+                    "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are stored unchanged",
                     count,
                     doubt,
                     shown(trajectory.rollout_id),
@@ -145,8 +144,8 @@ class ColumnWatch:
         if before is not None and "kind" not in self._told:
             self._told.add("kind")
             logger.warning(
-                "this buffer has %s trajectories and is given %s trajectories: sample() refuses a draw that meets an "
-                "agent trajectory, and sample_trajectories() draws both kinds; keep the two in two stores",
+                "this buffer has %s trajectories, and %s trajectories are added: sample() fails if it draws an "
+                "agent trajectory, and sample_trajectories() draws both kinds; use a store for each kind",
                 before,
                 kind,
             )
@@ -164,8 +163,8 @@ class ColumnWatch:
         if fresh:
             self._told.update(fresh)
             logger.warning(
-                "trajectories added now have other columns than those before: %s; a sample() that draws "
-                "rows of both is refused, and one that draws rows of one kind is not: name the columns (columns=...)",
+                "trajectories added now have other columns than earlier ones: %s; a sample() that "
+                "draws rows of both raises an error: name the columns (columns=...)",
                 ", ".join(fresh),
             )
 

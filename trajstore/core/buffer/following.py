@@ -31,7 +31,7 @@ def claim(sampler: Sampler, view: View) -> None:
         if not mine & its:
             raise ConfigurationError(
                 f"sampler: it follows another buffer ({_shown_stores(its)}) than this one ({_shown_stores(mine)}), "
-                "where its ids are those of other trajectories; make a sampler for each buffer"
+                "where the same ids name other trajectories; make a sampler for each buffer"
             )
     _VIEWS[sampler] = weakref.ref(view)
 

@@ -440,7 +440,7 @@ class Reader(Closing):
         self._draws.load_state_dict(state)
 
     def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
-        """Save the trajectories shown now to their own directory; adding may go on meanwhile.
+        """Save the trajectories shown now to their own directory; trajectories may be added meanwhile.
 
         Files are hard-linked where the file system supports it, else copied; the directory appears atomically.
         Trajectories of a buffer in memory that have left it are not saved. Late values that another process has put
@@ -600,8 +600,8 @@ def unpickled(
         gone = set(store_ids) - set(reader.store_ids)
         if gone:
             raise StoreNotFoundError(
-                f"{request.directory.url}: the buffer that was sent reads the store {listed(sorted(gone))}, which does "
-                f"not lie there now; what does is {listed(sorted(reader.store_ids)) or 'no store'}"
+                f"{request.directory.url}: the pickled buffer reads the store {listed(sorted(gone))}, which is "
+                f"no longer at this path; now there is {listed(sorted(reader.store_ids)) or 'no store'}"
             )
     reader._draws.take_up(**pickle.loads(state))
     reader._draws.copied()

@@ -151,7 +151,7 @@ class TrajectoryReplayBuffer(Reader):
         """Add trajectories and return their ids. All are checked before any is added.
 
         An empty trajectory (no fields, or no samples) is skipped with a warning, and gets no id.
-        The tensors are copied before this returns; writing goes on in the background. When the memory for
+        The tensors are copied before this returns; writing continues in the background. When the memory for
         pending writes (``WriterOptions.max_pending_bytes``) is full, this waits. Trajectories that :meth:`get`
         returned with late values are added as recorded, with the values set again; this waits for a flush.
 
@@ -320,7 +320,7 @@ class TrajectoryReplayBuffer(Reader):
         if added:
             kept = isinstance(self.sink, StoreSink)
             logger.warning(
-                "refresh: loads again, and no longer shows the %d trajectories that were added here since; %s",
+                "refresh: reloads, which hides the %d trajectories added here since; %s",
                 added,
                 "they stay in its own store" if kept else "they were in memory only and are lost",
             )
@@ -390,8 +390,9 @@ class TrajectoryReplayBuffer(Reader):
         """
         if isinstance(self.sink, StoreSink):
             raise StoreError(
-                f"{self.auto_save_path}: a buffer that writes stays in its process, as a store has one writer; in the "
-                f"other process make a buffer, load_checkpoint({self.auto_save_path!r}), and refresh() to follow"
+                f"{self.auto_save_path}: a buffer with a writer cannot be sent to another process, because a store "
+                f"has one writer; make a buffer there, load_checkpoint({self.auto_save_path!r}), and refresh() to "
+                "follow"
             )
         if self.live.locked(lambda contents: bool(contents.snapshot().memory)):
             raise StoreError(

@@ -18,7 +18,6 @@ class Retention(Settings):
 
     Attributes:
         max_trajectories: number of trajectories.
-        max_samples: number of valid samples, T·B summed.
         max_bytes: bytes of all columns.
         max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
             all; trajectories with unknown versions stay.
@@ -28,7 +27,6 @@ class Retention(Settings):
     """
 
     max_trajectories: Count | None = None
-    max_samples: Count | None = None
     max_bytes: Count | None = None
     max_policy_age: Whole | None = None
 
@@ -43,17 +41,11 @@ class Retention(Settings):
             known = versions != UNKNOWN_VERSION
             if known.any():
                 going |= known & (versions < int(versions[known].max()) - self.max_policy_age)
-        for limit, sizes in (
-            (self.max_trajectories, None),
-            (self.max_samples, "num_samples"),
-            (self.max_bytes, "nbytes"),
-        ):
-            if limit is None:
-                continue
-            amounts = np.ones(count, np.int64) if sizes is None else index[sizes].astype(np.int64)
-            kept = np.where(going, 0, amounts)
-            newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
-            going |= newer > limit
+        for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
+            if limit is not None:
+                kept = np.where(going, 0, amounts)
+                newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
+                going |= newer > limit
         going[-1] = False
         return index.first + np.flatnonzero(going)
 
@@ -61,6 +53,4 @@ class Retention(Settings):
         """Return whether the totals alone show that the limits hold."""
         if self.max_policy_age is not None or self.max_bytes is not None:
             return False
-        if self.max_trajectories is not None and len(index) > self.max_trajectories:
-            return False
-        return self.max_samples is None or index.total_samples <= self.max_samples
+        return self.max_trajectories is None or len(index) <= self.max_trajectories

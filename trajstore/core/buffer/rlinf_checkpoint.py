@@ -60,7 +60,7 @@ def write_rlinf(
     entries = [entry for group in in_order(write, groups) for entry in group]
     if invalid:
         logger.warning(
-            "layout 'rlinf': RLinf has no field valid; %d invalid steps of %d trajectories (%s) are drawn by it",
+            "layout 'rlinf': RLinf has no field valid and will also draw %d invalid steps of %d trajectories (%s)",
             sum(invalid.values()),
             len(invalid),
             ids_in_words(np.array(list(invalid))),

@@ -162,7 +162,7 @@ def save_run_point(
     failed = _told_by_all(group, None if error is None else f"rank_{rank}: {error}", f"save_run_point({step})")
     if failed or point is None:
         raise StoreWriteError(
-            f"save_run_point({step}): not every rank has saved it ({listed(failed)}); earlier points are as they were"
+            f"save_run_point({step}): not every rank has saved it ({listed(failed)}); earlier points are unchanged"
         ) from error
     for old in () if keep is None else buffer.points.saved[:-keep]:
         buffer.points.remove(old.step)
@@ -247,7 +247,7 @@ def _choose(buffer: TrajectoryReplayBuffer, step: int | None, ranks: int) -> int
     if step is not None and step not in complete:
         wanted = [point for point in points if point.step == step]
         why = incomplete_sentence(wanted[0]) if wanted else f"no saved point of step {step}"
-        raise StoreNotFoundError(f"{run}: {why}; complete are: {listed(map(str, complete)) or 'none'}")
+        raise StoreNotFoundError(f"{run}: {why}; complete points: {listed(map(str, complete)) or 'none'}")
     if known != stores:
         directory.publish([EncodedFile(_STORES_NAME, [orjson.dumps(stores)])])
     return max(complete, default=None) if step is None else step
@@ -262,7 +262,7 @@ def _known_stores(run: Directory) -> dict[str, str]:
     except ValueError as error:
         raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is damaged ({error}); remove it") from error
     if not isinstance(stores, dict):
-        raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is no object of UUIDs by rank; remove it")
+        raise CorruptStoreError(f"{run.url}/{_STORES_NAME}: is not an object of UUIDs by rank; remove it")
     return stores
 
 
@@ -284,10 +284,10 @@ def _check_not_lost(run: str, points: Sequence[RunPoint], there: Collection[int]
     else:
         return
     raise StoreNotFoundError(
-        f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: bring it back from a copy "
-        f"or its mirror, or begin a new run in another directory and load this one there (load_checkpoint({run!r}, "
-        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, take the points away "
-        "(points.remove) and begin"
+        f"{run}: no saved point is complete, of {len(points)}: {why}, so a store was lost: restore it from a copy "
+        f"or its mirror, or start a new run in another directory and load this one there (load_checkpoint({run!r}, "
+        f"strict=False, pin={point_name(points[-1].step)!r})). If none was lost, remove the points "
+        "(points.remove) and start again"
     )
 
 
@@ -300,7 +300,7 @@ def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
     steps = listed(str(point.step) for point in whole) or "none"
     raise ConfigurationError(
         f"{run}: {newest.saved_by} ranks saved its points together, this job has {ranks} (steps that all of them have: "
-        f"{steps}); begin a new run, and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
+        f"{steps}); start a new run, and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
         f"pin={point_name(newest.step)!r}, ...)"
     )
 

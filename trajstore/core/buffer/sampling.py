@@ -85,8 +85,8 @@ def _check_fits(sampler: Sampler) -> None:
     parameters = inspect.signature(sampler.draw).parameters.values()
     if not any(parameter.name == "fits" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         raise ConfigurationError(
-            f"sampler: {type(sampler).__name__}.draw takes no fits=, which says of rows whether a whole sequence "
-            "follows them; let it take fits, as Sampler.draw says, or ask for sequences with pad=True"
+            f"sampler: {type(sampler).__name__}.draw has no argument fits=, the filter for rows that begin a "
+            "whole sequence; add it as in Sampler.draw, or use pad=True"
         )
 
 
@@ -227,8 +227,8 @@ class Sampling:
         positions = self.rows(contents, drawn)
         if np.any(others := self._are_others(contents, drawn, positions)):
             raise TrajectoryUnavailableError(
-                f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, and another one has its id since a "
-                "load; draw again"
+                f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, but since a load another one has "
+                "its id; draw again"
             )
         return contents.plan(positions, contents.rows_of(positions, drawn.samples), contents.index.first, columns)
 
@@ -357,8 +357,8 @@ class Sampling:
             raise ConfigurationError("drawn rows: a place is negative")
         if np.any(beyond := drawn.samples >= contents.index.at("num_samples", positions)):
             raise TrajectoryUnavailableError(
-                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a row beyond its end was drawn, as "
-                "of another one that had this id before a load; draw again"
+                f"trajectory {shown_id(int(drawn.ids[beyond.argmax()]))}: a drawn row is beyond its end, "
+                "because another one had this id before a load; draw again"
             )
         return positions
 

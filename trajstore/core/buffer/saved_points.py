@@ -56,8 +56,8 @@ class PointsOfBuffer:
         request = self._view.request
         if request is not None:
             raise StoreError(
-                f"points.{call}: this buffer shows what was loaded from {request.directory.url}, and a saved point "
-                f"names trajectories of its own store {self._sink.writer.directory.url} alone; to have both in one "
+                f"points.{call}: this buffer shows trajectories loaded from {request.directory.url}, but a saved "
+                f"point has only those of its own store {self._sink.writer.directory.url}; to have both in one "
                 "store, save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
             )
         return self._sink.writer

@@ -159,7 +159,7 @@ class Sink:
         self._retain()
         after = len(self._view.contents.index)
         if after < before:
-            logger.info("retention: %d of %d trajectories are shown no longer", before - after, before)
+            logger.info("retention: %d of %d trajectories are no longer shown", before - after, before)
 
     def _retain(self) -> None:
         """Evict trajectories beyond the limits."""
@@ -473,8 +473,8 @@ def _tell_format(directory: Directory, before: str, now: str) -> None:
     """Warn of a store with shards of another format than new ones."""
     if before != now:
         logger.warning(
-            "%s: its newest shard is of format %s, and new ones are written as %s, which both are read; say "
-            "trajectory_format=%r to go on as before",
+            "%s: its newest shard has format %s, and new ones get %s; both can be read. Pass "
+            "trajectory_format=%r to keep the format",
             directory.url,
             before,
             now,

@@ -103,7 +103,7 @@ class View(CommitListener):
             if self._missed is not None:
                 raise StoreError(
                     f"this buffer may show other trajectories than its store has, because showing a change failed "
-                    f"({self._missed!r}); the store is right: close the buffer and open it again"
+                    f"({self._missed!r}); the store is correct: close the buffer and open it again"
                 ) from self._missed
             contents = self.contents
             try:

@@ -52,15 +52,15 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     shown_now = buffer.store_ids
     if names.any() and here and not left and not set(then["stores"]) & set(shown_now):
         raise ConfigurationError(
-            f"state: {what} is of other trajectories: none of the {len(ids)} that it names is here, and it was taken "
-            f"of store {listed(then['stores'])}, here is {listed(shown_now) or 'a buffer in memory'}; load what "
-            "it was taken of, or begin without it"
+            f"state: {what} belongs to other trajectories: none of the {len(ids)} in it is here, and it was saved for "
+            f"store {listed(then['stores'])}, here is {listed(shown_now) or 'a buffer in memory'}; load "
+            "that store, or start without the state"
         )
     gone = len(ids) - left
     if gone or here != int(then["trajectories"]):
         return [
             f"the {what} shows {trajectories(here)}, {then['trajectories']} when it was taken, and {gone} of the"
-            f" {len(ids)} that it names are gone: batches go on, but not as those of a run without a break would"
+            f" {len(ids)} that it names are gone: batches continue, but differ from those of an uninterrupted run"
             " (a saved point has the store as it was)"
         ]
     return []
@@ -77,8 +77,8 @@ def check_batches(then: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     ]
     if differing:
         raise ConfigurationError(
-            f"state: is of a loader with {', '.join(differing)}; load_state_dict(state, changed=True) goes on all the "
-            "same: batches that were under way come as they were drawn, later ones as they are wanted here"
+            f"state: was saved by a loader with {', '.join(differing)}; load_state_dict(state, changed=True) loads it "
+            "anyway: batches under way keep their draws, later ones follow this loader's options"
         )
 
 

@@ -48,8 +48,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         """Values that determine the sequence of batches; for ranks on one store, the store alone."""
         if isinstance(sampler, WeightedSampler) and sampler.priorities and rank[1] > 1 and stores == "shared":
             raise ConfigurationError(
-                "rank: ranks draw the same batches each by itself, and priorities that training changes would differ "
-                "between them; use a sampler without priorities, or let each rank draw from a store of its own"
+                "rank: each rank draws the same batches by itself, but training would change its priorities "
+                "differently; use a sampler without priorities, or a store for each rank (stores='per_rank')"
             )
         self._source = source
         self._device = device_of(options.get("device"))
@@ -124,8 +124,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
             return self._running
         if self._state is None:
             raise ConfigurationError(
-                "this loader has begun in the process that forked this one, which has the batches that were made "
-                "ahead; call loader.load_state_dict(loader.state_dict()) before the workers are made, or spawn them"
+                "this loader was started in the parent process, which has its prefetched batches; "
+                "call loader.load_state_dict(loader.state_dict()) before the workers are made, or spawn them"
             )
         return None
 
@@ -186,8 +186,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         check_state(state, ("source", "under_way", "handed_out", "redrawn", "ranks"))
         if state["ranks"] != self._ranks:
             raise ConfigurationError(
-                f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks on one shared "
-                "store take up each other's state, a rank with a store of its own that of the same rank of as many"
+                f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks of a shared "
+                "store can load each other's state; with a store per rank, only the same rank of as many"
             )
         check_state(state["source"], ())
         if truth("changed", changed):

@@ -149,7 +149,7 @@ def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bo
     if device is None or device.type == "cpu":
         return ReusedMemory(depth + 2) if reuse else FreshMemory()
     if device.type != "cuda" or not torch.cuda.is_available():
-        raise ConfigurationError(f"device: {device}, must be the CPU or a CUDA device that is there")
+        raise ConfigurationError(f"device: {device}, must be the CPU or an available CUDA device")
     return DeviceMemory(CudaDevice(device), depth + 1, reuse=even)
 
 

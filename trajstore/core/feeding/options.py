@@ -135,7 +135,6 @@ class TokenOptions(LoaderOptions, total=False):
         layout: ``"packed"``: trajectories are concatenated; ``"padded"``: one per row, padded to the longest
             ("packed").
         batch_size: packs per global batch, divided among ranks (1).
-        lookahead: number of trajectories drawn ahead to fill packs with (32).
         long: treatment of trajectories that exceed the budget or have no tokens: ``"refuse"`` raises, ``"skip"`` drops
             and counts them, ``"alone"`` puts a long one in a pack of its own beyond the budget ("refuse").
         pad_id: padding token (0).
@@ -143,7 +142,6 @@ class TokenOptions(LoaderOptions, total=False):
 
     layout: Layout
     batch_size: int
-    lookahead: int
     long: LongTrajectories
     pad_id: int
 
@@ -197,7 +195,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
     "demos": check_replay,
     **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
-    **dict.fromkeys(("prefetch", "lookahead", "batch_size"), _AT_LEAST_1),
+    **dict.fromkeys(("prefetch", "batch_size"), _AT_LEAST_1),
     "pad_id": partial(whole, least=-(1 << 63)),
     "columns": lambda _, value: columns_or_none(value),
     "timeout": seconds_or_none,
@@ -258,13 +256,13 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
     share = buffer.share
     if rank[1] > 1 and share is not None:
         raise ConfigurationError(
-            f"rank: {rank} of a shared store, but the buffer shows the share {share} alone, so ranks would draw "
-            "different batches; load it whole, or say stores='per_rank'"
+            f"rank: {rank} of a shared store, but the buffer shows the share {share} only, so ranks would draw "
+            "different batches; load it whole, or pass stores='per_rank'"
         )
     if rank[1] > 1 and buffer.seed is None:
         raise ConfigurationError(
             f"rank: {rank} of a shared store, but the buffer has no seed, so ranks would draw different batches; give "
-            "all ranks the same seed and sample_window_size, or say stores='per_rank'"
+            "all ranks the same seed and sample_window_size, or pass stores='per_rank'"
         )
     return rank, batch_size
 

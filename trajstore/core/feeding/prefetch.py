@@ -102,7 +102,7 @@ class Prefetcher(Generic[D, T]):
             has_result = self._wait(_SAYS_AFTER if timeout is None else timeout)
             if not has_result and timeout is None:
                 logger.warning(
-                    "no batch for %g s; %s next() waits for as long as it takes; with timeout=... it raises",
+                    "no batch for %g s; %s next() waits without limit; with timeout=... it raises",
                     _SAYS_AFTER,
                     self._waits_for,
                 )
@@ -200,8 +200,8 @@ class Prefetcher(Generic[D, T]):
             self.redrawn += 1
         if self.redrawn == 1:
             logger.warning(
-                "a trajectory was evicted between draw and read; its rows are drawn anew, here and in later batches: "
-                "figures() counts these in batches_redrawn"
+                "a trajectory was evicted between draw and read; its rows are redrawn; figures() counts this and "
+                "later cases in batches_redrawn"
             )
 
     def _await_room(self) -> None:

@@ -239,8 +239,8 @@ class BatchSource(Source[DrawnBatch]):
         if len(demos) < self._demo_count and not self._told_few:
             self._told_few = True
             logger.warning(
-                "demonstrations gave %d of the %d transitions that are their share of a batch; the replay buffer fills "
-                "it up",
+                "demonstrations provided %d of the %d transitions of their share of a batch; the replay buffer "
+                "provides the others",
                 len(demos),
                 self._demo_count,
             )
@@ -327,9 +327,9 @@ class BatchSource(Source[DrawnBatch]):
             return names
         difference = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
         if not self._common:
-            raise SchemaMismatchError(f"{difference}; name the columns to read, or say common_columns=True")
+            raise SchemaMismatchError(f"{difference}; name the columns to read, or pass common_columns=True")
         self._told_differing = differing
-        logger.warning("%s; batches are without", difference)
+        logger.warning("%s; batches do not have these columns", difference)
         return names
 
     # -- state ------------------------------------------------------------------------------------

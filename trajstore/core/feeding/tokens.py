@@ -39,6 +39,9 @@ from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUna
 
 logger = logging.getLogger(__name__)
 
+_MOST_WAITING = 32
+"""Number of drawn trajectories among which a pack is filled."""
+
 _IN_VAIN = 10_000
 """Maximum consecutive skipped trajectories; more are an error."""
 
@@ -58,7 +61,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     """Draws whole trajectories one by one; a global batch is a number of packs.
 
     Drawn trajectories wait until they fit. A pack takes the oldest waiting one, then every other that still fits, and
-    is closed when ``lookahead`` trajectories wait and none fits. So each drawn trajectory is used once, in almost the
+    is closed when 32 trajectories wait and none fits. So each drawn trajectory is used once, in almost the
     order of the draws.
 
     Args:
@@ -72,15 +75,20 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
         check_options("TokenLoader", options, TokenOptions)
-        check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer: tokens are copied from its maps")
+        check_instance(
+            "buffer",
+            buffer,
+            Reader,
+            "a reader or buffer, whose mapped files tokens are copied from; for stores of Ray open the path of the run",
+        )
         self._buffer = buffer
         self._tokens = tokens = whole("tokens", tokens, 1)
-        self._batch_size, self._lookahead = options.get("batch_size", 1), options.get("lookahead", 32)
+        self._batch_size = options.get("batch_size", 1)
         self._layout: Layout = options.get("layout", "packed")
         self._long: LongTrajectories = options.get("long", "refuse")
         self._pad_id = options.get("pad_id", 0)
         if self._pad_id and self._layout == "packed":
-            raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches: nothing is filled up")
+            raise ConfigurationError(f"pad_id: {self._pad_id}, has no effect on packed batches, which have no padding")
         self._rank, self._batch_size = share_of_batch(options, self._batch_size, buffer)
         self._min_size = options.get("min_size", 1)
         self._sampler = selection_of(options, "trajectory")
@@ -94,7 +102,6 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "tokens": self._tokens,
             "layout": self._layout,
             "batch_size": self._batch_size,
-            "lookahead": self._lookahead,
             "long": self._long,
             "sample_window_size": [self._buffer.sample_window_size],
             **told_selection(self._sampler),
@@ -141,7 +148,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             for trajectory in self._waiting:
                 (pack if room.take(trajectory.tokens) else still).append(trajectory)
             self._waiting = still
-            if room.full or len(still) >= self._lookahead or exhausted:
+            if room.full or len(still) >= _MOST_WAITING or exhausted:
                 return _rows(pack)
             try:
                 self._draw_ahead()
@@ -151,9 +158,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
                 exhausted = True
 
     def _draw_ahead(self) -> None:
-        """Draw until ``lookahead`` trajectories wait."""
+        """Draw until ``_MOST_WAITING`` trajectories wait."""
         in_vain = 0
-        while (still_wanted := self._lookahead - len(self._waiting)) > 0:
+        while (still_wanted := _MOST_WAITING - len(self._waiting)) > 0:
             drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
             try:
@@ -169,7 +176,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             in_vain = 0 if any(good) else in_vain + len(good)
             if in_vain >= _IN_VAIN:
                 raise ConfigurationError(
-                    f"tokens: {self._tokens}, and none of {in_vain} drawn trajectories has tokens and is as short"
+                    f"tokens: {self._tokens}, but all of {in_vain} drawn trajectories are longer or have no tokens"
                 )
 
     def _is_fit(self, number: int, length: int) -> bool:
@@ -184,7 +191,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         if self._long != "skip":
             more, alone = ("allow more tokens, ", " or long='alone'") if length else ("", "")
             raise ConfigurationError(
-                f"trajectory {shown_id(number)}: {problem}; {more}evict it, or say long='skip'{alone}"
+                f"trajectory {shown_id(number)}: {problem}; {more}evict it, or pass long='skip'{alone}"
             )
         if not self._skipped:
             logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), problem)

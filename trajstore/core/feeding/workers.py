@@ -31,7 +31,8 @@ class Workers:
         epoch = 0 if worker is None else max(1, worker.seed - worker.id)
         if self._epoch.item() not in (0, epoch):
             raise ConfigurationError(
-                "DataLoader workers of an earlier epoch have read from here, and their batches would come again; use "
+                "DataLoader workers of an earlier epoch have drawn from this loader, and their batches would be "
+                "repeated; use "
                 "persistent_workers=True, or iterate in this process without workers, or call load_state_dict with "
                 "the state to continue from"
             )

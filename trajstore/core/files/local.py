@@ -279,7 +279,7 @@ class LocalDirectory(Directory):
             else:
                 self._cut(descriptor, name, end)
             if known not in (None, end):
-                text = f"has {end:,} bytes, {known:,} after the last commit: somebody else has changed it"
+                text = f"has {end:,} bytes, {known:,} after the last commit: another process has changed it"
                 raise OSError(errno.ESTALE, text)
             try:
                 write_all(descriptor, [memoryview(data)])

@@ -59,7 +59,12 @@ class LocalWriterLock(WriterLock):
                 except OSError as error:
                     if error.errno not in FULL:  # only its text is missing: a writer on a full disk may want to evict
                         raise
-                    logger.warning("%s/%s cannot say who writes here: %s", self._root.path, LOCK_NAME, error.strerror)
+                    logger.warning(
+                        "%s/%s could not be written, so other writers cannot name this one: %s",
+                        self._root.path,
+                        LOCK_NAME,
+                        error.strerror,
+                    )
                 status = os.fstat(file.number)
         except BlockingIOError:
             file.close()
@@ -109,14 +114,14 @@ class LocalWriterLock(WriterLock):
         self._file.close()
         self._file = file
         logger.warning(
-            "%s was removed under its writer, and was made again; nobody may remove it",
+            "%s was removed while its writer was running, and was made again; do not remove it",
             self._root.path / LOCK_NAME,
         )
 
     def _lost(self) -> StoreLockedError:
         return StoreLockedError(
-            f"{self._root.path / LOCK_NAME} was replaced while this writer held it: somebody else may have written "
-            "there; close this writer and open the directory again"
+            f"{self._root.path / LOCK_NAME} was replaced while this writer held it: another program may have "
+            "written there; close this writer and open the directory again"
         )
 
     def release(self) -> None:
@@ -170,7 +175,8 @@ class LocalReaderLease(ReaderLease):
                 if not self._told:
                     self._told = True
                     logger.warning(
-                        "%s/%s cannot say what is read here, so evicted trajectories keep their space meanwhile: %s",
+                        "%s/%s could not be written for this reader, so evicted trajectories keep their space "
+                        "meanwhile: %s",
                         self._root.path,
                         self._name,
                         error.strerror,

@@ -272,7 +272,7 @@ class PartialMaps:
             except OSError as error:
                 raise OSError(
                     error.errno,
-                    f"{error.strerror}: no place for what was fetched of {piece.name}; free some, or choose "
+                    f"{error.strerror}: no space for the fetched parts of {piece.name}; free some, or choose "
                     "another cache_dir or fewer cache_bytes",
                     str(self._folder()),
                 ) from error
@@ -296,8 +296,8 @@ class PartialMaps:
                     raise
                 self._unbounded = True
                 logger.warning(
-                    "%s: this file system gives no part of a file back: what was fetched of shards is not bounded by "
-                    "cache_bytes there (%s)",
+                    "%s: this file system cannot free parts of a file, so cache_bytes does not limit the fetched "
+                    "parts of shards there (%s)",
                     self._folder(),
                     error,
                 )

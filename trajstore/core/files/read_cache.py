@@ -74,7 +74,7 @@ class ReadCache:
             download(partial)
             mapped = _map_copy(partial, size, sequential)  # other processes do not remove it under this name
             if mapped is None:
-                raise OSError(errno.EIO, f"the copy has not the {size:,} bytes that were asked for", str(partial))
+                raise OSError(errno.EIO, f"the copy does not have the {size:,} requested bytes", str(partial))
             os.rename(partial, path)
             return mapped
         finally:
@@ -134,7 +134,7 @@ def usable(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigurationError(
-            f"cache_dir {folder}: takes no copies of what is fetched ({error.strerror}); choose another one"
+            f"cache_dir {folder}: fetched files cannot be stored there ({error.strerror}); choose another one"
         ) from error
 
 

@@ -531,7 +531,7 @@ class Contents:
         if position < self.start:
             raise TrajectoryUnavailableError(f"trajectory {number} is listed and counted, but its file is not there")
         raise TrajectoryUnavailableError(
-            f"trajectory {number} was kept in memory only and has left it; use auto_save=True to keep all"
+            f"trajectory {number} was in memory only and has been dropped; use auto_save=True to keep all"
         )
 
 

@@ -92,8 +92,8 @@ def given_rows(
         if len(lacking) and not (column.torch_dtype.is_floating_point or column.torch_dtype.is_complex):
             number = int(index.at("trajectory_id", lacking[0]))
             raise SchemaMismatchError(
-                f"column {name}: trajectory {shown_id(number)} was given no rows, and {column.dtype} has no NaN to say "
-                "so; give rows to all, or draw only those that have them"
+                f"column {name}: trajectory {shown_id(number)} has no rows, and {column.dtype} has no NaN for "
+                "missing ones; annotate all, or draw only those that have rows"
             )
         columns.append(GivenRows(name, column, slots, starts))
     return columns
@@ -108,9 +108,9 @@ def _column_in(table: AddressTable, name: str, slots: IntArray) -> ColumnSpec:
     specs = {column_named(table.schema(slot), name.removeprefix(COLUMNS)) for slot in np.unique(slots).tolist()}
     if len(specs) > 1:
         variants = " and ".join(sorted(f"{column.dtype} {list(column.row_shape)}" for column in specs))
-        raise SchemaMismatchError(f"column {name}: its rows are {variants} in different stores; give them alike")
+        raise SchemaMismatchError(f"column {name}: its rows are {variants} in different stores; use the same in all")
     if not specs:
-        raise SchemaMismatchError(f"column {name}: no trajectory that is here has such rows")
+        raise SchemaMismatchError(f"column {name}: no trajectory here has such rows")
     return specs.pop()
 
 

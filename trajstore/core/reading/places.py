@@ -314,7 +314,7 @@ def _place_at(directory: Directory, depth: int) -> Place | None:
         return Place(kind, directory) if kind else None
     shown = [name for name in folders if not name.startswith(".")]  # hidden folders belong to unfinished work
     for name in [name for name in shown if not is_safe_name(name)]:
-        logger.warning("%s: the folder %r is not looked into: its name has control characters", directory.url, name)
+        logger.warning("%s: the folder %r is skipped: its name has control characters", directory.url, name)
         shown.remove(name)
     below = (_part_at(directory, name, depth - 1) for name in sorted(shown, key=by_number))
     parts = tuple(place for place in below if place is not None)

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.base import locks
+from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.schema import ColumnSpec
@@ -36,6 +36,17 @@ _SPLIT_BYTES = 4 << 20
 
 _PIECE_BYTES = 256 << 10
 """Approximate bytes that a thread copies at a time."""
+
+_BYTES_PER_HELPER = 1 << 20
+"""Waking a thread takes about as long as copying this."""
+
+_WAKES = 2
+"""Helpers that each thread wakes before it copies."""
+
+_helpers: dict[str, IntArray] = {}
+"""The ``record`` of this process's helper threads, once they are started."""
+
+os.register_at_fork(after_in_child=_helpers.clear)
 
 
 class HeldRows:
@@ -125,7 +136,7 @@ class RowPlan(HeldRows):
                 self._gather(self._slots[at], np.ascontiguousarray(self._places[:, at]), columns, converted)
                 for target, tensor in zip(targets, converted, strict=True):
                     target[torch.from_numpy(at)] = tensor.to(target.dtype)
-        self.end()  # skipped after an error or interrupt: helper threads may still be copying
+        self.end()
         for column in self._late:
             target = late.pop(0)
             column.fill(target)
@@ -133,23 +144,16 @@ class RowPlan(HeldRows):
         return result
 
     def _gather(self, slots: IntArray, places: IntArray, columns: ColumnSet, targets: Sequence[torch.Tensor]) -> None:
-        """Fill ``targets[j]`` with the rows of column j.
-
-        An interrupt may end this before the helper threads; they keep the rows and targets alive while they copy.
-        """
+        """Fill ``targets[j]`` with the rows of column j."""
         count = len(slots)
         bases = np.array([target.data_ptr() for target in targets], np.int64)
         arguments = (slots, places, self.first, self.axes, columns.numbers, columns.widths, bases)
         width = int(columns.widths.sum())
         if count * width < _SPLIT_BYTES or count < 2:
-            kernels.copy_rows(*arguments, 0, count)
+            kernels.copy_rows(*arguments, 0, count, np.empty(count, np.int64))
             return
-        share = (*arguments, max(1, _PIECE_BYTES // width), np.zeros(1, np.int64))
-
-        def copy(_kept: object = (self, targets)) -> None:
-            kernels.share_rows(*share)
-
-        _helpers.run(copy)
+        piece = min(max(1, _PIECE_BYTES // width), kernels.MOST_SAMPLES)
+        kernels.share_rows(*arguments, piece, count * width // _BYTES_PER_HELPER, _WAKES, _helper_record())
 
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """Return address and size in bytes of every row to copy."""
@@ -191,45 +195,28 @@ def allocate(columns: ColumnSet, count: int, out: Mapping[str, torch.Tensor] | N
     return tensors
 
 
-class Helpers:
-    """Threads that help with large copies; created lazily, again after a fork."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._pool: ThreadPoolExecutor | None = None
-        self._pid = 0
-        self._lock = locks.lock("Helpers._lock")
-
-    def run(self, work: Callable[[], None]) -> None:
-        """Call ``work`` in this thread and in the helpers, and wait until all calls have ended.
-
-        Waking a thread takes about as long as copying a megabyte, so each call first wakes two more threads. Helpers
-        that have not begun when this thread is done are not waited for.
-        """
-        pool = self._started()
-        others: list[Future[None]] = []
-
-        def call(number: int) -> None:
-            for child in (2 * number + 1, 2 * number + 2):
-                if child <= self.threads:
-                    others.append(pool.submit(call, child))
-            work()
-
-        call(0)
-        for other in others:  # grows until the last helper that began has ended
-            if not other.cancel():
-                other.result()
-
-    def _started(self) -> ThreadPoolExecutor:
-        """Return the pool of this process."""
-        with self._lock:
-            if self._pool is None or self._pid != os.getpid():
-                self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix="trajstore-gather")
-                self._pid = os.getpid()
-            return self._pool
+def _helper_count() -> int:
+    """Return the number of helper threads to start."""
+    return min(len(os.sched_getaffinity(0)) - 1, max(4, torch.get_num_threads() - 1), 15)
 
 
-_helpers = Helpers(max(1, min(5, (os.cpu_count() or 1) - 1)))
+def _helper_record() -> IntArray:
+    """Return the record of this process's helper threads; the first call starts them."""
+    record = _helpers.get("record")
+    if record is None:
+        made = np.zeros(kernels.HELPERS_NUMBERS, np.int64)
+        kernels.make_helpers(made)
+        record = _helpers.setdefault("record", made)
+        if record is made:
+            uninterrupted(lambda: _start_helpers(made))
+    return record
+
+
+def _start_helpers(record: IntArray) -> None:
+    with suppress(RuntimeError):  # the interpreter is exiting, or the system is out of threads: fewer help
+        for _ in range(_helper_count()):
+            threading.Thread(target=kernels.help_copy, args=(record,), name="trajstore-gather", daemon=True).start()
+            record[kernels.HELPERS] += 1
 
 
 class BatchColumns:
@@ -269,8 +256,8 @@ class BatchColumns:
         sampled = [interner.sampled[signature] for signature in signatures]
         if any(kind == "agent" for kind, _ in sampled):
             raise SchemaMismatchError(
-                "sample() draws steps, and this window holds agent trajectories, of which a single token says nothing: "
-                "draw whole ones with sample_trajectories(count), or read one with get(trajectory_id)"
+                "sample() draws single steps, and this window has agent trajectories, which can only be drawn whole: "
+                "use sample_trajectories(count), or read one with get(trajectory_id)"
             )
 
         def who(at: Sequence[int]) -> str:

@@ -201,7 +201,7 @@ class RLinfSource(Source):
         for name, message in file.unrepresented():
             if name not in self._told:
                 self._told.add(name)
-                logger.warning("%s: field %s %s (said once for this field)", file.source, name, message)
+                logger.warning("%s: field %s %s (reported once for this field)", file.source, name, message)
 
     def unrepresented(self, row: int) -> list[str]:
         """Return the fields of a trajectory's file that are not sampled or not stored, with the reason."""

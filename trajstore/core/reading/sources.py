@@ -189,7 +189,7 @@ class StoreSource(Source):
             return
         damage = damage_of(self.directory, manifest)
         if damage and self.directory.drop_copies(file.name for file in manifest.files):
-            logger.warning("%s/%s: fetched anew", self.directory.url, "; ".join(damage))
+            logger.warning("%s/%s: fetched again", self.directory.url, "; ".join(damage))
             damage = damage_of(self.directory, manifest)
         if damage:
             ids = self.index["trajectory_id"][self.index["shard"] == row]
@@ -197,7 +197,7 @@ class StoreSource(Source):
                 given = ids_in_words(self.catalog.notes.ids_in(row))
                 raise CorruptStoreError(
                     f"{self.directory.url}/{'; '.join(damage)}; values by row of trajectories {given} are in it; "
-                    "restore the file from a copy, give them again, or take them back with annotate and None"
+                    "restore the file from a copy, annotate them again, or remove them (annotate with None)"
                 )
             raise CorruptStoreError(
                 f"{self.directory.url}/{'; '.join(damage)}; trajectories {ids_in_words(ids)} are in it; "

@@ -144,8 +144,8 @@ class EpochSampler(Sampler):
         other = alive & (np.diff(ends, prepend=0) != self._sizes.values[entries] if len(self._sizes) else alive)
         if other.any():
             raise ConfigurationError(
-                f"state: ends: of trajectory {shown_id(int(ids[other][0]))} it says another number of rows than the "
-                "buffer"
+                f"state: ends: of trajectory {shown_id(int(ids[other][0]))} it has another number of rows than in "
+                "the buffer"
             )
         place = whole_in(state, "place", most=int(ends[-1]) if len(ends) else 0)
         key, epoch = whole_in(state, "key", most=(1 << _KEY_BITS) - 1), whole_in(state, "epoch")

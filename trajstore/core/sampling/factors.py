@@ -32,7 +32,7 @@ _MOST_BATCHES = 1 << 53
 
 
 class Factor(ABC):
-    """A weight of at least 0 per trajectory. Entries are those of the sampler's roster."""
+    """A weight of at least 0 per trajectory. An entry is a trajectory's number in the sampler's roster."""
 
     name: str
     needs_tasks = False
@@ -76,7 +76,7 @@ class Factor(ABC):
         """Keep only these entries; the first becomes entry 0."""
 
     def state(self, entries: IntArray) -> dict[str, Any]:
-        """Return state that does not follow from the trajectories; tensors have a row per entry in ``entries``."""
+        """Return state that cannot be recomputed from the trajectories; tensors have a row per entry in ``entries``."""
         return {}
 
     def read(self, state: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def warn_unknown(name: str, additions: Additions) -> bool:
     unknown = additions.ids[additions.versions == UNKNOWN_VERSION]
     if len(unknown):
         logger.warning(
-            "%s: trajectory %s says no policy version, so it is not drawn; record versions, or count by trajectories",
+            "%s: trajectory %s has no policy version, so it is not drawn; record versions, or count by trajectories",
             name,
             shown_id(int(unknown[0])),
         )

@@ -78,7 +78,7 @@ class GroupSampler(Sampler):
                 self._rollouts[task][number] = version
             elif not self._told:
                 self._told = True
-                logger.warning("groups: trajectory %s names no task, so it is in no group", shown_id(number))
+                logger.warning("groups: trajectory %s has no task, so it is in no group", shown_id(number))
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
         self._inside = None
@@ -121,7 +121,7 @@ class GroupSampler(Sampler):
         if len(groups) < count and not self._told_few:
             self._told_few = True
             logger.warning(
-                "groups: %d tasks asked for, %d of %d have %d rollouts to draw, so that many are drawn",
+                "groups: %d tasks requested, but only %d of %d have %d rollouts, which are drawn",
                 count,
                 len(groups),
                 len(self._tasks),

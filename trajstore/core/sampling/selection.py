@@ -171,7 +171,7 @@ def selected(
         return sampler
     only = None if ids is None else np.unique(np.array([id_from("ids", number) for number in _listed(ids)], np.int64))
     if where is not None and not isinstance(where, str):
-        raise ConfigurationError(f'where: {where!r}, must be an expression of SQL, such as "outcome > 0"')
+        raise ConfigurationError(f'where: {where!r}, must be an SQL expression, such as "outcome > 0"')
     if sampler is None:
         key = where, None if only is None else only.tobytes(), unit
         uniform = {} if uniform is None else uniform

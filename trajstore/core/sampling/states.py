@@ -51,8 +51,8 @@ def check_state(state: Any, needed: Sequence[str]) -> None:
     lacking = [name for name in needed if name not in state]
     if lacking:
         raise ConfigurationError(
-            f"state: lacks {', '.join(lacking)}; it has {', '.join(map(shown, state)) or 'nothing'}, so it is the "
-            "state of something else; give what state_dict of this kind of object returned"
+            f"state: lacks {', '.join(lacking)}; it has {', '.join(map(shown, state)) or 'nothing'}, so it is "
+            "another object's; pass a state from state_dict() of this kind of object"
         )
 
 
@@ -72,18 +72,16 @@ def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[st
     fixed, free = mapping_in(then, "fixed"), mapping_in(then, "free")
     check_state(then, ("kind",))
     if not isinstance(then["kind"], str) or then["kind"] != here["kind"]:
-        raise ConfigurationError(f"state: is of a sampler {shown(then['kind'])}, this one is {here['kind']!r}")
+        raise ConfigurationError(f"state: was saved by a sampler {shown(then['kind'])}, this one is {here['kind']!r}")
     check_state(state, needed)
     changed = _differences(fixed, here["fixed"])
     if changed:
         raise ConfigurationError(
-            f"state: is of a sampler {here['kind']!r} with {changed}; what it says would mean something else"
+            f"state: was saved by a sampler {here['kind']!r} with {changed}, so it does not apply here"
         )
     changed = _differences(free, here["free"])
     if changed:
-        logger.warning(
-            "sampler %s: goes on with other arguments than its state was taken with: %s", here["kind"], changed
-        )
+        logger.warning("sampler %s: its arguments differ from those of the loaded state: %s", here["kind"], changed)
 
 
 def _differences(then: Mapping[str, Any], here: Mapping[str, Any]) -> str:
@@ -115,10 +113,10 @@ def check_names(what: str, ids: IntArray, then: IntArray, here: IntArray) -> Non
     if len(other):
         first = int(other[0])
         raise ConfigurationError(
-            f"state: {what} is of other trajectories: {len(other)} of {len(ids)} ids that it names are others here "
+            f"state: {what} belongs to other trajectories: {len(other)} of {len(ids)} ids are others here "
             f"(id {shown_id(int(ids[first]))}: the UUID began with {name_text(int(then[first]))}, here with "
-            f"{name_text(int(here[first]))}). It is of another store, or ids were given anew, as happens where the "
-            "stores of a run are united; load what the state was taken of, or begin without it"
+            f"{name_text(int(here[first]))}). It is of another store, or ids were reassigned, as when the stores "
+            "of a run are merged; load the store of the state, or start without it"
         )
 
 
@@ -126,10 +124,10 @@ def tell_gone(what: str, ids: IntArray, here: int) -> None:
     """Warn if none of the state's ``ids`` are among the ``here`` present trajectories."""
     if len(ids):
         logger.warning(
-            "state: none of the %d trajectories that %s names is here; what it says of them has no effect%s",
+            "state: none of the %d trajectories of %s is here; their entries have no effect%s",
             len(ids),
             what,
-            "" if here else " (the sampler was told of no trajectories: call buffer.follow(sampler) before)",
+            "" if here else " (the sampler has no trajectories: call buffer.follow(sampler) first)",
         )
 
 
@@ -193,7 +191,7 @@ def ids_in(state: Mapping[str, Any]) -> tuple[IntArray, IntArray]:
     """
     ids = array_in(state, "ids", np.int64)
     if len(np.unique(ids)) < len(ids):
-        raise ConfigurationError("state: ids: a trajectory comes twice")
+        raise ConfigurationError("state: ids: a trajectory is listed twice")
     return ids, array_in(state, "names", np.int64, len(ids))
 
 

@@ -227,7 +227,7 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
     if not all(isinstance(text, str) for text in weights):
         raise TypeError("weights must be strings")
     if any(("facts" in part.entries) == (part.manifest.schema.kind == "step") for part in added):
-        raise CorruptStoreError("facts are told of rollouts, and of nothing else")
+        raise CorruptStoreError("only rollouts can have facts")
     of_steps = np.repeat(np.array([part.manifest.schema.kind == "step" for part in added], np.bool_), counts)
     rows = _rows_of(extents)
     starts, nbytes = _lay_out(added, counts, rows)

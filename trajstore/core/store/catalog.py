@@ -209,8 +209,8 @@ class Catalog(Committed):
                 )
                 if METADATA_NAME in absent and LEDGER_NAME in present:
                     raise StoreNotFoundError(
-                        f"{self.directory.url}: no store here yet: a mirror whose first copy goes on, or was broken "
-                        f"off; open it again when that has ended. If it had: {lost}"
+                        f"{self.directory.url}: no store here yet: the first copy to this mirror is running, or "
+                        f"was interrupted; open it again when it has ended. If it has: {lost}"
                     ) from error
                 raise CorruptStoreError(f"{self.directory.url}: {lost}") from error
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error

@@ -15,7 +15,7 @@ from trajstore.core.store.row_notes import RowShard, is_rows, rows_in_words
 from trajstore.errors import ConfigurationError, CorruptStoreError, counted, trajectories
 
 Value = float | str | None
-"""A late value: a number or a text; None takes back the current one."""
+"""A late value: a number or a text; None removes the current one."""
 
 MOST_NAMES = 64
 MOST_TEXT = 4096
@@ -89,7 +89,7 @@ class Said:
 
     @property
     def kinds(self) -> dict[str, str | None]:
-        """Kinds by name, see :attr:`Notes.kinds`; None for names whose values are only taken back."""
+        """Kinds by name, see :attr:`Notes.kinds`; None for names whose values are only removed."""
         kinds = {
             name: next((_kind(name, value) for value in values if value is not None), None)
             for name, values in self.values.items()
@@ -114,7 +114,7 @@ class Said:
                 )
             kinds = {_kind(name, value) for value in values if value is not None}
             if "text" in kinds and (name in OVER_FACTS or name.startswith(SCORE)):
-                raise ConfigurationError(f"annotate: {name}: has a text, but takes the place of a number")
+                raise ConfigurationError(f"annotate: {name}: has a text, but replaces a number")
             if len(kinds) > 1:
                 raise ConfigurationError(f"annotate: {name}: has numbers and texts, must be one or the other")
 
@@ -236,7 +236,7 @@ def check_kinds(said: Said, known: Mapping[str, str]) -> None:
     given = said.kinds
     for name, kind in given.items():
         if kind is None and name not in known:
-            raise ConfigurationError(f"annotate: {name}: there is no value of this name to be taken back")
+            raise ConfigurationError(f"annotate: {name}: there is no value of this name to remove")
     if len(known.keys() | given.keys()) > MOST_NAMES:
         raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
 

@@ -611,7 +611,7 @@ def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[
 
 
 def _rows(name: str, columns: Mapping[str, npt.ArrayLike], count: int) -> npt.NDArray[Any]:
-    """Return a column of new entries; a missing fact is unknown."""
+    """Return a column of new entries; a fact that is missing is filled with its unknown value."""
     rows = unknown(name, count) if is_optional(name) else np.zeros(count, COLUMNS[name])
     if name in columns:
         rows[:] = columns[name]

@@ -63,7 +63,7 @@ class Note:
     Attributes:
         trajectory_id: of the trajectory; ``"2/1"`` in a run if requested that way.
         name: of the value.
-        value: None where an earlier one was taken back; for values by row a text that describes them.
+        value: None where an earlier one was removed; for values by row a text that describes them.
         who: its author; empty if unknown.
         time: in µs since 1970, by the author's clock.
         generation: of its commit.
@@ -146,7 +146,7 @@ class Notes:
         """Return the late values of several stores as those of one, ordered by time, each once.
 
         A store's own order is kept, whatever its clocks. The order of ``parts`` has no effect. Names whose values are
-        all taken back are left out: they may get another kind.
+        all removed are left out: they may get another kind.
 
         Returns:
             The values, and the (source, row) of the shards with values by row; ``shards`` are positions in this list.
@@ -184,7 +184,7 @@ class Notes:
         return result, [(taken[at][0].source, row) for at, row in shards.T.tolist()]
 
     def _in_force(self, columns: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the names with a value that is neither replaced nor taken back."""
+        """Return the names with a value that is neither replaced nor removed."""
         last = _lasts(columns["ids"], columns["names"])
         given = ~np.isnan(columns["numbers"][last]) | (columns["texts"][last] >= 0)
         names = list(self._kinds)
@@ -214,8 +214,8 @@ class Notes:
         known = self._kinds.setdefault(name, kind)
         if known != kind:
             raise ConfigurationError(
-                f"values {name} are {kind_in_words(known)} in one store and {kind_in_words(kind)} in another, and one "
-                "store cannot have both: take them back in one (annotate with None, --set NAME=null), and give them "
+                f"values {name} are {kind_in_words(known)} in one store and {kind_in_words(kind)} in another, and "
+                "one store cannot have both: remove them in one (annotate with None, --set NAME=null), and use "
                 "another name"
             )
         if len(self._kinds) > MOST_NAMES:

@@ -47,4 +47,4 @@ def check_pin_name(name: str) -> None:
     except UnicodeEncodeError as error:
         raise ConfigurationError(f"pin {name[:80]!a}: names of files are {error.encoding} here; {IN_UTF8}") from error
     if STEP.fullmatch(name) or ASIDE.fullmatch(name):
-        raise ConfigurationError(f"pin {name!r}: names like this are those of saved points; choose another")
+        raise ConfigurationError(f"pin {name!r}: such names are reserved for saved points; choose another")

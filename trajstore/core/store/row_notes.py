@@ -150,7 +150,7 @@ def content_of_rows(
         if kind != kinds[0]:
             raise ConfigurationError(
                 f"annotate: trajectory {shown_id(ids[at])} is {_article(kind)}, trajectory {shown_id(ids[0])} is "
-                f"{_article(kinds[0])}: give values by row to each kind with a call of its own"
+                f"{_article(kinds[0])}: annotate each kind in its own call"
             )
     columns, pieces = [], []
     for name, tensors in given.items():

@@ -165,7 +165,7 @@ class SalvagedCatalog(Catalog):
                 too = f"; {METADATA_NAME} is damaged too" if self.damage else ""
                 raise CorruptStoreError(
                     f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
-                    f"Without one, only what lies in {SHARDS_FOLDER}/ is left, without ids{too}"
+                    f"Without one, only the files in {SHARDS_FOLDER}/ are left, without ids{too}"
                 ) from error
             fresh = SalvagedCatalog(self.directory)
             fresh.damage = self.damage

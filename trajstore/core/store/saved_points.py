@@ -171,7 +171,9 @@ class Pins:
         if any("\udc80" <= character <= "\udcff" for character in file):  # Python's escapes for undecodable bytes
             raise CorruptStoreError(f"{source!a}: this name cannot be read here; {IN_UTF8}")
         if value.get("name") != _name_in(file):
-            raise CorruptStoreError(f"{source}: is the pin {value.get('name')!r}; restore it from a copy")
+            raise CorruptStoreError(
+                f"{source}: has the name {value.get('name')!r}, not that of its file; restore it from a copy"
+            )
         return value
 
     @property

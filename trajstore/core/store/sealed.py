@@ -21,7 +21,7 @@ LEDGER_NAME = "mirror.json"
 FROM_A_COPY = "; restore it from a copy"
 """Ending of messages about damaged files."""
 
-OR_WHAT_IS_WHOLE = "; strict=False loads what is whole, and `trajstore repair` makes a new store of it"
+OR_WHAT_IS_WHOLE = "; strict=False loads the intact part, and `trajstore repair` makes a new store of it"
 """Further remedy where part of the file is readable."""
 
 OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
@@ -35,10 +35,7 @@ def without_advice(text: str) -> str:
     return text
 
 
-_OF_METADATA = (
-    "it says format and generation of the store and where its draws stand, and holds no trajectory"
-    f"{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
-)
+_OF_METADATA = f"it has the store's format, generation and generator, and no trajectory{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
 """Consequence of losing ``metadata.json``, and the remedy."""
 
 LAYOUT = "trajstore"
@@ -118,21 +115,21 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
     if is_of_rlinf(data):
         raise CorruptStoreError(
             f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "
-            "shards/ and log/ are as they were. Move RLinf's files (these two and trajectory_*) to a directory of "
+            "shards/ and log/ are unchanged. Move RLinf's files (these two and trajectory_*) to a directory of "
             "their own, from which they load, and put the two files of trajstore back from a checkpoint or a copy; "
-            "load_checkpoint(strict=False) reads what the log alone can tell"
+            "load_checkpoint(strict=False) reads the contents of the log"
         )
     if values.get("layout") != LAYOUT:
         raise CorruptStoreError(
-            f"{source}: not what trajstore writes (layout {str(values.get('layout'))[:40]!r}): damaged, or of another "
-            f"program, beside whose files no store belongs. A store's own: {_OF_METADATA}"
+            f"{source}: not written by trajstore (layout {str(values.get('layout'))[:40]!r}): damaged, or another "
+            f"program's; a store needs its own directory. If it was the store's: {_OF_METADATA}"
         )
     version = values.get("layout_version")
     if not isinstance(version, int):
         raise CorruptStoreError(f"{source}: damaged (layout_version {str(version)[:40]!r}); {_OF_METADATA}")
     if version != LAYOUT_VERSION:
         raise UnsupportedVersionError(
-            f"{source}: has layout version {version}, and this trajstore reads version {LAYOUT_VERSION} alone; open it "
+            f"{source}: has layout version {version}, and this trajstore reads version {LAYOUT_VERSION} only; open it "
             "with the trajstore that wrote it"
         )
     checksum = values.pop("crc32", None)

@@ -131,7 +131,7 @@ class ShardTable:
             self._row = np.concatenate([self._row, np.zeros(extra, np.int32)])
 
     def number(self, row: int) -> int:
-        """Return the number of the shard in a row."""
+        """Return the number of the shard in a row of the table."""
         return int(self._numbers[row])
 
     def numbers(self) -> npt.NDArray[np.int64]:

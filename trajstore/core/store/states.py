@@ -89,8 +89,8 @@ def _plain(value: Any, where: str) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_plain(item, f"{where}[{at}]") for at, item in enumerate(value))
     raise ConfigurationError(
-        f"{where}: a {type(value).__name__} cannot be saved; give plain values, dicts, lists, tuples, tensors, arrays, "
-        "or (right in the dict) something with a state_dict()"
+        f"{where}: a {type(value).__name__} cannot be saved; give plain values, dicts, lists, tuples, tensors, "
+        "arrays, or (at the top level) an object with state_dict()"
     )
 
 

@@ -53,7 +53,7 @@ class CommitCallbacks:
             self._thread.join(_LAST_WORDS)
             if self._thread.is_alive():
                 logger.warning(
-                    "%s: on_commit has not returned for %g s; it was not called of %d commits",
+                    "%s: on_commit has not returned for %g s; %d commits were not reported to it",
                     *(self._url, _LAST_WORDS, len(self._commits)),
                 )
 

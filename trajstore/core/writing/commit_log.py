@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LOG_BYTES = 16 << 20
+"""The index is written whole when the log has grown by this, or by twice the index's size if that is more."""
+
 _MAX_RECORDS = 20_000
 """The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
 
@@ -69,7 +72,6 @@ class CommitLog:
 
     Args:
         directory: created if absent, continued if it holds a store.
-        snapshot_bytes: a snapshot is due when the log has grown by this, or by twice the last snapshot if that is more.
         metadata: returns further values of ``metadata.json``.
         listener: receives each commit and eviction.
 
@@ -81,7 +83,6 @@ class CommitLog:
     def __init__(
         self,
         directory: Directory,
-        snapshot_bytes: int,
         metadata: Callable[[], Mapping[str, Any]],
         listener: CommitListener | None = None,
     ) -> None:
@@ -89,7 +90,6 @@ class CommitLog:
         self._lock = locks.lock("CommitLog._lock")
         self.must_keep_house = False
         """Whether ``keep_house`` must be called: the log may end in half a record, or the last call failed."""
-        self._snapshot_bytes = snapshot_bytes
         self._listener = listener or CommitListener()
         self.evicted_bytes = 0
         """Bytes of all trajectories evicted or released from a pin by this log."""
@@ -183,7 +183,7 @@ class CommitLog:
         try:
             show = apply()
         except Exception as error:  # a bug, or out of memory; the files on disk are correct
-            logger.exception("%s: what was committed could not be taken in", self.directory.url)
+            logger.exception("%s: committed changes could not be applied", self.directory.url)
             self._out_of_step = error
         else:
             self._show(show)
@@ -214,7 +214,7 @@ class CommitLog:
         except FileNotFoundError:
             return False
         except OSError as error:
-            raise StoreWriteError(f"{error}: cannot be looked at, and may have been written; flush() again") from error
+            raise StoreWriteError(f"{error}: cannot be read, and may have been written; flush() again") from error
         for data, apply in self._unanswered:
             if data == content:
                 self._unanswered.clear()
@@ -284,7 +284,7 @@ class CommitLog:
         catalog = self.catalog
         records = catalog.generation - catalog.snapshot_generation
         long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
-        if long or catalog.log_bytes > max(self._snapshot_bytes, 2 * catalog.snapshot_bytes):
+        if long or catalog.log_bytes > max(LOG_BYTES, 2 * catalog.snapshot_bytes):
             self._begin_segment()
         self.must_keep_house = False
 
@@ -370,8 +370,8 @@ class CommitLog:
             gone = self.catalog.unknown(said.ids)
             if gone:
                 logger.warning(
-                    "%s: trajectories %s have left the store; the values given to them while it could not be written "
-                    "are dropped",
+                    "%s: trajectories %s were evicted; the values added to them while the store could not be "
+                    "written are dropped",
                     self.directory.url,
                     ids_in_words(sorted(gone)),
                 )
@@ -380,7 +380,7 @@ class CommitLog:
                 self.catalog.notes.check(said)
             except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
                 logger.warning(
-                    "%s: values given while it could not be written are refused: %s", self.directory.url, error
+                    "%s: values added while the store could not be written are refused: %s", self.directory.url, error
                 )
                 said = said.without(said.ids)
             if said.ids:

@@ -50,7 +50,9 @@ def fence(directory: Directory, catalog: Catalog) -> None:
             catalog.generation = generation
             catalog.log_bytes += len(line)
             return
-    raise StoreWriteError(f"{directory.url}: somebody else commits all the time; find out who, and open it again")
+    raise StoreWriteError(
+        f"{directory.url}: another writer keeps committing; find and stop it, then open the store again"
+    )
 
 
 def step_over(directory: Directory, catalog: Catalog) -> bool:

@@ -26,7 +26,7 @@ from trajstore.errors import ConfigurationError, CorruptStoreError, StoreClosedE
 
 logger = logging.getLogger(__name__)
 
-GIVE_ANEW = "give its values anew with `trajstore annotate`, then delete the file"
+GIVE_ANEW = "add its values again with `trajstore annotate`, then delete the file"
 """What to do about a damaged inbox file."""
 
 _WAITS, _REFUSED = ".json", ".refused"
@@ -94,7 +94,7 @@ def _said_of(data: bytes, directory: Directory, name: str, store_id: str) -> Sai
     if len(records) != 1:
         raise CorruptStoreError(f"{source}: is damaged")
     if records[0].get("store_id") != store_id:
-        raise CorruptStoreError(f"{source}: is for the store {records[0].get('store_id')!r}, which is another one")
+        raise CorruptStoreError(f"{source}: is for the store {records[0].get('store_id')!r}, not this one")
     try:
         return replace(Said.from_json(records[0]), source=name)
     except CorruptStoreError as error:
@@ -260,12 +260,12 @@ class Inbox:
             said = said_in(self._directory, name, catalog.store_id)
         except CorruptStoreError as error:
             self._damaged.add(name)
-            logger.warning("%s/%s: was not taken in, and stays: %s", self._directory.url, name, error)
+            logger.warning("%s/%s: was not applied, and stays: %s", self._directory.url, name, error)
             return
         gone = self._log.unknown(said.ids)
         if gone:
             logger.warning(
-                "%s/%s: trajectories %s have left the store; their values are dropped",
+                "%s/%s: trajectories %s were evicted; their values are dropped",
                 self._directory.url,
                 name,
                 ids_in_words(sorted(gone)),
@@ -298,7 +298,7 @@ class Inbox:
         except (StoreError, OSError) as error:
             if str(error) != self._told:
                 self._told = str(error)
-                logger.warning("%s: the inbox could not be taken in: %s", self._directory.url, error)
+                logger.warning("%s: the inbox could not be processed: %s", self._directory.url, error)
         return True
 
     def run(self) -> None:

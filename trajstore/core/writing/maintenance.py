@@ -51,8 +51,8 @@ def check_unused(directory: Directory) -> None:
         parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
     if files:
         raise CorruptStoreError(
-            f"{directory.url}: holds {listed(files, 3)}, but no {METADATA_NAME}: what is left of a store; restore that "
-            "file, let `trajstore repair` make a new store of what is whole, or write elsewhere"
+            f"{directory.url}: holds {listed(files, 3)}, but no {METADATA_NAME}: the rest of a store; restore that "
+            "file, make a new store of the intact part with `trajstore repair`, or write elsewhere"
         )
 
 
@@ -126,7 +126,9 @@ class Garbage:
         try:
             readers = self._directory.readers(tidy=True)
         except OSError as error:  # there may be readers; the caller's change is done anyway
-            logger.warning("could not see who reads %s, nothing is deleted: %s", self._directory.url, error)
+            logger.warning(
+                "the readers of %s could not be listed, so nothing is deleted: %s", self._directory.url, error
+            )
             return
         if self._leftovers and all(reader.generation > self._opened for reader in readers):
             _remove(self._directory, self._leftovers)
@@ -156,7 +158,7 @@ class Garbage:
         logger.warning(
             "%s: %d bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
             "compaction), %d are live: readers still show them (%s); "
-            "a reader lets go of them when it calls refresh() or close()",
+            "a reader releases them when it calls refresh() or close()",
             self._directory.url,
             self.held_bytes,
             live,

@@ -1,23 +1,21 @@
-"""How a writer uses threads, memory and files."""
+"""Options of a writer: threads, memory and files."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trajstore.core.base.settings import Count, Seconds, Settings, Whole
+from trajstore.core.base.settings import Count, Seconds, Settings
 
 
 @dataclass(frozen=True)
 class WriterOptions(Settings):
-    """How a writer uses threads, memory and files.
+    """Options of a writer: threads, memory and files.
 
     Attributes:
         threads: pool threads that encode and write shards.
         max_pending_bytes: memory for trajectories that are not committed yet; adding waits until there is room.
         shard_bytes: a shard is closed when it holds this many bytes.
         commit_interval: seconds that a trajectory may wait for others to share its shard; ``flush`` does not wait.
-        snapshot_bytes: the index is written whole when the commit log has grown by this, or by twice the index's
-            size if that is more.
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -27,4 +25,3 @@ class WriterOptions(Settings):
     max_pending_bytes: Count = 256 << 20
     shard_bytes: Count = 16 << 20
     commit_interval: Seconds = 0.05
-    snapshot_bytes: Whole = 16 << 20

@@ -214,7 +214,7 @@ class Rewriter:
             )
             self._damaged.add(row)
         logger.warning(
-            "%s: the index says of trajectories in %s that they have fewer bytes than they have",
+            "%s: the index gives too few bytes for trajectories in %s",
             self._directory.url,
             name,
         )
@@ -240,8 +240,8 @@ class Rewriter:
             return _OpenShard(self._directory, manifest)
         self._damaged.add(row)
         logger.warning(
-            "%s: a shard is damaged and stays as it is: %s; `trajstore verify` says what is lost, `trajstore repair` "
-            "makes a new store of what is whole",
+            "%s: a shard is damaged and stays as it is: %s; `trajstore verify` lists the loss, `trajstore repair` "
+            "makes a new store of the intact part",
             self._directory.url,
             problems[0],
         )

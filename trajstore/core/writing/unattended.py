@@ -12,8 +12,6 @@ from trajstore.core.writing.inbox import Inbox
 from trajstore.core.writing.opening import lock_store
 from trajstore.core.writing.points import Points
 
-_NEVER = 1 << 62  # bytes of the log after which the index is written; a tool appends nothing
-
 
 @contextmanager
 def held_log(directory: Directory) -> Iterator[CommitLog]:
@@ -27,7 +25,7 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
     metadata = parse_metadata(directory.read(METADATA_NAME), source)
     kept = {name: metadata.get(name) for name in ("trajectory_format", "seed")}
     with lock_store(directory):
-        log = CommitLog(directory, _NEVER, lambda: kept)
+        log = CommitLog(directory, lambda: kept)
         yield log
         log.close()
 

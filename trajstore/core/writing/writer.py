@@ -49,7 +49,7 @@ from trajstore.errors import (
 
 logger = logging.getLogger(__name__)
 
-_TRIED_AGAIN = "; they are kept in memory and tried again"
+_TRIED_AGAIN = "; they are kept in memory and retried"
 
 
 class StoreWriter:
@@ -90,7 +90,7 @@ class StoreWriter:
         self._pid = os.getpid()
         self._lock = lock_store(directory)
         try:
-            self.log = CommitLog(directory, options.snapshot_bytes, metadata, listener)
+            self.log = CommitLog(directory, metadata, listener)
             self.inbox = Inbox(self.log)
             self.points = Points(self.log, self.inbox)
             self.inbox.look()
@@ -240,7 +240,7 @@ class StoreWriter:
         ids = [number for item in unwritable for number in item.ids]
         first = unwritable[0]
         error = UnwritableTrajectoryError(
-            f"{self.directory.url}: trajectories {ids} cannot be written and were left out; the others went on. "
+            f"{self.directory.url}: trajectories {ids} cannot be written and were left out; all others are written. "
             f"{type(first.error).__name__}: {first.error}",
             ids,
         )
@@ -265,7 +265,7 @@ class StoreWriter:
                 failure = self._keep_house()
                 overcome = self.queue.finish(committed)
                 if overcome:
-                    logger.warning("%s: written after all; %d attempts had failed", self.directory.url, overcome)
+                    logger.warning("%s: written after %d failed attempts", self.directory.url, overcome)
                 if failure is not None:
                     self.queue.report(failure)
                 self.rewriter.note()

@@ -18,7 +18,7 @@ Priority = tuple[float, float]
 class PriorityStore:
     """Keeps the ``maxsize`` trajectories of highest priority; of equal ones, the oldest is dropped first.
 
-    They are kept as they are given, not copied.
+    They are stored unchanged given, not copied.
 
     Args:
         maxsize: maximum number of trajectories.

@@ -54,7 +54,7 @@ class Ledger:
         except FileNotFoundError:
             return None
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, CorruptStoreError):
-            logger.warning("%s/%s: cannot be read; what it lists is copied again", self._target.url, LEDGER_NAME)
+            logger.warning("%s/%s: cannot be read; the shards in it are copied again", self._target.url, LEDGER_NAME)
             return {}
         self.lists_shards = bool(copied)
         if value.get("store_id") == store_id:

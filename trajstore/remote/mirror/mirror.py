@@ -157,7 +157,7 @@ class StoreMirror:
         try:
             self._replica.close()
         except (OSError, TrajstoreError) as error:
-            logger.warning("%s: the mirror's lock could not be given back: %s", self._target.url, error)
+            logger.warning("%s: the mirror's lock could not be released: %s", self._target.url, error)
         self._tell(self._state)
 
     def _failed(self, error: Exception) -> None:
@@ -165,7 +165,7 @@ class StoreMirror:
         text = f"{type(error).__name__}: {error}" if not isinstance(error, TrajstoreError | OSError) else str(error)
         if text != self._state.error:
             trace = None if isinstance(error, TrajstoreError | OSError) else error
-            logger.warning("%s is not mirrored at present, tried again: %s", self._directory.url, text, exc_info=trace)
+            logger.warning("%s is not mirrored at present; retrying: %s", self._directory.url, text, exc_info=trace)
         self._tell(replace(self._state, error=text, failures=self._state.failures + 1))
         self._opened = False
         try:

@@ -27,7 +27,7 @@ from trajstore.remote.mirror.source import Line, Picture, strange_id
 logger = logging.getLogger(__name__)
 
 _ELSEWHERE = (
-    "another copy of the store was mirrored there; go on from that one (`trajstore restore`), or mirror to an empty "
+    "another copy of the store was mirrored there; continue from that one (`trajstore restore`), or mirror to an empty "
     "directory"
 )
 
@@ -136,7 +136,7 @@ class Replica:
                 continue  # written just now
             self.target.confirm()
             return there
-        raise StoreError(f"{self.target.url}: somebody else writes there all the time; find out who")
+        raise StoreError(f"{self.target.url}: another process keeps writing there; find and stop it")
 
     def _check_unused(self, sizes: Mapping[str, int], ledger: Mapping[int, int] | None) -> None:
         """Refuse to start a mirror where it would hide or overwrite other files.
@@ -150,8 +150,8 @@ class Replica:
         lies += [name for name in folders if name.startswith("rank_") or name == PINS_FOLDER]
         if self._ledger.of_another and not lies:
             logger.warning(
-                "%s: was begun as the mirror of %s, which has published nothing there; it becomes this store's, and "
-                "%d files that were copied go",
+                "%s: was begun as the mirror of %s, which has published nothing there; it becomes this store's, "
+                "and %d copied files are deleted",
                 self.target.url,
                 self._ledger.of_another,
                 len(sizes),
@@ -160,7 +160,8 @@ class Replica:
         lies += sorted(sizes)[:1]
         if lies:
             raise ConfigurationError(
-                f"{self.target.url}: holds {listed(lies)}, and is no mirror of this store; mirror to an empty directory"
+                f"{self.target.url}: holds {listed(lies)}, and is not a mirror of this store; mirror to an empty "
+                "directory"
             )
 
     def _compare(self, catalog: Catalog, there: Catalog) -> None:

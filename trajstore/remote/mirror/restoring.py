@@ -117,7 +117,7 @@ def restore(
     source = open_directory(mirror, **(options if "://" in str(mirror) else {}))
     into = open_directory(target, **(options if "://" in str(target) else {}))
     if nested(source, into):
-        raise ConfigurationError(f"{into.url}: lies in {source.url}, or the other way round; restore to another place")
+        raise ConfigurationError(f"{into.url}: is within {source.url}, or contains it; restore to another place")
     kind, ranks = kind_of(source), ranks_of(source)
     for directory in [source] if kind == "store" else ranks.directories:
         _check_mirror(directory)
@@ -148,7 +148,8 @@ def _check_mirror(source: Directory) -> None:
     if not source.exists() or LEDGER_NAME in source.listing()[0]:
         return
     raise ConfigurationError(
-        f"{source.url}: is no mirror (it has no {LEDGER_NAME}) but a store or a copy of one: open it where it lies, or "
+        f"{source.url}: is not a mirror (it has no {LEDGER_NAME}) but a store or a copy of one: open it at this "
+        "path, or "
         "`trajstore copy` it to another place"
     )
 
@@ -167,12 +168,12 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
                 raise
             if attempt + 1 == _ATTEMPTS or not Catalog.open(source).generation > catalog.generation:
                 raise CorruptStoreError(
-                    f"{error}: the mirror lacks it; `trajstore repair` makes a store of what is whole"
+                    f"{error}: the mirror lacks it; `trajstore repair` makes a store of the intact part"
                 ) from error
         except OSError as error:
             if isinstance(error, StoreWriteError):
                 raise
-            raise StoreWriteError(f"{error}: {target.url} is not complete; call again to go on") from error
+            raise StoreWriteError(f"{error}: {target.url} is not complete; call restore again to continue") from error
         finally:
             lease.release()
     raise CorruptStoreError(f"{source.url}: changes faster than it can be copied")
@@ -278,8 +279,8 @@ class _Copy:
         lacking = {name: count for name, head in heads.items() if (count := self._catalog.lacking(head)) > 0}
         for name, count in lacking.items():
             logger.warning(
-                "%s: the pin %r is left out: %d of its trajectories are not in the mirror. The store had let go of the "
-                "pin, which the mirror, coming after, had not yet deleted",
+                "%s: the pin %r is left out: %d of its trajectories are not in the mirror. The store had removed the "
+                "pin, and the mirror not yet",
                 self._source.url,
                 name,
                 count,
@@ -298,7 +299,7 @@ class _Copy:
             if not fits(data):
                 raise CorruptStoreError(
                     f"{self._source.url}/{name}: its checksum does not fit the content; the mirror is damaged: "
-                    "`trajstore repair` makes a store of what is whole"
+                    "`trajstore repair` makes a store of the intact part"
                 )
             self._target.publish([EncodedFile(name, [data])])
             self._copied += size

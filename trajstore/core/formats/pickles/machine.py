@@ -202,12 +202,12 @@ class Machine:
 
     def stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        require(type(name) is str and type(module) is str, "a name that is no text")
+        require(type(name) is str and type(module) is str, "a name that is not a text")
         self.stack.append(self._resolve(module, name))
 
     def reduce(self) -> None:
         arguments, target = self.stack.pop(), self.stack.pop()
-        require(type(arguments) is tuple, "arguments that are no tuple")
+        require(type(arguments) is tuple, "arguments that are not a tuple")
         self._apply(target, arguments, {})
 
     def new_object(self) -> None:
@@ -218,8 +218,8 @@ class Machine:
 
     def _new_object(self, keywords: Any) -> None:
         arguments, target = self.stack.pop(), self.stack.pop()
-        require(type(arguments) is tuple and type(keywords) is dict, "arguments that are no tuple")
-        require(isinstance(target, Token) and target.stand_in, "an object of something that is no class")
+        require(type(arguments) is tuple and type(keywords) is dict, "arguments that are not a tuple")
+        require(isinstance(target, Token) and target.stand_in, "an object of something that is not a class")
         self._apply(target, arguments, keywords)
 
     def _apply(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -247,7 +247,7 @@ class Machine:
             return
         if type(state) is tuple and len(state) == 2 and state[1] is None:
             state = state[0]
-        require(type(state) is dict and all(type(key) is str for key in state), "a state that is no dict")
+        require(type(state) is dict and all(type(key) is str for key in state), "a state that is not a dict")
         vars(target).update(state)
 
     def persistent(self) -> None:

@@ -251,7 +251,7 @@ def set_state(target: Any, state: Any) -> None:
         UnfitError: the state does not fit; numpy itself would not check it.
 
     """
-    require(type(state) is tuple, "a state that is no tuple")
+    require(type(state) is tuple, "a state that is not a tuple")
     if type(target) is np.ndarray:
         require(len(state) == 5 and target.size == 0 and target.base is None, "a numpy array is filled twice")
         _, shape, dtype, fortran, raw = state
