@@ -249,20 +249,21 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_step_killed_while_it_generates_keeps_its_finished_rollouts(verl_assets: Assets, tmp_path: Path) -> None:
-    """The first step is killed when some of its rollouts are on disk; the next driver runs it again, whole."""
+    """The first driver is killed once rollouts of its first step are on disk; the next one runs this step again."""
     kill_at(tmp_path, 0, ARRIVED)
-    finished = recorded(tmp_path)
-    assert 0 < len(finished) <= PROMPTS * GROUP
-    assert not any("trained" in rollout.metadata for rollout in finished)
-    promised = [entry for entry in entries(journal_path(tmp_path, 0)) if entry["event"] == "arrived"]
-    assert {name for entry in promised for name in entry["rollouts"].values()} <= {r.rollout_id for r in finished}
+    before = [rollout.rollout_id for rollout in recorded(tmp_path)]
+    arrived = [entry for entry in entries(journal_path(tmp_path, 0)) if entry["event"] == "arrived"]
+    assert arrived
+    assert {name for entry in arrived for name in entry["rollouts"].values()} <= set(before)
 
-    assert kill_at(tmp_path, 1, None)["step"] == 0
+    loaded = kill_at(tmp_path, 1, Moment("update", 0.0, (2,)))
+    assert loaded["step"] == 0
     rollouts = recorded(tmp_path)
     names = [rollout.rollout_id for rollout in rollouts]
     assert len(set(names)) == len(names)
-    assert names[: len(finished)] == [rollout.rollout_id for rollout in finished]
-    first = [rollout for rollout in rollouts if rollout.metadata.get("trained") and rollout.metadata["step"] == 1]
+    assert names[: len(before)] == before
+    again = [rollout for rollout in rollouts if rollout.metadata["run"] == loaded["run"]]
+    first = [rollout for rollout in again if rollout.metadata.get("trained") and rollout.metadata["step"] == 1]
     assert len(first) == PROMPTS * GROUP
     assert all(rollout.old_log_probs is not None and rollout.reward is not None for rollout in first)
 
