@@ -352,8 +352,8 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 1], {"score": [1]}, "1 value for 2"),
     (0, {"score": float("nan")}, "finite"),
     (0, {"score": 2**53 + 1}, "exactly"),
-    (0, {"outcome": "good"}, "place of a number"),
-    (0, {"reward_judge": ["good"]}, "place of a number"),
+    (0, {"outcome": "good"}, "replaces a number"),
+    (0, {"reward_judge": ["good"]}, "replaces a number"),
     (0, {"score": b"x"}, "must be a finite number"),
     (0, {"score": "text"}, "are numbers here"),
     (0, {"new": None}, "no value of this name"),
@@ -426,7 +426,7 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
             assert column(again, "score") == [1.0, 3.0, None]
     log = caplog.text
     assert all(f"inbox/{name}: " in log for name in ("0.json", "1.json", "2.json"))
-    assert "trajectories 1 have left" in log
+    assert "trajectories 1 were evicted" in log
     left = {"0.json", "1.json", "2.json", "note.txt", "folder.json"}
     assert set(os.listdir(path / "inbox")) == left, "without the three that were given"
 
@@ -436,7 +436,7 @@ def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
 ) -> None:
     with nothing_can_be_deleted(monkeypatch):
         annotate(path, 0, {"score": 1})
-    assert "could not be taken in" in caplog.text
+    assert "could not be processed" in caplog.text
     assert len(list((path / "inbox").iterdir())) == 1
     annotate(path, 0, {"score": 2})
     with writer_to(path) as writer:

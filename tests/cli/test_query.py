@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> Path:
 def test_list_shows_the_newest_first_and_says_how_many_there_are(run: Run, store: Path) -> None:
     out = run.out("list", store, "--limit", 3)
     assert [line.split()[0] for line in out.splitlines()[:-1]] == ["trajectory_id", "8", "7", "6"]
-    assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all, --offset 3 goes on"
+    assert out.splitlines()[-1] == "3 of 9 trajectories; --limit 0 shows all, --offset 3 continues"
     assert "\x1b" not in out
     _, out, _ = run(
         "list", store, "--where", "outcome > 0", "--columns", "trajectory_id,reward_judge", "--sort", "reward_judge"

@@ -134,7 +134,7 @@ def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: 
     with ReplayLoader(replay, 24, demos=demos) as loader:
         for batch in itertools.islice(loader, 3):
             assert [value >= 100_000 for value in rewards(batch)] == [False] * 16 + [True] * 8
-    assert ["gave 8 of the 12" in record.message for record in caplog.records].count(True) == 1
+    assert ["provided 8 of the 12" in record.message for record in caplog.records].count(True) == 1
 
 
 @pytest.mark.parametrize("by_demos", [False, True])
@@ -275,7 +275,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
         with pytest.raises(TimeoutError) as raised:
             next(loader)
         loader._timeout = 60
-        return "none of 1 trajectories is left to draw from after uses" in str(raised.value)
+        return "none of 1 trajectory is left to draw from after uses" in str(raised.value)
 
     fill(tmp_path / "demos", range(100, 104)).close()
     with fill(tmp_path / "replay", range(1)) as replay:

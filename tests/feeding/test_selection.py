@@ -181,5 +181,5 @@ def test_what_a_selection_refuses(caplog: pytest.LogCaptureFixture) -> None:
     for wrong in ({"where": 3}, {"ids": "7"}, {"ids": 7}, {"ids": ["x"]}, {"ids": [1.5]}):
         with pytest.raises(ConfigurationError, match=f"^{next(iter(wrong))}: "):
             buffer.sample_trajectories(2, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(EmptyBufferError, match=r"of 6 trajectories, none are among the 1 ids"):
+    with pytest.raises(EmptyBufferError, match=r"of 6 trajectories, none are among 1 id"):
         buffer.sample(2, ids=[99])

@@ -170,7 +170,7 @@ def test_a_copy_that_does_not_fit_is_fetched_anew(
         flip(copy)
     assert read_all() == [0, 1, 2]
     assert sorted(downloads) == sorted([*shards, *shards])
-    assert caplog.text.count("fetched anew") == 3
+    assert caplog.text.count("fetched again") == 3
     objects = ObjectStore(memory_url, {})
     damaged = bytearray(objects.read(shards[1]))
     damaged[len(damaged) // 2] ^= 0x10

@@ -176,7 +176,7 @@ def test_what_cannot_be_stored_right_is_refused() -> None:
         VectorSteps(disabled, autoreset="next_step")
     with pytest.raises(ConfigurationError, match="does not give its mode"):
         VectorSteps(object())
-    with pytest.raises(InvalidTrajectoryError, match=r"observations\.goal: .* is no array of numbers"):
+    with pytest.raises(InvalidTrajectoryError, match=r"observations\.goal: .* is not an array of numbers"):
         VectorSteps(disabled).reset({"goal": np.array(["go", "stop"])})
     with pytest.raises(InvalidTrajectoryError, match="no steps were collected"):
         VectorSteps(disabled).take()

@@ -110,7 +110,7 @@ class MemoryTwin(Twinned):
             if number in self.held:
                 assert check_trajectory(self.buffer.get(number)) == key
             else:
-                with pytest.raises(errors.TrajectoryUnavailableError, match="left"):
+                with pytest.raises(errors.TrajectoryUnavailableError, match="dropped"):
                     self.buffer.get(number)
 
     def teardown(self) -> None:

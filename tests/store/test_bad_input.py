@@ -103,7 +103,7 @@ def test_records_that_say_nothing_sensible(store: Path, operation: dict[str, Any
 def test_another_layout_version(store: Path, version: int) -> None:
     with forged_metadata(store) as values:
         values["layout_version"] = version
-    message = rf"metadata\.json: has layout version {version}, and this trajstore reads version 1 alone"
+    message = rf"metadata\.json: has layout version {version}, and this trajstore reads version 1 only"
     refused_to_all(store, errors.UnsupportedVersionError, message)
 
 

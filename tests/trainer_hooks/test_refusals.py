@@ -95,7 +95,7 @@ def test_the_figures_of_a_step_with_malformed_rollouts(caplog: pytest.LogCapture
     assert figures["experience_replay/pool_trajectories"] == 1.0
     assert figures["experience_replay/fresh_score_mean"] == (len(broken) + 1) / len(done)
     assert all(math.isfinite(value) for value in figures.values())
-    with pytest.raises(InvalidTrajectoryError, match="handed over already"):
+    with pytest.raises(InvalidTrajectoryError, match="was passed already"):
         replay.rollouts_done(done, ["a"] * len(done), [False] * len(done), [1] * len(done))
 
 

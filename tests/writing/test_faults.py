@@ -299,7 +299,7 @@ def test_values_given_on_a_full_disk_are_written_by_flush_in_their_order(
             buffer.evict([1])
             buffer.flush()
         assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5]
-        assert "trajectories 1 have left the store" in caplog.text
+        assert "trajectories 1 were evicted" in caplog.text
         with failing_disk(FaultPlan(0, "ENOSPC")), pytest.raises(StoreWriteError):
             annotate(buffer, 0, {"tag": "x"})
     assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5, "x"]
