@@ -551,7 +551,7 @@ def test_rows_of_stores_elsewhere_come_in_pieces(
     handle.stop()
 
 
-@pytest.mark.parametrize("how", ["frozen", "gone"])
+@pytest.mark.parametrize("how", ["frozen", pytest.param("gone", marks=pytest.mark.campaign)])
 def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         page.expected_errors.append("status of 404")
         other = min(set(range(20)) - set(manager.query().ids()))
         page.run("location.hash = `#/trajectory/${arguments[0]}`", str(other))
-        page.until("document.querySelector('main .trouble')?.textContent.includes('none of the pool')")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('not in the pool')")
 
 
 @pytest.mark.parametrize("folder", ["experience_pool", "experience_pool/step_120", "experience_pool_cmt/linear"])
