@@ -105,7 +105,10 @@ def test_a_pool_of_messages_is_trained_on(
 ) -> None:
     """Log-probs recorded with another tokenizer are dropped, with a warning and a count."""
     folder, tasks = shared_fixtures / "experience_pool", [f"task_{number}" for number in range(5)]
-    with replay(folder) as hook, pytest.raises(ConfigurationError, match=r"13 trajectories, none with token ids.*tokenizer="):
+    with (
+        replay(folder) as hook,
+        pytest.raises(ConfigurationError, match=r"13 trajectories, none with token ids.*tokenizer="),
+    ):
         hook.tasks_chosen(tasks, 1.0, 130)
     template = MessageTokenizer.of(tokenizer)
     with caplog.at_level(logging.WARNING), replay(folder, tokenizer=tokenizer) as hook:
