@@ -9,7 +9,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -527,8 +527,15 @@ class CommitLog:
         self.garbage.collect(self.catalog)
         self._segment = segment_name(self.catalog.generation + 1)
         if self.directory.can_append:
-            with suppress(OSError):  # the next commit creates it
+            try:
                 self.directory.append(self._segment, b"")
+            except OSError as error:
+                logger.warning(
+                    "%s: log segment %s could not be created, which the next commit does: %s",
+                    self.directory.url,
+                    self._segment,
+                    error,
+                )
 
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
