@@ -239,7 +239,7 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
         buffer.flush()
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(500, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=pytest.mark.campaign)])
 def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
     rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +260,7 @@ def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
                 batch = dict(walk(buffer.read(rows), ()))
                 assert batch.keys() == expected.keys()
                 assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert sum(thread.name == "trajstore-gather" and thread.is_alive() for thread in threading.enumerate()) >= 3
 
     with ThreadPoolExecutor(3) as pool:
         threads = [pool.submit(read) for _ in range(3)]
