@@ -48,6 +48,7 @@ PAGES = [
             "annotating",
             "asking",
             "copies",
+            "curve-broke",
             "damage",
             "feeding",
             "guided",

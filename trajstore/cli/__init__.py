@@ -18,6 +18,7 @@ from typing import cast
 
 from trajstore.cli import (
     annotate,
+    audit,
     copy,
     export,
     inspect,
@@ -46,6 +47,7 @@ _BUILT_IN: tuple[Command, ...] = (
     annotate.COMMAND,
     view.COMMAND,
     verify.COMMAND,
+    audit.COMMAND,
     export.COMMAND,
     export.IMPORT,
     copy.COPY,

@@ -1,0 +1,170 @@
+"""Ledgers: recorded steps are read back exactly, also after kills and rollbacks; audits name the first fault."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.cli.stores import Run
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
+from trajstore.ledger import ROW, Ledger, TrainedStep, first_difference, read
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return Run(capsys)
+
+
+def step(number: int, rows: int = 3, seed: int = 0) -> TrainedStep:
+    made = np.zeros(rows, ROW)
+    random = np.random.default_rng([number, seed])
+    made["trajectory"] = np.where(np.arange(rows) % 8 == 7, random.integers(0, 1 << 45, rows), np.arange(rows))
+    made["group"] = np.arange(rows) // 8
+    made["replayed"] = np.arange(rows) % 8 == 7
+    for name in ("advantage", "ratio", "weight"):
+        made[name] = random.normal(size=rows)
+    made["tokens"] = random.integers(1, 30_000, rows)
+    made["version"] = number - random.integers(0, 9, rows)
+    tasks = [f"t{group}" for group in range(-(-rows // 8))]
+    return TrainedStep(
+        number, made, tasks, number, number + 1, {"pg": 0.1, "kl": 1e-300}, {"at": 5}, {"torch": 2**64 - 1}
+    )
+
+
+def same(one: TrainedStep, other: TrainedStep) -> bool:
+    return one.rows.tobytes() == other.rows.tobytes() and repr(replace(one, rows=0, tasks=())) == repr(
+        replace(other, rows=0, tasks=())
+    ) and [*one.tasks] == [*other.tasks]  # fmt: skip
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(["record", "continue", "reopen"]), st.integers(0, 6)), max_size=12))
+def test_a_ledger_is_the_dict_of_the_steps_that_count(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
+) -> None:
+    path = tmp_path_factory.mktemp("ledger")
+    model: dict[int, TrainedStep] = {}
+    pending: dict[int, TrainedStep] = {}
+    ledger = Ledger(path)
+    for place, (action, number) in enumerate(actions):
+        if action == "record":
+            made = step(max(pending, default=0) + 1, number, place)
+            ledger.record(made)
+            pending[made.step] = made
+            model = dict(pending)
+        elif action == "reopen":
+            ledger.close()
+            ledger, pending = Ledger(path), dict(model)
+        elif number == 0 or number in pending or not pending:
+            kept = {at: made for at, made in pending.items() if at <= number}
+            if len(kept) < len(pending):
+                with pytest.warns(UserWarning, match=f"after step {number} will be replaced"):
+                    ledger.continue_from(number)
+            pending = kept
+        else:
+            with pytest.raises(ConfigurationError, match=f"lacks step {number}"):
+                ledger.continue_from(number)
+    ledger.close()
+    if model:
+        found = read(path).steps
+        assert [*found] == [*model]
+        assert all(same(found[number], model[number]) for number in model)
+
+
+def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.record(step(1))
+        ledger.record(step(2))
+        with pytest.raises(StoreLockedError):
+            Ledger(tmp_path)
+    file = tmp_path / "steps.log"
+    whole = file.read_bytes()
+    first = whole.index(b"\n") + 1
+    for end in (*range(first, len(whole) - 2, 13), len(whole) - 2, len(whole) - 1):
+        file.write_bytes(whole[:end])
+        contents = read(tmp_path)
+        assert ([*contents.steps], contents.torn) == ([1], end - first)
+    with (
+        pytest.warns(UserWarning, match="the record after step 1 is incomplete and is dropped"),
+        Ledger(tmp_path) as ledger,
+    ):
+        ledger.record(step(2))
+    assert file.read_bytes() == whole
+    file.write_bytes(whole.replace(b'"step":1', b'"step":3', 1))
+    with pytest.raises(CorruptStoreError, match=r"steps\.log: the record at byte 0 is damaged"):
+        read(tmp_path)
+
+
+def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.record(step(1, 1024))
+    assert (tmp_path / "steps.log").stat().st_size <= 40 * 1024
+
+
+def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        for number in (1, 2):
+            made = step(number)
+            made.rows["trajectory"], made.rows["version"] = [4, 5, 4 + number], [-1, number - 1, 1]
+            ledger.record(made)
+    table = read(tmp_path).table()
+    rows = table[table["trajectory"] == 5]
+    assert rows[["step", "row", "age"]].tolist() == [(1, 0, 1), (1, 0, 0), (2, 0, 1)]
+    assert np.isnan(table["age"][table["trajectory"] == 4]).all()
+
+
+def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.record(step(1))
+        for wrong, message in (
+            (step(1), "step 1 is not after step 1; a trainer that resumes calls continue_from first"),
+            (replace(step(2), tasks=["a"], rows=step(2, 9).rows), "groups are 0 to 1, but there are 1 tasks"),
+            (replace(step(2), rows=np.zeros(2)), "rows must be an array"),
+            (replace(step(2), data={"at": float("nan")}), "data must be JSON values"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                ledger.record(wrong)
+    with pytest.raises(StoreNotFoundError):
+        read(tmp_path / "absent")
+
+
+def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_path: Path, run: Run) -> None:
+    altered = step(3, 20)
+    altered.rows["advantage"][11] = np.nan
+    altered.rows["version"][12] = 9
+    for name, last in (
+        ("one", step(3, 20)),
+        ("same", step(3, 20)),
+        ("other", altered),
+        ("loss", replace(step(3, 20), loss={})),
+    ):
+        with Ledger(tmp_path / name) as ledger:
+            ledger.record(step(1 if name != "other" else 2, 20))
+            ledger.record(step(2, 20)) if name != "other" else None
+            ledger.record(last)
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    assert "equal in every step and row" in run.out("audit", one, "--against", same)
+    assert first_difference(read(one), read(other)).step == 1  # type: ignore[union-attr]
+    code, out, _ = run("audit", one, "--against", tmp_path / "loss", "--json")
+    assert (code, json.loads(out)["difference"]) == (
+        1, {"step": 3, "row": None, "values": {"loss": [{"pg": 0.1, "kl": 1e-300}, {}]}},
+    )  # fmt: skip
+    with Ledger(one) as ledger:
+        with pytest.warns(UserWarning, match="1 step after step 2 will be replaced"):
+            ledger.continue_from(2)
+        ledger.record(altered)
+    code, out, _ = run("audit", one, "--against", same)
+    assert code == 1
+    assert out.splitlines() == [
+        "step 3: advantage is not finite in 1 row, first row 11 (trajectory 11)",
+        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 12)",
+        f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
+        f"{same}: differs first in step 3, row 11",
+        f"  advantage: nan here, {step(3, 20).rows['advantage'][11].item()!r} there",
+    ]

@@ -1,0 +1,18 @@
+"""The training ledger: which rows each optimizer step trained on, durable with the step."""
+
+from trajstore.ledger.audit import Audit, Difference, audit, first_difference
+from trajstore.ledger.contents import LedgerContents, read
+from trajstore.ledger.step import ROW, TrainedStep
+from trajstore.ledger.writer import Ledger
+
+__all__ = [
+    "ROW",
+    "Audit",
+    "Difference",
+    "Ledger",
+    "LedgerContents",
+    "TrainedStep",
+    "audit",
+    "first_difference",
+    "read",
+]

@@ -1,0 +1,112 @@
+"""Checks one ledger, and finds the first difference of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from trajstore.core.store.run_ids import shown_id
+from trajstore.errors import counted
+from trajstore.ledger.contents import LedgerContents
+from trajstore.ledger.step import ROW, TrainedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The result of :func:`audit`.
+
+    Attributes:
+        steps: number of steps.
+        rows: number of trained rows.
+        replayed: number of them that are replayed.
+        replaced: number of steps that a resumed run replaced.
+        problems: inconsistencies, each naming its step.
+    """
+
+    steps: int
+    rows: int
+    replayed: int
+    replaced: int
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first difference of two ledgers.
+
+    Attributes:
+        step: the first step that differs.
+        row: the first row of it that differs; None if fields of the step do.
+        values: both values by column or field; None if one ledger lacks the step.
+    """
+
+    step: int
+    row: int | None
+    values: dict[str, tuple[object, object]] | None
+
+
+def audit(ledger: LedgerContents) -> Audit:
+    """Check a ledger: steps without gaps, ages of at least 0, finite advantages, ratios, weights and losses."""
+    problems: list[str] = []
+    before: int | None = None
+    for number, step in ledger.steps.items():
+        if before is not None and number != before + 1:
+            problems.append(f"step {number}: follows step {before}; steps between them are missing")
+        before = number
+        problems += _problems(step)
+    if ledger.torn:
+        problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
+    rows = sum(len(step.rows) for step in ledger.steps.values())
+    replayed = sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values())
+    return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), tuple(problems))
+
+
+def _problems(step: TrainedStep) -> list[str]:
+    problems = [
+        f"step {step.step}: loss {name} is {value}" for name, value in step.loss.items() if not np.isfinite(value)
+    ]
+    bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in ("advantage", "ratio", "weight")}
+    if step.policy_before is not None:
+        bad["version is after the policy's"] = step.rows["version"] > step.policy_before
+    for reason, mask in bad.items():
+        if mask.any():
+            first = int(mask.argmax())
+            name = shown_id(int(step.rows["trajectory"][first]))
+            problems.append(
+                f"step {step.step}: {reason} in {counted(int(mask.sum()), 'row')}, first row {first} "
+                f"(trajectory {name})"
+            )
+    return problems
+
+
+def first_difference(one: LedgerContents, other: LedgerContents) -> Difference | None:
+    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal."""
+    for number in sorted(one.steps.keys() | other.steps.keys()):
+        mine, its = one.steps.get(number), other.steps.get(number)
+        if mine is None or its is None:
+            return Difference(number, None, None)
+        if (found := _difference(mine, its)) is not None:
+            return found
+    return None
+
+
+def _difference(mine: TrainedStep, its: TrainedStep) -> Difference | None:
+    both = min(len(mine.rows), len(its.rows))
+    # As bytes, so that NaN equals itself and -0.0 differs from 0.0.
+    raw = [step.rows[:both].tobytes() for step in (mine, its)]
+    if raw[0] != raw[1]:
+        lines = [np.frombuffer(data, np.uint8).reshape(both, ROW.itemsize) for data in raw]
+        row = int((lines[0] != lines[1]).any(axis=1).argmax())
+        pairs = {name: (mine.rows[name][row], its.rows[name][row]) for name in ROW.names or ()}
+        return Difference(
+            mine.step,
+            row,
+            {name: (a.item(), b.item()) for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()},
+        )
+    if len(mine.rows) != len(its.rows):
+        return Difference(mine.step, both, {"number of rows": (len(mine.rows), len(its.rows))})
+    names = [field.name for field in fields(TrainedStep) if field.name != "rows"]
+    values = {name: (getattr(mine, name), getattr(its, name)) for name in names}
+    differing = {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}
+    return Difference(mine.step, None, differing) if differing else None

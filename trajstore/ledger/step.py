@@ -1,0 +1,130 @@
+"""One optimizer step of a ledger, and its record as JSON values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore.core.base.arguments import whole
+from trajstore.core.store.packing import pack, unpack
+from trajstore.errors import ConfigurationError, CorruptStoreError, listed
+
+ROW = np.dtype(
+    [
+        ("trajectory", np.int64),
+        ("row", np.int32),
+        ("group", np.int32),
+        ("advantage", np.float32),
+        ("ratio", np.float32),
+        ("tokens", np.int32),
+        ("weight", np.float32),
+        ("version", np.int32),
+        ("replayed", np.uint8),
+    ]
+)
+"""The columns of a trained row.
+
+``trajectory`` is its id in the store, -1 without one; ``row`` its number in the rollout; ``group`` its number in the
+step; ``ratio`` the mean importance ratio; ``tokens`` the number of trained tokens; ``version`` the policy that sampled
+it, -1 if unknown; ``replayed`` 1 for a replayed row.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One optimizer step.
+
+    Attributes:
+        step: its number.
+        rows: the trained rows, ``[n]`` of :data:`ROW`, in the order of the batch.
+        tasks: the task of each group, by the group's number; empty if unknown.
+        policy_before: policy version before the step; None if unknown.
+        policy_after: policy version after it.
+        loss: loss terms by name.
+        data: data set identity and position, JSON values.
+        seeds: seeds by name, JSON values.
+    """
+
+    step: int
+    rows: npt.NDArray[np.void]
+    tasks: Sequence[str] = ()
+    policy_before: int | None = None
+    policy_after: int | None = None
+    loss: Mapping[str, float] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    seeds: Mapping[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Check that the step can be recorded exactly.
+
+        Raises:
+            ConfigurationError: a field has a wrong type or range; names step and field.
+        """
+        whole("step", self.step, 0)
+        if not isinstance(self.rows, np.ndarray) or self.rows.dtype != ROW or self.rows.ndim != 1:
+            raise ConfigurationError(f"step {self.step}: rows must be an array [n] of trajstore.ledger.ROW")
+        groups = self.rows["group"]
+        if len(groups) and (groups.min() < 0 or (self.tasks and groups.max() >= len(self.tasks))):
+            raise ConfigurationError(
+                f"step {self.step}: groups are {groups.min()} to {groups.max()}, but there are {len(self.tasks)} tasks"
+            )
+        header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds")}
+        for name, value in (*header.items(), ("tasks", list(self.tasks)), ("loss", list(self.loss))):
+            try:
+                same = orjson.loads(orjson.dumps(value)) == value
+            except (TypeError, orjson.JSONDecodeError):
+                same = False
+            if not same:
+                raise ConfigurationError(f"step {self.step}: {name} must be JSON values, without NaN: {value!r}")
+
+    def to_json(self, after: int | None) -> dict[str, Any]:
+        """Return the step's record.
+
+        Args:
+            after: the step that it continues from.
+        """
+        return {
+            "step": self.step,
+            "after": after,
+            "tasks": list(self.tasks),
+            "policy": [self.policy_before, self.policy_after],
+            "loss": {"names": list(self.loss), "values": pack(np.array([*self.loss.values()], np.float64))},
+            "data": dict(self.data),
+            "seeds": dict(self.seeds),
+            "rows": {name: pack(self.rows[name]) for name in ROW.names or ()},
+        }
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any], source: str) -> tuple[TrainedStep, int | None]:
+        """Return the step of a record, and the step that it continues from.
+
+        Raises:
+            CorruptStoreError: it is not a record of a ledger.
+        """
+        try:
+            columns = {name: unpack(record["rows"][name], ROW[name]) for name in ROW.names or ()}
+            if len({len(column) for column in columns.values()}) != 1:
+                raise ValueError(f"columns {listed(columns)} differ in length")
+            rows = np.empty(len(columns["row"]), ROW)
+            for name, column in columns.items():
+                rows[name] = column
+            values = unpack(record["loss"]["values"], np.float64).tolist()
+            before, then = record["policy"]
+            step = TrainedStep(
+                record["step"],
+                rows,
+                tuple(record["tasks"]),
+                policy_before=before,
+                policy_after=then,
+                loss=dict(zip(record["loss"]["names"], values, strict=True)),
+                data=record["data"],
+                seeds=record["seeds"],
+            )
+            return step, record["after"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptStoreError(f"{source}: a record is not of a ledger: {error}") from error
