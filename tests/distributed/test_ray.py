@@ -148,7 +148,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         assert handle.get_stats()["num_trajectories"] == 9
         other = DistributedReplayBuffer.connect("whole")
         assert other.stores == [0, 1]
-        with pytest.raises(ConfigurationError, match="is there already"):
+        with pytest.raises(ConfigurationError, match="exists already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()
     with reader_of(tmp_path / "saved") as buffer:
@@ -464,7 +464,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     assert handle.size == 16
     cluster.remove_node(node, allow_graceful=False)
     until(lambda: (handle.refresh(), handle.size)[1] == 8)
-    assert "draws leave out its 8 trajectories" in caplog.text
+    assert "draws omit its 8 trajectories" in caplog.text
     assert handle.get_stats()["absent_stores"] == 1
     late = DistributedReplayBuffer.connect("nodes", deadline=10.0)
     assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
@@ -505,7 +505,7 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
     ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray restarts it
     assert [check_trajectory(trajectory) for trajectory in learner.sample_trajectories(1)] == [3]
     learner.clear()
-    with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
+    with pytest.raises(EmptyBufferError, match="no store that answers has trajectories"):
         learner.sample(4)
     handle.stop()
 
@@ -584,9 +584,9 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         loader.close()
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
-        assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once per handle
+        assert caplog.text.count("until it does, draws omit its 4 trajectories") == 3  # once per handle
         assert {check_trajectory(item) for item in learner.sample_trajectories(8)} == {keys[number] for number in left}
-        why = "rank_1 of .* has not answered for 1 s" if how == "frozen" else "rank_1 of .* is not there"
+        why = "rank_1 of .* has not answered for 1 s" if how == "frozen" else "rank_1 of .* is lost"
         with pytest.raises(StoreUnreachableError, match=why):  # not for ``deadline``
             DistributedReplayBuffer.connect(name, patience=1.0).points.pin("now")
     finally:
@@ -598,9 +598,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
 
 
 def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreUnreachableError, match=r"no room for it, too little of CPU\. A store reserves CPU 1000 on"
-    ):
+    with pytest.raises(StoreUnreachableError, match=r"Ray has too little CPU\. A store reserves CPU 1000 on"):
         create("large", tmp_path, actor_options={"num_cpus": 1000}, deadline=0.5)
     lose("large", 0)
     create("large", tmp_path).stop()
@@ -619,11 +617,11 @@ def test_who_connects_after_a_loss_knows_of_it(
     old.points.save(1)
     lose("lossy", 1)
     new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
-    assert "store rank_1 of 'lossy' is not there" in caplog.text
+    assert "store rank_1 of 'lossy' is lost" in caplog.text
     caplog.clear()
     new.refresh()
     new.refresh()
-    assert caplog.text.count("draws leave out its trajectories; how many it has is not known") == 1
+    assert caplog.text.count("draws omit its trajectories (number unknown)") == 1
     for handle in (old, new):
         assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
         assert (handle.stores, handle.size) == ([0, 1], 2)
@@ -636,7 +634,7 @@ def test_who_connects_after_a_loss_knows_of_it(
             lambda handle=handle: handle.served(),
             lambda handle=handle: read_store(handle),
         ):
-            with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is not there"):
+            with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is lost"):
                 whole()
     assert not (tmp_path / "saved").exists()
     create("lossy", run, stores=2, scheduling_strategy=here)
@@ -645,12 +643,12 @@ def test_who_connects_after_a_loss_knows_of_it(
     new.points.save(2)
     lose("lossy", 0)
     lose("lossy", 1)
-    with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
+    with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are lost"):
         DistributedReplayBuffer.connect("lossy")
     new.stop()  # the next run starts exactly its own number of stores
     assert create("lossy", run, stores=1).stores == [0]
     assert "rank_1 on" in caplog.text
-    assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
+    assert "is not served by any store of 'lossy', so it is never drawn. It has 2 trajectories" in caplog.text
     DistributedReplayBuffer.connect("lossy").stop()
 
 
@@ -666,7 +664,7 @@ def test_nodes_that_can_have_no_store_get_none(
     assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
     assert not {small.node_id, lost.node_id} & set(handle.nodes().values())
     assert handle.points.save(1).is_complete
-    with pytest.raises(StoreUnreachableError, match="no node can begin a store"):
+    with pytest.raises(StoreUnreachableError, match="no node can start a store"):
         create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
     handle.stop()
     cluster.remove_node(small)
@@ -747,7 +745,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")
-    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'cut': the store was let go before it was saved"):
+    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'cut': the store was released before it was saved"):
         handle.points.save(2, {"step": 2})
     assert [(point.step, point.lacking) for point in handle.points.saved] == [(1, ()), (2, (1,))]
     with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):
@@ -873,5 +871,5 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     lose("homes", 0)
     own[nodes[-1]] = set()  # its disk is new
     create("homes", tmp_path, stores="per_node")
-    assert f"store rank_0 of 'homes' begins empty on node {nodes[-1]}" in caplog.text
+    assert f"store rank_0 of 'homes' starts empty on node {nodes[-1]}" in caplog.text
     handle.stop()

@@ -129,7 +129,7 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.until("document.querySelectorAll('.sibling .message').length === 4")
     assert "advantage in group -0.866" in text_of(page, ".sibling")
     page.open(f"{address}#/trajectory/99")
-    page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+    page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
 
 
 def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serve_files: Serve, page: Page) -> None:
@@ -150,7 +150,7 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         page.until("document.querySelectorAll('.sibling .message').length > 0")
         assert "<script>window.stolen = 1</script>" in text_of(page, "main")
         page.open(f"{address}#/trajectory/..%2F..%2Findex.html")
-        page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+        page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
         page.expected_errors.append("Content Security Policy")
         page.run(
             "const late = document.createElement('script'); late.textContent = 'window.stolen = 1';"
@@ -249,7 +249,7 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     for refused in (target, store, file):
         before = sorted(refused.rglob("*"))
         assert main(["view", str(store), "--bundle", str(refused)]) == 2
-        assert "is of no bundle" in capsys.readouterr().err
+        assert "has files that no bundle has" in capsys.readouterr().err
         assert sorted(refused.rglob("*")) == before
     other = tmp_path / "other"
     other.mkdir()

@@ -138,7 +138,7 @@ def _unpack(piece: Piece) -> list[FlatTrajectory]:
             FlatTrajectory(schema, extent, tensors, samples, longest, weights, versions and tuple(versions), facts)
         )
     if start - lease.address != piece.data.nbytes:
-        raise ValueError(f"{piece.data.nbytes:,} bytes arrived of {start - lease.address:,}")
+        raise ValueError(f"{piece.data.nbytes:,} of {start - lease.address:,} bytes arrived")
     return flats
 
 
