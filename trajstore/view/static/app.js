@@ -123,7 +123,7 @@ async function tellBundle() {
   const { about, where, written, problems } = await bundle();
   fill(document.getElementById("live"), `written ${time(written)} ${ZONE} · ${several(about.trajectories, "trajectory", "trajectories")}`, where ? ` where ${where}` : "");
   const ids = Object.keys(problems);
-  const unread = ids.length ? `${count(ids.length)} could not be read when this was written: ${ids.slice(0, 20).join(", ")}${ids.length > 20 ? " …" : ""}` : null;
+  const unread = ids.length ? `${several(ids.length, "trajectory", "trajectories")} unreadable when this was written: ${ids.slice(0, 20).join(", ")}${ids.length > 20 ? " …" : ""}` : null;
   const said = [unread, about.trouble].filter(Boolean).join(". ");
   document.getElementById("trouble").hidden = said === "";
   fill(document.getElementById("trouble"), said);

@@ -152,15 +152,16 @@ export async function show(main, { parameters, keep, signal }) {
     fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
     fill(figures, pairsOf(told).map(([name, value], at) => [name, value, others?.[at][1] ?? null]).filter(([, ...values]) => values.some((value) => value !== null))
       .map(([name, value, other]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"), others && make("dd", { class: "other" }, other ?? "–"))));
-    const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
+    const say = (number, noun, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, several(number, ...noun)), ` ${text}`) : null);
+    const all = ["trajectory", "trajectories"];
     fill(lacking, ...[
       told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
         ? "A pool keeps rollouts that succeeded: the outcome of all of these is 1."
-        : `A pool keeps rollouts whose outcome is high enough: that of these is ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
-      say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
-      say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
+        : `A pool keeps rollouts with a high outcome: from ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
+      say(told.unreadable_count, all, "unreadable, with unknown facts (see trajstore verify)", "not readable"),
+      say(told.without_outcome, ["rollout"], "without an outcome", "kind = 'agent' and outcome is null"),
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
-      say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
+      say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
     fill(tasks, told.by_task.length ? [make("h2", {}, isSaid() ? "Tasks" : "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
