@@ -86,7 +86,7 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     assert ask(address, "about")["write"] == {"who": "anna"}
     assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
     notes = {column["name"]: column["note"] for column in ask(address, "about")["columns"]}
-    assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
+    assert (notes["tag"], notes["reward_judge"]) == ("late value", "judge of the reward's metadata")
 
 
 def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:

@@ -43,7 +43,7 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
 
 def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
     if notes:
-        out.heading("values that came late")
+        out.heading("late values")
         for note in notes:
             given = "removed" if note["value"] is None else shown_value(note["value"])
             when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")

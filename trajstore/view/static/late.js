@@ -100,7 +100,7 @@ export function showGiving(section, { columns, write, ids, signal }) {
   let later = null;
   signal.addEventListener("abort", () => clearTimeout(later));
   fill(section, make("details", {}, title, form.element, refused, status));
-  form.tell(write, columns.filter(({ note }) => note === "came late").map(({ name, type }) => [name, type]));
+  form.tell(write, columns.filter(({ note }) => note === "late value").map(({ name, type }) => [name, type]));
 
   async function give(name, kind, value) {
     clearTimeout(later);

@@ -105,7 +105,7 @@ export async function show(main, { parameters, keep, signal }) {
     const widths = visible.map((name) => {
       const type = columns.find((column) => column.name === name).type;
       const [least, share] = name === "task" ? [9, 2] : type === "text" ? [7, 1] : type === "time" ? [11, 0] : [5.5, 0.6];
-      return [Math.max(least, 0.47 * title(name).length + 2.5, 0.45 * name.length + 1.7), share];
+      return [Math.max(least, 0.47 * title(name).length + 2.8, 0.45 * name.length + 1.7), share];
     });
     grid.style.setProperty("--columns", widths.map(([least, share]) => (share ? `minmax(${least}rem, ${share}fr)` : `${least}rem`)).join(" "));
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
