@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterator
@@ -98,16 +99,31 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
 
 TESTS = ROOT / "tests"
 STARTS = {
-    "verl": (TESTS / "verl_plugin", TESTS / "trainer_hooks" / "verl", TESTS / "trainer_hooks" / "test_dataproto.py"),
-    "ray": tuple(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+    "verl": (
+        TESTS / "verl_plugin",
+        TESTS / "trainer_hooks" / "verl",
+        TESTS / "trainer_hooks" / "test_agentevolver.py",
+        TESTS / "trainer_hooks" / "test_dataproto.py",
+    ),
+    "ray": (
+        *(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+        TESTS / "view" / "test_handle.py",
+    ),
 }
 """Test files and folders by the marker of the services they start; importing these takes seconds."""
+HOLDS = {**STARTS, "browser": (TESTS / "view",)}
+"""All test files and folders with tests of a marker."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the import of files whose tests ``-m`` excludes."""
     chosen = config.getoption("markexpr")
-    return any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()) or None
+    if any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()):
+        return True
+    wanted = [paths for mark, paths in HOLDS.items() if re.match(rf"{mark}( and |$)", chosen)]
+    if wanted and collection_path.suffix == ".py":
+        return not {collection_path, *collection_path.parents} & set(wanted[0]) or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -108,7 +108,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("deaths", [2, pytest.param(7, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("deaths", [1, pytest.param(7, marks=pytest.mark.campaign)])
 def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int) -> None:
     """One process forks all runs, because imports take longer than the runs."""
     given = []
