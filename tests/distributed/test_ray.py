@@ -690,7 +690,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")
-    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'shared': the store was let go before it was saved"):
+    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'shared': the store was released before it was saved"):
         handle.points.save(2, {"step": 2})
     assert [(point.step, point.lacking) for point in handle.points.saved] == [(1, ()), (2, (1,))]
     with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):
@@ -833,11 +833,11 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     assert list(able.nodes().values()) == [nodes.head_node.node_id]
     assert able.points.save(1).is_complete
     able.stop()
-    with pytest.raises(StoreUnreachableError, match="no node can begin a store"):
+    with pytest.raises(StoreUnreachableError, match="no node can start a store"):
         create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
     nodes.remove_node(small)
     until(lambda: (learner.refresh(), learner.size)[1] == 8)
-    assert "draws leave out its 8 trajectories" in caplog.text
+    assert "draws omit its 8 trajectories" in caplog.text
     until(lambda: learner.get_stats()["absent_stores"] == 1)
     late = DistributedReplayBuffer.connect("nodes", deadline=10.0)
     assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
@@ -873,7 +873,7 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     lose("homes", 0)
     own[ids[-1]] = set()  # its disk is new
     create("homes", tmp_path, stores="per_node")
-    assert f"store rank_0 of 'homes' begins empty on node {ids[-1]}" in caplog.text
+    assert f"store rank_0 of 'homes' starts empty on node {ids[-1]}" in caplog.text
     handle.stop()
 
 
