@@ -51,11 +51,20 @@ from trajstore.testing.witness import check_trajectory, witness
 
 @dataclass(frozen=True)
 class State:
-    """A store's visible state: keys and late values by id, and names of saved points by step."""
+    """A store's visible state.
+
+    Attributes:
+        keys: of its trajectories, by id.
+        values: late values by id.
+        line: names of saved points by step.
+        given: names of the late values in the order in which they were given, by id. A value that is given again
+            is another state, although readers see the same.
+    """
 
     keys: dict[int, int] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
     line: dict[int, str] = field(default_factory=dict)
+    given: dict[int, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
 
 class Model:
@@ -66,7 +75,8 @@ class Model:
 
     def give(self, number: int, name: str, value: Any) -> None:
         values = self.head.values | {number: self.head.values.get(number, {}) | {name: value}}
-        self.head = replace(self.head, values=values)
+        given = self.head.given | {number: (*self.head.given.get(number, ()), name)}
+        self.head = replace(self.head, values=values, given=given)
 
     def save(self, step: int, keep: int | None = None) -> None:
         name, old = f"step-{step}.{self.visit}", self.head.line.get(step)
@@ -82,10 +92,15 @@ class Model:
     def go_to(self, name: str, left: str | None, aside: bool = True) -> None:
         if left is not None:
             self.take(left)
-        self.visit += self.shown(self.head) != self.shown(self.snapshots[name])
+        self.visit += self.differs(self.snapshots[name])
         self.head, self.line = self.snapshots[name], self.snapshots[name].line
         if not aside:
             self.drop(self.on_no_line([point for point in self.snapshots if point.startswith("step-")]))
+
+    def differs(self, state: State) -> bool:
+        """Return whether a state differs from the head in what is visible or in the history of values."""
+        head, state = self.shown(self.head), self.shown(state)
+        return head != state or head.given != state.given
 
     def remove(self, name: str) -> None:
         state = self.snapshots.pop(name)
@@ -105,7 +120,8 @@ class Model:
         """Return the visible part of a state: values of its trajectories, and points that still exist."""
         points = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots and line}
         values = {number: state.values[number] for number in state.keys if state.values.get(number)}
-        return State(state.keys, values, points)
+        given = {number: state.given[number] for number in state.keys if number in state.given}
+        return State(state.keys, values, points, given)
 
 
 # -- a store and its model -----------------------------------------------------------------------------

@@ -298,7 +298,7 @@ def test_ends_that_do_not_fit_and_what_is_no_text_are_refused(text: bytes, ends:
         StringTable.from_json(value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 @patch("trajstore.core.store.index._FEW_TEXTS", 3)
 def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.DataObject) -> None:

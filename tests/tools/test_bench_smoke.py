@@ -13,8 +13,8 @@ from tools.bench.report import Figure, Options, SkippedError, table
 
 # Not run, as they start servers.
 NOT_TRIED = ("t16", "t16rows", "t19", "t20")
-LONG = ("t21", "t22", "t23")
-"""Start a browser and servers, or a separate cluster, or ask many questions."""
+LONG = ("t15", "t21", "t22", "t23")
+"""Start a browser, servers or a separate cluster, train models, or ask many questions."""
 
 
 @pytest.mark.parametrize(
