@@ -52,7 +52,8 @@ pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-from trajstore.core.buffer.content_watch import ContentWatch  # noqa: E402
+from trajstore.core.buffer.content_watch import flatten_all  # noqa: E402
+from trajstore.core.columns.agents import DOCUMENT_FIELDS  # noqa: E402
 from trajstore.core.columns.memory import Arena  # noqa: E402
 from trajstore.core.store.run_ids import own_id  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
@@ -296,7 +297,11 @@ def test_rows_of_all_stores_are_asked(
                 reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
                 metadata={"tool": {"number": n}},
             )
-            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+            if n % 4 == 1:
+                document = {name: value for name, value in vars(rollout).items() if name in DOCUMENT_FIELDS and value}
+                added = handle.add_rollouts({"input_ids": rollout.input_ids}, [n + 1], [document])
+            else:
+                added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
             ids.append(added.committed(120)[0])
         assert {number % 1024 for number in ids} == {0, 1}
         assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
@@ -329,7 +334,7 @@ def test_rows_of_all_stores_are_asked(
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
         assert "2 trajectories cannot be read, so the answer lacks tokens: " in caplog.text
-        parcel = Parcel(new_key(), [pack(ContentWatch().flatten([AgentTrajectory(task_id="again")]), Arena(0))])
+        parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
         clock = max(ids) + 1
         for rank in (0, 1):  # as if the first was silent and returned
             clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
@@ -773,18 +778,18 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0) == [2]
+    assert outbox.send(flatten_all([witness(1)])).committed(40.0) == [2]
     assert time.monotonic() - begin >= 3.0, "the second store was waited for"
     assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
     assert {rank for rank, _ in stores.asked} == {0, 1, 2}
     stores.asked.clear()
     for _ in range(3):
-        outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0)
+        outbox.send(flatten_all([witness(1)])).committed(40.0)
     assert {rank for rank, _ in stores.asked} == {2}
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
-    until(lambda: (outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
+    until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
     assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
     ray.cancel(stores.never)

@@ -163,12 +163,13 @@ class StoreServer:
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
                 self.tick(clock)
-                flats = unpack(parcel)
+                runs = unpack(parcel)
+                if len(absent) < count:
+                    each = [run[at : at + 1] for run in runs for at in range(len(run))]
+                    runs = [each[place] for place in absent]
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
-                    self._known.note(
-                        wanted, self._buffer.sink.add_flattened([flats[place] for place in absent], wanted)
-                    )
+                    self._known.note(wanted, self._buffer.sink.add_flattened(runs, wanted))
                 except BaseException:
                     self._recall()  # the parcel may be partly added
                     raise
