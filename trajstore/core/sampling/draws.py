@@ -21,7 +21,7 @@ from trajstore.core.base.arguments import whole_or_none
 from trajstore.core.sampling.base import Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.errors import ConfigurationError, EmptyBufferError, counted, trajectories
+from trajstore.errors import ConfigurationError, EmptyBufferError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Draws:
             raise _empty(window)
         if count > total and not self._clamp_told:
             self._clamp_told = True
-            logger.warning("%s requested, but the window has only %d, all drawn", counted(count, "sample"), total)
+            logger.warning("samples: %d requested, but the window has only %d, which are drawn", count, total)
         drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self.generator).numpy()
         if window.skipped:
             drawn[drawn >= window.before] += window.skipped
