@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainer_hooks.replay.rows import join_responses, lengths_of_rows
-from trainer_hooks.transfer_queue.rows import Column, Row, unpack_columns
+from trainer_hooks.transfer_queue.rows import Row, unpack_columns
 from trajstore import Retention, TrajectoryReplayBuffer, annotate
 from trajstore.core.base import exits
 from trajstore.core.base.background import Background
@@ -26,6 +26,7 @@ from trajstore.errors import (
     StoreError,
     StoreWriteError,
     TrajectoryUnavailableError,
+    counted,
 )
 from trajstore.trajectory import AgentTrajectory
 
@@ -61,6 +62,9 @@ class RolloutFormat(Protocol):
     @property
     def late(self) -> Mapping[str, str]:
         """Names of late values by column, with one value per response token; of other lengths they are skipped."""
+
+    def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the keys of the rows of a put, from their columns."""
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among the rows of a put, and the positions of each one's rows."""
@@ -164,6 +168,7 @@ class Recorder:
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error = None
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
+        self._background.submit(partial(rollouts.finish, []))  # loads what it needs before the first rollout arrives
         self._rollouts, self._buffer = rollouts, buffer
         exits.remember(self)
 
@@ -182,24 +187,22 @@ class Recorder:
     def accept(
         self,
         indexes: Sequence[int],
-        keys: Sequence[str],
         tags: Sequence[Mapping[str, Any]],
-        columns: Mapping[str, Column],
+        message: bytes,
     ) -> None:
         """Queue rows that begin rollouts. Waits only if too much is queued.
 
         Args:
             indexes: TransferQueue's global indexes of the rows.
-            keys: their keys.
             tags: their tags.
-            columns: packed.
+            message: their columns, packed.
         """
         self._queued += 1
-        self._submit(partial(self._begin, indexes, keys, tags, columns), columns)
+        self._submit(partial(self._begin, indexes, tags, message), len(message))
 
-    def accept_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def accept_late(self, indexes: Sequence[int], message: bytes) -> None:
         """Queue later columns of rows; rows that are no recorded rollouts are skipped."""
-        self._submit(partial(self._add_late, indexes, columns), columns)
+        self._submit(partial(self._add_late, indexes, message), len(message))
 
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
         """Queue late values of rollouts, by ``rollout_id``.
@@ -210,7 +213,7 @@ class Recorder:
             names: the rollouts.
             values: by name, one per rollout; ``None`` = no value.
         """
-        self._submit(partial(self._set_values, names, values), {})
+        self._submit(partial(self._set_values, names, values), 0)
 
     def status(self) -> Status:
         """Return the counters, and the first failure since the last call.
@@ -257,8 +260,8 @@ class Recorder:
             background.submit(self._set_late)
             background.close()
             if self._unset:
-                lost = sum(len(ids) for ids, _ in self._unset)
-                self._failed(StoreWriteError(f"{self._path}: late values of {lost} rollouts were not written"), 0)
+                lost = counted(sum(len(ids) for ids, _ in self._unset), "rollout")
+                self._failed(StoreWriteError(f"{self._path}: late values of {lost} were not written"), 0)
         finally:
             try:
                 buffer.close()
@@ -269,27 +272,27 @@ class Recorder:
         if error is not None:
             raise error
 
-    def _submit(self, call: Callable[[], None], columns: Mapping[str, Column]) -> None:
+    def _submit(self, call: Callable[[], None], nbytes: int) -> None:
         if (background := self._background) is not None:
-            size = sum(column.data.nbytes for column in columns.values() if not isinstance(column, list))
-            background.submit(call, size + 1)
+            background.submit(call, nbytes + 1)
 
     # ---- in the thread ----
 
     def _begin(
         self,
         indexes: Sequence[int],
-        keys: Sequence[str],
         tags: Sequence[Mapping[str, Any]],
-        columns: Mapping[str, Column],
+        message: bytes,
     ) -> None:
         made = self._rollouts
+        keys: Sequence[str] = [f"of index {index}" for index in indexes]
         try:
             for index in indexes:
                 self._by_index.pop(index, None)
             if made is None:
                 return
-            unpacked = unpack_columns(columns)
+            unpacked = unpack_columns(message)
+            keys = made.keys(unpacked)
             rows = [
                 Row(key, tag, {name: values[place] for name, values in unpacked.items()})
                 for place, (key, tag) in enumerate(zip(keys, tags, strict=True))
@@ -334,12 +337,12 @@ class Recorder:
             self._failed(error, 1)
             return []
 
-    def _add_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def _add_late(self, indexes: Sequence[int], message: bytes) -> None:
         made = self._rollouts
         if made is None:
             return
         late: dict[str, dict[int, Any]] = {}
-        for column, values in unpack_columns(columns).items():
+        for column, values in unpack_columns(message).items():
             name = made.late[column]
             ready = late.setdefault(name, {})
             for index, value in zip(indexes, values, strict=True):
@@ -394,7 +397,8 @@ class Recorder:
                 self._failed(error, 0)
                 return
             except (StoreError, ConfigurationError) as error:
-                self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+                of = counted(len(ids), "rollout")
+                self._failed(StoreError(f"late values {', '.join(values)} of {of}: {error}"), 0)
             del self._unset[0]
 
     def _failed(self, error: Exception, rollouts: int) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class VerlRollouts:
 
     partitions = ("train",)
     begins = "responses"
-    columns = (*NEEDED_UNRATED, "rm_scores", *WELCOME)
+    columns = ("uid", "session_id", *NEEDED_UNRATED, "rm_scores", *WELCOME)
     late: Mapping[str, str] = LATE
 
     def __init__(self, outcome: OutcomeRule, tokenizer: RunTokenizer, run: str, *, text: bool) -> None:
@@ -58,6 +59,16 @@ class VerlRollouts:
         # Pickled on its own: code of a model's repository may be absent in the recorder's process.
         self._decoder: bytes = ray.cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
         self._tokenizer = dataclasses.replace(tokenizer, decoder=None, messages=None)
+
+    def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the keys of a put: verl puts the outputs of a session at once, in order."""
+        outputs: Counter[str] = Counter()
+        keys = []
+        for uid, session in zip(columns["uid"], columns["session_id"], strict=True):
+            name = f"{uid}_{int(session)}"
+            keys.append(f"{name}_{outputs[name]}")
+            outputs[name] += 1
+        return keys
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among rows, without replayed rows and padding."""
