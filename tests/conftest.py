@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import rays
 from trajstore.core.base import locks
 
 # Deterministic examples without deadlines; the slow forms search anew on each run.
@@ -79,11 +80,10 @@ def memory_url() -> str:
 
 
 @pytest.fixture
-def small_ray() -> None:
-    """Start Ray with two CPUs unless it runs; later tests reuse it."""
-    ray = pytest.importorskip("ray")
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+def small_ray() -> Any:
+    """Return the Ray cluster that all tests of this process share."""
+    pytest.importorskip("ray")
+    return rays.cluster()
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import blocks, bytecode
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -119,7 +119,7 @@ def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int)
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
         input=json.dumps(given),
-        env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1", **bytecode()},
         capture_output=True,
         text=True,
         check=False,

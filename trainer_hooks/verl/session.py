@@ -60,7 +60,7 @@ from trainer_hooks.verl.rows import (
 )
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -528,7 +528,7 @@ class ReplaySession:
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
-            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
+            logger.info("experience pool: on_resume=keep: added %s recorded since", counted(steps, "step"))
 
 
 def replace_log_probs(
