@@ -23,7 +23,7 @@ def executable(*modules: str) -> str:
         listener.bind(address)
         listener.listen(128)
         command = [sys.executable, forking.__file__, "serve", str(listener.fileno()), *modules]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], start_new_session=True)
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
 
     @atexit.register
     def stop() -> None:

@@ -259,11 +259,11 @@ def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
     hold.begin("a", 0.05)
     with hold.changing():  # after the timeout
         pass
-    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+    with pytest.raises(StoreWriteError, match="released before it was saved"), hold.keeping("a"):
         pass
     hold.begin("a", 0.05)
     hold.begin("b", 600.0)  # waits for it
-    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+    with pytest.raises(StoreWriteError, match="released before it was saved"), hold.keeping("a"):
         pass
     with pytest.raises(StoreWriteError, match="another handle"):
         hold.begin("c", 0.01)
@@ -282,7 +282,7 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
         lambda: store.pin("a", "name"),
         lambda: store.go_to("a", 1, True),
     ):
-        with pytest.raises(StoreWriteError, match="let go before it was saved"):
+        with pytest.raises(StoreWriteError, match="released before it was saved"):
             save()
     store.hold("a", 600.0)
     (tmp_path / "other").mkdir()

@@ -10,8 +10,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -45,6 +46,8 @@ from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
+
+T = TypeVar("T")
 
 # -- the model ---------------------------------------------------------------------------------------
 
@@ -186,10 +189,9 @@ class Twin:
             reader.close()
         self.held.clear()
 
-    @property
-    def number(self) -> Any:
-        """Strategy for a live trajectory."""
-        return st.sampled_from(sorted(self.model.head.keys))
+    def numbers(self, pick: int) -> list[int]:
+        """Return a live trajectory, if there is one."""
+        return picked(sorted(self.model.head.keys), pick)
 
     def add(self, count: int) -> None:
         keys = range(self.key, self.key + count)
@@ -300,6 +302,13 @@ class Twin:
 # -- one store -----------------------------------------------------------------------------------------
 
 CRASH = st.none() | st.integers(0, 99)
+PICK = st.integers(0, 999)
+"""Which of some things. What a crash leaves depends on timing; rules and their arguments must not."""
+
+
+def picked(options: list[T], pick: int) -> list[T]:
+    """Return one of some things, or nothing if there are none."""
+    return [options[pick % len(options)]] if options else []
 
 
 class Snapshots(RuleBasedStateMachine):
@@ -324,24 +333,23 @@ class Snapshots(RuleBasedStateMachine):
         self.twin = Twin(self.place, self.place.new("store"), options, mirrored)
         self.twin.add(2)
 
-    @property
-    def snapshots(self) -> Any:
-        """Strategy for the name of a snapshot."""
-        return st.sampled_from(sorted(self.twin.model.snapshots))
+    def snapshots(self, pick: int) -> list[str]:
+        """Return the name of a snapshot, if there is one."""
+        return picked(sorted(self.twin.model.snapshots), pick)
 
     @rule(count=st.integers(1, 3))
     def add(self, count: int) -> None:
         self.twin.add(count)
 
-    @precondition(lambda self: self.twin.model.head.keys)
-    @rule(data=st.data())
-    def evict(self, data: Any) -> None:
-        self.twin.evict(data.draw(self.twin.number))
+    @rule(pick=PICK)
+    def evict(self, pick: int) -> None:
+        for number in self.twin.numbers(pick):
+            self.twin.evict(number)
 
-    @precondition(lambda self: self.twin.model.head.keys)
-    @rule(data=st.data(), how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
-    def annotate(self, data: Any, how: str, value: int) -> None:
-        self.twin.annotate(data.draw(self.twin.number), how, value)
+    @rule(pick=PICK, how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
+    def annotate(self, pick: int, how: str, value: int) -> None:
+        for number in self.twin.numbers(pick):
+            self.twin.annotate(number, how, value)
 
     @rule(name=st.sampled_from(["number", "outside"]))
     def annotate_evicted(self, name: str) -> None:
@@ -372,18 +380,17 @@ class Snapshots(RuleBasedStateMachine):
             crash,
         )
 
-    @precondition(lambda self: self.twin.model.snapshots)
-    @rule(data=st.data(), crash=CRASH)
-    def remove(self, data: Any, crash: int | None) -> None:
-        name = data.draw(self.snapshots)
-        self.twin.change(lambda: self.twin.buffer.points.remove(name), lambda: self.twin.model.remove(name), crash)
+    @rule(pick=PICK, crash=CRASH)
+    def remove(self, pick: int, crash: int | None) -> None:
+        points, model = self.twin.buffer.points, self.twin.model
+        for name in self.snapshots(pick):
+            self.twin.change(partial(points.remove, name), partial(model.remove, name), crash)
 
-    @precondition(lambda self: self.twin.model.snapshots)
-    @rule(data=st.data(), crash=CRASH, aside=st.sampled_from([True, True, True, False]))
-    def go_to(self, data: Any, crash: int | None, aside: bool) -> None:
-        name = data.draw(self.snapshots)
+    @rule(pick=PICK, crash=CRASH, aside=st.sampled_from([True, True, True, False]))
+    def go_to(self, pick: int, crash: int | None, aside: bool) -> None:
         points = self.twin.buffer.points
-        self.twin.change(lambda: points.go_to(name, aside=aside), lambda: self.twin.went(name, aside), crash)
+        for name in self.snapshots(pick):
+            self.twin.change(partial(points.go_to, name, aside=aside), partial(self.twin.went, name, aside), crash)
 
     @rule()
     def kill(self) -> None:
@@ -428,14 +435,12 @@ class Snapshots(RuleBasedStateMachine):
     def refresh(self) -> None:
         self.twin.check_follower()
 
-    @precondition(lambda self: self.twin.model.snapshots and len(self.twin.held) < 2)
-    @rule(data=st.data())
-    def hold(self, data: Any) -> None:
-        name = data.draw(self.snapshots)
-        state = self.twin.model.shown(self.twin.model.snapshots[name], line=False)
-        self.twin.held.append((TrajectoryReplayBuffer.open(self.twin.path, pin=name), state))
+    @rule(pick=PICK)
+    def hold(self, pick: int) -> None:
+        for name in self.snapshots(pick) if len(self.twin.held) < 2 else []:
+            state = self.twin.model.shown(self.twin.model.snapshots[name], line=False)
+            self.twin.held.append((TrajectoryReplayBuffer.open(self.twin.path, pin=name), state))
 
-    @precondition(lambda self: self.twin.held)
     @rule()
     def release(self) -> None:
         self.twin.release()
@@ -487,12 +492,16 @@ class Runs(RuleBasedStateMachine):
     def add(self, rank: int, count: int) -> None:
         self.twins[rank % len(self.twins)].add(count)
 
-    @rule(rank=st.integers(0, 2), data=st.data(), how=st.sampled_from(["number", "outside", "rows", "evict"]))
-    def alter(self, rank: int, data: Any, how: str) -> None:
+    @rule(
+        rank=st.integers(0, 2),
+        pick=PICK,
+        how=st.sampled_from(["number", "outside", "rows", "evict"]),
+        value=st.integers(0, 9),
+    )
+    def alter(self, rank: int, pick: int, how: str, value: int) -> None:
         twin = self.twins[rank % len(self.twins)]
-        if twin.model.head.keys:
-            number = data.draw(twin.number)
-            twin.evict(number) if how == "evict" else twin.annotate(number, how, data.draw(st.integers(0, 9)))
+        for number in twin.numbers(pick):
+            twin.evict(number) if how == "evict" else twin.annotate(number, how, value)
 
     def together(
         self, call: Callable[[Twin], Any], dies: tuple[int, int] | None, crash: int
@@ -550,13 +559,13 @@ class Runs(RuleBasedStateMachine):
             self.restart(dies[0], files, before)
 
     @rule(
-        data=st.data(),
+        pick=PICK,
         newest=st.booleans(),
         kill=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 99)),
     )
-    def roll_back(self, data: Any, newest: bool, kill: tuple[int, int, int] | None) -> None:
+    def roll_back(self, pick: int, newest: bool, kill: tuple[int, int, int] | None) -> None:
         complete = [step for step, lacking in self.points().items() if not lacking]
-        step = max(complete) if newest else data.draw(st.sampled_from(complete))
+        [step] = [max(complete)] if newest else picked(complete, pick)
         dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
         before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
         results, files = self.together(
@@ -572,10 +581,10 @@ class Runs(RuleBasedStateMachine):
         if dies and before:
             self.restart(dies[0], files, before)
 
-    @rule(data=st.data())
-    def go_to(self, data: Any) -> None:
+    @rule(pick=PICK)
+    def go_to(self, pick: int) -> None:
         """Go to a point without a job."""
-        step = data.draw(st.sampled_from([step for step, lacking in self.points().items() if not lacking]))
+        [step] = picked([step for step, lacking in self.points().items() if not lacking], pick)
         for twin in self.twins:
             twin.apply_values()
             twin.buffer.close()

@@ -26,6 +26,7 @@ from trajstore.errors import (
     StoreError,
     StoreWriteError,
     TrajectoryUnavailableError,
+    counted,
 )
 from trajstore.trajectory import AgentTrajectory
 
@@ -259,8 +260,8 @@ class Recorder:
             background.submit(self._set_late)
             background.close()
             if self._unset:
-                lost = sum(len(ids) for ids, _ in self._unset)
-                self._failed(StoreWriteError(f"{self._path}: late values of {lost} rollouts were not written"), 0)
+                lost = counted(sum(len(ids) for ids, _ in self._unset), "rollout")
+                self._failed(StoreWriteError(f"{self._path}: late values of {lost} were not written"), 0)
         finally:
             try:
                 buffer.close()
@@ -396,7 +397,8 @@ class Recorder:
                 self._failed(error, 0)
                 return
             except (StoreError, ConfigurationError) as error:
-                self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+                of = counted(len(ids), "rollout")
+                self._failed(StoreError(f"late values {', '.join(values)} of {of}: {error}"), 0)
             del self._unset[0]
 
     def _failed(self, error: Exception, rollouts: int) -> None:

@@ -54,7 +54,7 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -482,7 +482,7 @@ class ReplaySession:
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
-            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
+            logger.info("experience pool: on_resume=keep: added %s recorded since", counted(steps, "step"))
 
 
 def replace_log_probs(

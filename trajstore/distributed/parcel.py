@@ -110,7 +110,7 @@ def _unpack(piece: Piece) -> list[FlatTrajectories]:
         end = aligned(end + nbytes)
         runs.append(run)
     if end != piece.data.nbytes:
-        raise ValueError(f"{piece.data.nbytes:,} bytes arrived of {end:,}")
+        raise ValueError(f"{piece.data.nbytes:,} of {end:,} bytes arrived")
     return runs
 
 

@@ -160,7 +160,7 @@ class Outbox:
         try:
             ray().get(answer)
         except away() as error:
-            logger.info("store rank_%d is still away: %s", rank, first_line(error))
+            logger.info("store rank_%d still does not answer: %s", rank, first_line(error))
         else:
             self._routes.answered(rank)
 

@@ -100,7 +100,7 @@ class StoreServer:
     def __init__(self, path: str, rank: int, options: Mapping[str, Any], about: tuple[str, str, str]) -> None:
         decided = sorted(_GIVEN & options.keys())
         if decided:
-            raise ConfigurationError(f"{', '.join(decided)}: decided by the handle or the server, not by an option")
+            raise ConfigurationError(f"{', '.join(decided)}: set by the handle or the server, not by an option")
         if not 0 <= rank < MOST_STORES:
             raise ConfigurationError(f"rank: {rank}, must be in [0, {MOST_STORES})")
         self._about = ServedStore(rank, path, dict(options), *about)

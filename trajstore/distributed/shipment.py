@@ -11,7 +11,7 @@ from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.parcel import Parcel, Piece, new_key
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import Answer
-from trajstore.errors import StoreUnreachableError
+from trajstore.errors import StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class Shipment:
         self._routes.answered(self.rank)
         self._watermarks.hear(self.rank, answer)
         if answer.ids is None:
-            logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
+            logger.warning("rank_%d restarted before it committed %s; sent again", self.rank, trajectories(self.count))
             self.stage = "adding"
         else:
             self.ids, self._began, self.stage = answer.ids, answer.began, "committing"
@@ -178,10 +178,10 @@ class Shipment:
             elsewhere = self._routes.instead_of(self.rank)
             if elsewhere is not None:
                 logger.warning(
-                    "store rank_%d does not answer (%s); %d trajectories go to rank_%d",
+                    "store rank_%d does not answer (%s): %s sent to rank_%d instead",
                     self.rank,
                     first_line(error),
-                    self.count,
+                    trajectories(self.count),
                     elsewhere,
                 )
                 self.rank, self.stage = elsewhere, "adding"

@@ -36,7 +36,7 @@ from trajstore.core.reading.places import check_no_store_above
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.run_ids import ids_from
 from trajstore.core.writing.options import WriterOptions
-from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.errors import ConfigurationError, StoreError, listed, trajectories
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -357,8 +357,8 @@ class TrajectoryReplayBuffer(Reader):
         if added:
             kept = isinstance(self.sink, StoreSink)
             logger.warning(
-                "refresh: reloads, which hides the %d trajectories added here since; %s",
-                added,
+                "refresh: reloads, which hides %s added here since; %s",
+                trajectories(added),
                 "they stay in its own store" if kept else "they were in memory only and are lost",
             )
         return False

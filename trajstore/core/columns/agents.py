@@ -16,7 +16,7 @@ from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.limits import MAX_STEPS, plain_name, shown, version_number, whole_number
 from trajstore.core.columns.schema import Extent, intern_schema
 from trajstore.core.columns.values import NewColumn, as_tensor, document_column
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError, counted
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 _WHOLE = frozenset((*TOKEN_COLUMNS, "response_mask"))
@@ -47,7 +47,7 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
         if response is not None and tokens - start != response:
             raise InvalidTrajectoryError(
-                f"field {columns[response_first][0]}: has {response} entries, "
+                f"field {columns[response_first][0]}: has {counted(response, 'entry')}, "
                 f"must have L - response_start = {tokens - start}"
             )
     size = document_column(document, columns, tensors)
@@ -146,11 +146,11 @@ def _agent_columns(
         tensor = check_column(name, value, (1,))
         (size,) = tensor.shape
         if size > MAX_STEPS:
-            raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")
+            raise InvalidTrajectoryError(f"field {name}: has {counted(size, 'entry')}, must have at most {MAX_STEPS}")
         if length is None:
             length, first = size, name
         elif length != size:
-            raise InvalidTrajectoryError(f"field {name}: has {size} entries, but {first} has {length}")
+            raise InvalidTrajectoryError(f"field {name}: has {counted(size, 'entry')}, but {first} has {length}")
         columns.append((name, tensor.dtype, (), axis))
         tensors.append(tensor)
     return length
