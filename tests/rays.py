@@ -39,9 +39,13 @@ def cluster() -> Any:
     from ray.cluster_utils import Cluster
 
     if not _clusters:
-        _clusters.append(Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}))
+        # A lost node refuses the checks of its health; Ray gives it up after five, slow answers are still waited for.
+        system = {"health_check_period_ms": 500}
+        head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
+        _clusters.append(Cluster(initialize_head=True, head_node_args=head))
         runtime_env = {"py_executable": executable("trajstore.distributed.server", "trajstore.testing.witness")}
         ray.init(address=_clusters[0].address, log_to_driver=False, runtime_env=runtime_env)
+        atexit.register(stop)  # registered last, so that it runs before Ray's own handlers
     return _clusters[0]
 
 

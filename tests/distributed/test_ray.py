@@ -800,7 +800,7 @@ def nodes(cluster: Cluster) -> Iterator[Cluster]:
     """Return the cluster; remove the nodes that tests add."""
     yield cluster
     for node in list(cluster.worker_nodes):
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.remove_node(node)
 
 
 def returned(cluster: Cluster) -> None:

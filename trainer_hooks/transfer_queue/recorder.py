@@ -141,6 +141,8 @@ class Recorder:
         self._by_index: dict[int, tuple[_Known, int]] = {}
         """Rollout and row of TransferQueue's global indexes; an index is used again after its row was cleared."""
         self._by_name: OrderedDict[str, _Known] = OrderedDict()
+        self._recalled: dict[str, _Known] = {}
+        """Stored rollouts that are put again, by ``rollout_id``."""
         self._unset: list[tuple[tuple[int, ...], dict[str, list[Any]]]] = []
         """Ids and late values that are not in the store yet."""
         self._queued = self._recorded = self._lost = self._failures = 0
@@ -164,7 +166,7 @@ class Recorder:
             retention=Retention(max_trajectories=options.capacity),
         )
         self._path = options.path
-        self._by_index, self._by_name, self._unset = {}, OrderedDict(), []
+        self._by_index, self._by_name, self._recalled, self._unset = {}, OrderedDict(), {}, []
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error = None
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
@@ -203,6 +205,22 @@ class Recorder:
     def accept_late(self, indexes: Sequence[int], message: bytes) -> None:
         """Queue later columns of rows; rows that are no recorded rollouts are skipped."""
         self._submit(partial(self._add_late, indexes, message), len(message))
+
+    def recall(self, trajectory_id: int) -> AgentTrajectory | None:
+        """Return a stored rollout to put again: the put with its ``rollout_id`` is not recorded, late fields reach it.
+
+        Returns:
+            ``None`` if it is no longer in the store.
+        """
+        try:
+            rollout = None if self._buffer is None else self._buffer.get(trajectory_id)
+        except TrajectoryUnavailableError:
+            return None
+        if not isinstance(rollout, AgentTrajectory):
+            return None
+        known = _Known(trajectory_id, rollout.reward is not None, lengths_of_rows(rollout))
+        self._submit(partial(self._expect, rollout.rollout_id, known), 0)
+        return rollout
 
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
         """Queue late values of rollouts, by ``rollout_id``.
@@ -278,6 +296,9 @@ class Recorder:
 
     # ---- in the thread ----
 
+    def _expect(self, name: str, known: _Known) -> None:
+        self._recalled[name] = known
+
     def _begin(
         self,
         indexes: Sequence[int],
@@ -298,9 +319,13 @@ class Recorder:
                 for place, (key, tag) in enumerate(zip(keys, tags, strict=True))
             ]
             rollouts = made.rollouts(rows)
-            made.finish([rollout for rollout, _ in rollouts])
+            made.finish([rollout for rollout, _ in rollouts if rollout.rollout_id not in self._recalled])
             for rollout, places in rollouts:
-                self._add(rollout, [indexes[place] for place in places])
+                recalled = self._recalled.pop(rollout.rollout_id, None)
+                if recalled is None:
+                    self._add(rollout, [indexes[place] for place in places])
+                else:
+                    self._remember(rollout.rollout_id, recalled, [indexes[place] for place in places])
         except Exception as error:  # of the format: a row that it cannot convert must not stop the recording
             self._failed(InvalidTrajectoryError(f"rows {', '.join(map(str, keys[:4]))}: {error!r}"), len(keys))
         finally:
@@ -323,8 +348,11 @@ class Recorder:
         for number in ids:
             self._recorded += 1
             known = _Known(number, rollout.reward is not None, lengths_of_rows(rollout))
-            self._by_name[rollout.rollout_id] = known
-            self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
+            self._remember(rollout.rollout_id, known, indexes)
+
+    def _remember(self, name: str, known: _Known, indexes: Sequence[int]) -> None:
+        self._by_name[name] = known
+        self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
         while len(self._by_name) > _REMEMBERED:
             self._by_name.popitem(last=False)
 

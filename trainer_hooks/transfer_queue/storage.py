@@ -17,6 +17,7 @@ from transfer_queue.storage.managers.base import StorageManager, StorageManagerF
 from trainer_hooks.transfer_queue.recorder import Recorder, RolloutFormat, Status, StoreOptions, Wanted
 from trainer_hooks.transfer_queue.rows import pack_columns
 from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajstoreError
+from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,11 @@ class RecorderHandle:
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
         """Queue late values of rollouts, by ``rollout_id``; see :meth:`Recorder.set_values`."""
         _answer(self.actor.set_values.remote(list(names), {name: list(given) for name, given in values.items()}))
+
+    async def recall(self, trajectory_id: int) -> AgentTrajectory | None:
+        """Return a stored rollout to put again; see :meth:`Recorder.recall`."""
+        rollout: AgentTrajectory | None = await self.actor.recall.remote(trajectory_id)
+        return rollout
 
     def status(self) -> Status:
         """Return the recorder's counters, and its first failure since the last status."""
