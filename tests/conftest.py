@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import re
 import sys
 import uuid
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import rays
 from trajstore.core.base import locks
 
 # Deterministic examples without deadlines; the slow forms search anew on each run.
@@ -78,11 +80,10 @@ def memory_url() -> str:
 
 
 @pytest.fixture
-def small_ray() -> None:
-    """Start Ray with two CPUs unless it runs; later tests reuse it."""
-    ray = pytest.importorskip("ray")
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+def small_ray() -> Any:
+    """Return the Ray cluster that all tests of this process share."""
+    pytest.importorskip("ray")
+    return rays.cluster()
 
 
 @pytest.fixture(autouse=True)
@@ -98,16 +99,31 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
 
 TESTS = ROOT / "tests"
 STARTS = {
-    "verl": (TESTS / "verl_plugin", TESTS / "trainer_hooks" / "verl", TESTS / "trainer_hooks" / "test_dataproto.py"),
-    "ray": tuple(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+    "verl": (
+        TESTS / "verl_plugin",
+        TESTS / "trainer_hooks" / "verl",
+        TESTS / "trainer_hooks" / "test_agentevolver.py",
+        TESTS / "trainer_hooks" / "test_dataproto.py",
+    ),
+    "ray": (
+        *(TESTS / "distributed" / f"test_{name}.py" for name in ("dataset", "page", "ray")),
+        TESTS / "view" / "test_handle.py",
+    ),
 }
 """Test files and folders by the marker of the services they start; importing these takes seconds."""
+HOLDS = {**STARTS, "browser": (TESTS / "view",)}
+"""All test files and folders with tests of a marker."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip the import of files whose tests ``-m`` excludes."""
     chosen = config.getoption("markexpr")
-    return any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()) or None
+    if any(f"not {mark}" in chosen and collection_path in paths for mark, paths in STARTS.items()):
+        return True
+    wanted = [paths for mark, paths in HOLDS.items() if re.match(rf"{mark}( and |$)", chosen)]
+    if wanted and collection_path.suffix == ".py":
+        return not {collection_path, *collection_path.parents} & set(wanted[0]) or None
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,12 @@ FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
 def blocks(text: str, language: str) -> list[str]:
     """Return a page's code blocks of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def bytecode() -> dict[str, str]:
+    """Return the environment variable of the folder of bytecode, if it is set; without it, a process compiles all."""
+    name = "PYTHONPYCACHEPREFIX"
+    return {name: os.environ[name]} if name in os.environ else {}
 
 
 def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
@@ -29,7 +36,7 @@ def run_page(project_root: Path, tmp_path: Path, page: str) -> None:
     done = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(project_root), "PATH": ""},
+        env={"PYTHONPATH": str(project_root), "PATH": "", **bytecode()},
         capture_output=True,
         text=True,
         check=False,

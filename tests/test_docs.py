@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import blocks, bytecode
 from trajstore.cli import build_parser, commands
 from trajstore.cli.reference import reference
 
@@ -79,7 +79,7 @@ def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
     done = subprocess.run(
         [sys.executable, "-c", _RUN_PAGES, folder / "pages.json", folder / "failures.json"],
         cwd=folder,
-        env={"PYTHONPATH": str(root), "PATH": "", "TMPDIR": str(folder)},
+        env={"PYTHONPATH": str(root), "PATH": "", "TMPDIR": str(folder), **bytecode()},
         capture_output=True,
         text=True,
         check=False,

@@ -175,6 +175,7 @@ class Page:
         from selenium.webdriver.common.by import By
 
         element = self.driver.find_element(By.CSS_SELECTOR, selector)
+        self.driver.execute_script("arguments[0].scrollIntoView()", element)  # offsets refer to the visible part
         from_center = right - element.size["width"] // 2, down - element.size["height"] // 2
         ActionChains(self.driver).move_to_element_with_offset(element, *from_center).pause(0.1).click().perform()
 

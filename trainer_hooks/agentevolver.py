@@ -30,7 +30,7 @@ from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.rows import rows_of
 from trajstore.core.base.arguments import whole, whole_or_none
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class EMClient:
         try:
             made = self._client(workspace_id).summarize(trajectories)
         except guidance.MakerError as error:
-            logger.warning("guidance: summarizing %d trajectories failed: %s", len(trajectories), error)
+            logger.warning("guidance: summarizing %s failed: %s", counted(len(trajectories), "trajectory"), error)
         return made, time.monotonic() - start
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.outcomes import known_outcome
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.token_sums import RATIO_NEAR_ZERO, LabelSums, added, figures_of, label_sums, token_sums
-from trajstore.errors import ConfigurationError, listed
+from trajstore.errors import ConfigurationError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -230,8 +230,8 @@ class ReplayFigures:
             self._zero_steps = self._zero_steps + 1 if loss == 0.0 else 0
         if self._zero_steps >= ZERO_LOSS_STEPS:
             warnings["zero"] = (
-                f"the loss of the replayed tokens was 0 in {self._zero_steps} steps: their advantages are 0 (groups of"
-                " equal rewards?), or all of them are clipped or dropped"
+                f"the loss of the replayed tokens was 0 in {counted(self._zero_steps, 'step')}: their advantages are 0 "
+                "(groups of equal rewards?), or all of them are clipped or dropped"
             )
         step = self._manager.global_steps
         for kind, message in warnings.items():
@@ -314,7 +314,7 @@ class ReplayWatch:
         if empty:
             self._reason = self._manager.why_nothing()
         if self._empty_steps >= EMPTY_STEPS:
-            self._tell(f"nothing to replay in {self._empty_steps} steps", self._reason)
+            self._tell(f"nothing to replay in {counted(self._empty_steps, 'step')}", self._reason)
 
     def closed(self) -> None:
         """Log the tasks still waiting at the end of a run; warn if nothing was replayed."""
@@ -330,10 +330,10 @@ class ReplayWatch:
         waiting = list(self._manager.waiting_tasks)
         if waiting:
             logger.warning(
-                "experience replay: %d tasks were displaced by history and not drawn again by the end of this run"
+                "experience replay: %s displaced by history and not drawn again by the end of this run"
                 " (%s). They come first when it continues; otherwise train longer, lower exp_ratio, or start"
                 " later (replay_start_ratio)",
-                len(waiting),
+                counted(len(waiting), "task", "was", "were"),
                 listed(waiting, 3),
             )
 

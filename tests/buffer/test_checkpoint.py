@@ -367,7 +367,7 @@ def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_pa
         stores.filled(tmp_path / f"run/rank_{rank}", range(3))
     os.truncate(sorted((tmp_path / "run/rank_1/shards").iterdir())[1], 10)
     for call in (TrajectoryReplayBuffer.open, lambda run: copy_store(run, tmp_path / "copy")):
-        with pytest.raises(errors.IncompleteCheckpointError, match=r"rank_1: 1 trajectory \(ids 1\) is lost"):
+        with pytest.raises(errors.IncompleteCheckpointError, match="rank_1: trajectory 1 is lost"):
             call(tmp_path / "run")
 
 

@@ -391,7 +391,7 @@ def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.Lo
         for key in range(3):
             add_each(writer, [10 + key])
             assert reader.refresh()
-    warnings = [record for record in caplog.records if "are left out" in record.getMessage()]
+    warnings = [record for record in caplog.records if "; left out" in record.getMessage()]
     assert len(warnings) == 1
     assert all(record.levelno == logging.WARNING for record in warnings)
 

@@ -14,6 +14,7 @@ from tests.stores import add_each, filled, writer_to
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.flat import FlatTrajectories
 from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.index import TrajectoryIndex
@@ -29,7 +30,9 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number, (steps, version) in enumerate(sizes):
         flat = flatten(step(steps, version))
-        columns = dict(NewEntries.of([flat], [number], bytes(16), index.texts).columns) | {"shard": np.zeros(1)}
+        columns = dict(NewEntries.of(FlatTrajectories.runs([flat]), [number], bytes(16), index.texts).columns) | {
+            "shard": np.zeros(1)
+        }
         index.append(columns | starts_of([flat.extent], flat.schema.kind))
     return index
 

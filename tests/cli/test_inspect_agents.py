@@ -122,7 +122,7 @@ def test_turns_say_what_they_were_counted_by(run: Run, tmp_path: Path) -> None:
     assert figures(run("inspect", path)[1])["turns of the model"] == "1, by messages of the assistant"
     out = run("inspect", path, "--trajectory", 0)[1]
     assert figures(out)["turns of the model"] == "1, by messages of the assistant"
-    assert out.count("\n  the model wrote  ") == 2, "in the table of its tokens"
+    assert out.count("\n  model  ") == 2, "in the table of its tokens"
 
 
 def figures(out: str) -> dict[str, str]:
@@ -202,7 +202,7 @@ def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> Non
 def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
     out = run.out("inspect", path, "--trajectory", 1)
-    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "the model wrote 4"):
+    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "model 4"):
         assert text in out
     assert "3,000 more characters" in out
     assert all(character.isprintable() or character == "\n" for character in out)
@@ -215,7 +215,7 @@ def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: 
     assert report["messages"][0]["content"] == HOSTILE
     assert len(report["messages"][1]["content"]) == 5000
     assert report["reward"]["metadata"] == {"format": 0.25}
-    assert [part["part"] for part in report["token_parts"]] == ["prompt", "model", "told", "model"]
+    assert [part["part"] for part in report["token_parts"]] == ["prompt", "model", "observation", "model"]
 
 
 def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     assert report["values"] == {"input_ids": 8, "loss_mask": 1, "response_mask": 1, "old_log_probs": -0.5}
     report = run.json("inspect", path, "--trajectory", 0, "--sample", 3)
     assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
-    assert "the model wrote" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
+    assert "token 8 of 10 (model)" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
     assert "tokens 0 to 9" in run.err("inspect", path, "--trajectory", 0, "--sample", 10)
 
 
@@ -250,7 +250,7 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
         ["0", "prompt", "10", "0"],
         ["1", "prompt", "11", "0"],
         ["2", "model", "12", "1", "-0.5000"],
-        ["3", "told", "13", "0", "-1.0000"],
+        ["3", "observation", "13", "0", "-1.0000"],
         ["4", "model", "14", "1", "-0.2500"],
     ]
     report = run.json("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")

@@ -47,7 +47,7 @@ def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> 
         "written": False,
     }
     assert summary in run("inspect", store.parent)[1], "a run reports values that wait in its ranks"
-    assert f"note: values that came late wait: {summary}" in run.out("verify", store)
+    assert f"note: late values wait: {summary}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0
     assert "inbox/" not in run("inspect", store)[1] + run("verify", store)[1]
     assert run.json("inspect", store)["waiting"] is None

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.doubts import doubts
+from trajstore.core.columns.flat import FlatTrajectories, copied
+from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.schema import dtypes
 
 _WHOLE = [dtype for dtype in dtypes().values() if not dtype.is_floating_point and not dtype.is_complex]
@@ -86,7 +88,9 @@ def test_doubts_are_those_of_the_twin(data: st.DataObject) -> None:
 
     rollouts = [rollout() for _ in range(data.draw(st.integers(1, 3)))]
     starts = [rollout.response_start for rollout in rollouts]
-    assert doubts([flatten(rollout) for rollout in rollouts], starts) == [list(_twin(rollout)) for rollout in rollouts]
+    ((run, block),) = copied(FlatTrajectories.runs(map(flatten, rollouts)), Arena(0))
+    problems = {at: list(_twin(rollout)) for at, rollout in enumerate(rollouts)}
+    assert doubts(block, run.extents, starts) == {at: found for at, found in problems.items() if found}
 
 
 # -- Rollouts that are certainly wrong are kept, with a warning when they are added --

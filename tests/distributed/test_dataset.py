@@ -23,7 +23,7 @@ pytest.importorskip("ray.data")
 
 pytestmark = pytest.mark.timeout(600)
 
-from trajstore.distributed import DistributedReplayBuffer, StoreDatasource, dataset, read_store  # noqa: E402
+from trajstore.distributed import StoreDatasource, dataset, read_store  # noqa: E402
 from trajstore.distributed.rows import row_of, trajectory_of  # noqa: E402
 
 SMALL = WriterOptions(shard_bytes=4096)
@@ -197,7 +197,7 @@ def test_later_tasks_of_a_process_read_the_present_state(tmp_path: Path) -> None
     (task,) = StoreDatasource(path).get_read_tasks(1)
     shutil.rmtree(path)
     store(path, range(2))
-    for found in ("replaced while it was open", "has been replaced by another one"):
+    for found in ("replaced while it was open", "was replaced by"):
         with pytest.raises(StoreNotFoundError, match=found):
             list(task())
         dataset._opened.cache_clear()  # as in another process
@@ -225,13 +225,3 @@ def test_what_was_evicted_meanwhile_is_told(tmp_path: Path) -> None:
         buffer.evict([1])
     with pytest.raises(TrajectoryUnavailableError, match=r"1 trajectory was evicted after .* \(1\); pin"):
         list(task())
-
-
-def test_stores_of_a_handle_are_read_where_they_are(small_ray: None, tmp_path: Path) -> None:
-    with DistributedReplayBuffer.create(
-        "dataset", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0
-    ) as handle:
-        handle.add_trajectories([witness(key) for key in range(8)]).committed(120)
-        rows = read_store(handle, columns=["curr_obs.tag", "rewards"]).take_all()
-        assert check_rows(rows) == set(range(8))
-        handle.stop()

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import rays
 from tests.stores import reader_of
 from trajstore import (
     AgentTrajectory,
@@ -51,7 +52,8 @@ pytestmark = pytest.mark.timeout(600)  # processes start, and start again
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-from trajstore.core.buffer.content_watch import ContentWatch  # noqa: E402
+from trajstore.core.buffer.content_watch import flatten_all  # noqa: E402
+from trajstore.core.columns.agents import DOCUMENT_FIELDS  # noqa: E402
 from trajstore.core.columns.memory import Arena  # noqa: E402
 from trajstore.core.store.run_ids import own_id  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
@@ -72,13 +74,8 @@ from trajstore.distributed.server import Answer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    ray.shutdown()  # the instance of earlier tests
-    ray_cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-    ray.init(address=ray_cluster.address, log_to_driver=False)
-    yield ray_cluster
-    ray.shutdown()
-    ray_cluster.shutdown()
+def cluster() -> Cluster:
+    return rays.cluster()
 
 
 def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -95,17 +92,20 @@ def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start two stores named shared, for tests that only need running stores."""
-    with create("shared", tmp_path_factory.mktemp("shared"), stores=2) as handle:
-        yield
+def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Start two stores named shared, for tests that only need running stores; return their path."""
+    path = tmp_path_factory.mktemp("shared")
+    with create("shared", path, stores=2) as handle:
+        yield path
         handle.stop()
 
 
 def emptied(**options: Any) -> DistributedReplayBuffer:
-    """Return a handle of the shared stores after emptying them."""
+    """Return a handle of the shared stores after removing their trajectories and points."""
     handle = DistributedReplayBuffer.connect("shared", **{"deadline": 120.0, "patience": 60.0, **options})
     handle.clear()
+    for point in handle.points.saved:
+        handle.points.remove(point.step)
     return handle
 
 
@@ -148,7 +148,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         assert handle.get_stats()["num_trajectories"] == 9
         other = DistributedReplayBuffer.connect("whole")
         assert other.stores == [0, 1]
-        with pytest.raises(ConfigurationError, match="is there already"):
+        with pytest.raises(ConfigurationError, match="exists already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()
     with reader_of(tmp_path / "saved") as buffer:
@@ -160,7 +160,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         DistributedReplayBuffer.connect("whole")
 
 
-def test_rows_evicted_before_they_are_read_are_drawn_again(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_evicted_before_they_are_read_are_drawn_again(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The learner's directory is elsewhere, and it hears of evictions only when it misses a trajectory."""
     monkeypatch.setattr(reads, "_open", lambda about: None)
     with emptied() as producer, emptied(refresh_interval=3600.0) as learner:
@@ -245,7 +245,7 @@ def test_learners_beside_retention(cluster: Cluster, tmp_path: Path, rate: int) 
         handle.stop()
 
 
-def test_late_values_through_a_handle(shared: None) -> None:
+def test_late_values_through_a_handle(shared: Path) -> None:
     with emptied() as handle, emptied() as learner:
         assert not len(learner)
         receipts = [handle.add_trajectories([witness(key)]) for key in range(6)]
@@ -281,7 +281,7 @@ def test_late_values_through_a_handle(shared: None) -> None:
 
 
 def test_rows_of_all_stores_are_asked(
-    shared: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shared: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     with emptied() as handle:
@@ -297,7 +297,11 @@ def test_rows_of_all_stores_are_asked(
                 reward=Reward(outcome=float(n % 2), metadata={"judge": n / 16} if n > 9 else {}),
                 metadata={"tool": {"number": n}},
             )
-            added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
+            if n % 4 == 1:
+                document = {name: value for name, value in vars(rollout).items() if name in DOCUMENT_FIELDS and value}
+                added = handle.add_rollouts({"input_ids": rollout.input_ids}, [n + 1], [document])
+            else:
+                added = handle.add_trajectories([rollout, witness(n)] if n % 4 == 0 else [rollout])
             ids.append(added.committed(120)[0])
         assert {number % 1024 for number in ids} == {0, 1}
         assert handle.query().where("reward_judge > 0.6").select("task").rows() == [{"task": "t1"}, {"task": "t2"}]
@@ -330,7 +334,7 @@ def test_rows_of_all_stores_are_asked(
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
         assert "2 trajectories cannot be read, so the answer lacks tokens: " in caplog.text
-        parcel = Parcel(new_key(), [pack(ContentWatch().flatten([AgentTrajectory(task_id="again")]), Arena(0))])
+        parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
         clock = max(ids) + 1
         for rank in (0, 1):  # as if the first was silent and returned
             clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
@@ -344,20 +348,19 @@ def test_rows_of_all_stores_are_asked(
             list(stream)
 
 
-def test_values_by_row_of_a_store_are_asked(cluster: Cluster, tmp_path: Path) -> None:
+def test_values_by_row_that_one_store_has_are_asked(shared: Path) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run" / "rank_0") as writer:
-        writer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))])
-        annotate(writer, 0, {"advantages": [torch.tensor([1, 2, 3])]})
-    with create("late", tmp_path / "run", stores=2) as handle:
-        handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(2)) for _ in range(4)]).committed(120)
+    with emptied() as handle:
+        ids = handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(3))]).committed(120)
+        annotate(handle, ids, {"advantages": [torch.tensor([1, 2, 3])]})
+        receipts = [handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(2))]) for _ in range(4)]
+        assert len({number % 1024 for receipt in receipts for number in receipt.committed(120)}) == 2
         asked = handle.query("tokens").where("advantages > 1").select("position", "advantages")
         assert asked.rows() == [{"position": 1, "advantages": 2.0}, {"position": 2, "advantages": 3.0}]
         assert handle.query("tokens").where("advantages is null").count() == 8
-        handle.stop()
 
 
-def test_the_same_seed_draws_the_same(shared: None) -> None:
+def test_the_same_seed_draws_the_same(shared: Path) -> None:
     with emptied(seed=5) as handle:
         handle.add_trajectories([witness(key) for key in range(6)]).committed(120)
         first = handle.draw(100)
@@ -369,7 +372,7 @@ def test_the_same_seed_draws_the_same(shared: None) -> None:
         assert torch.equal(torch.from_numpy(other.draw(100).samples), torch.from_numpy(second.samples))
 
 
-def test_steps_that_are_not_valid_are_in_no_draw(shared: None) -> None:
+def test_steps_that_are_not_valid_are_in_no_draw(shared: Path) -> None:
     handle = emptied()
     codes, blocks = set(), []
     for at in range(6):
@@ -391,7 +394,7 @@ def test_steps_that_are_not_valid_are_in_no_draw(shared: None) -> None:
     assert drawn == {code for code in codes if code % 2}
 
 
-def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_added_together_is_sent_together(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with emptied(refresh_interval=0.0) as handle:
         monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
         handle.add_trajectories([witness(0)])  # sent at once, as nothing else is in flight
@@ -408,7 +411,7 @@ def test_what_is_added_together_is_sent_together(shared: None, monkeypatch: pyte
         assert handle.size == 8
 
 
-def test_what_is_added_arrives_without_another_call(shared: None) -> None:
+def test_what_is_added_arrives_without_another_call(shared: Path) -> None:
     with emptied() as handle:
         for key in range(5):
             handle.add_trajectories([witness(key)])
@@ -427,59 +430,30 @@ def test_options_are_checked(cluster: Cluster, tmp_path: Path) -> None:
         DistributedReplayBuffer.connect("wrong")
 
 
-def test_nothing_acknowledged_is_lost_when_an_actor_is_killed(
-    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    handle = create("killed", tmp_path, refresh_interval=0.0)
-    receipts = []
-    for key in range(24):
-        receipts.append(handle.add_trajectories([witness(key)]))
-        if key in (7, 15):
-            ray.kill(ray.get_actor("killed/rank_0", namespace="trajstore"), no_restart=False)
-    ids = [number for receipt in receipts for number in receipt.committed(120)]
-    assert len(set(ids)) == 24
-    for key, number in enumerate(ids):
-        assert check_trajectory(handle.get(number)) == key
-    handle.refresh()
-    assert handle.size == 24  # no duplicates
-    check_batch(handle.sample(64))
-    handle.stop()
-    assert verify(tmp_path / "rank_0").problems == []
+def kill(rank: int) -> None:
+    """Kill the actor of a shared store; Ray restarts it."""
+    ray.kill(ray.get_actor(f"shared/rank_{rank}", namespace="trajstore"), no_restart=False)
 
 
-def test_a_node_that_is_lost_is_left_out_and_comes_back(
-    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    node = cluster.add_node(num_cpus=1, resources={"lost": 1})
-    cluster.wait_for_nodes()
-    handle = create("nodes", tmp_path, stores="per_node", patience=10.0, refresh_interval=0.0)
-    assert handle.stores == [0, 1]
-    far = next(rank for rank, where in handle.nodes().items() if where == node.node_id)
-    near = 1 - far
-    keys = {number: key for key in range(8) for number in handle.add_trajectories([witness(key)]).committed(120)}
-    assert {number % 1024 for number in keys} == {near}  # the local store is preferred
-    on_far = ray.remote(_add_there).options(resources={"lost": 0.1}, num_cpus=0)
-    keys.update(ray.get(on_far.remote("nodes", 100, 8)))
-    handle.refresh()
-    assert handle.size == 16
-    cluster.remove_node(node, allow_graceful=False)
-    until(lambda: (handle.refresh(), handle.size)[1] == 8)
-    assert "draws leave out its 8 trajectories" in caplog.text
-    assert handle.get_stats()["absent_stores"] == 1
-    late = DistributedReplayBuffer.connect("nodes", deadline=10.0)
-    assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
-    check_batch(handle.sample(32))
-    more = handle.add_trajectories([witness(50)]).committed(120)
-    keys[more[0]] = 50
-    with pytest.raises(StoreUnreachableError, match=f"rank_{far}"):
-        DistributedReplayBuffer.connect("nodes", deadline=10.0).get(next(n for n in keys if n % 1024 == far))
-    cluster.add_node(num_cpus=1)  # the machine returns with its disk
-    cluster.wait_for_nodes()
-    handle = create("nodes", tmp_path, stores="per_node", refresh_interval=0.0)
-    until(lambda: (handle.refresh(), handle.size)[1] == 17)
-    for number, key in keys.items():
-        assert check_trajectory(handle.get(number)) == key
-    handle.stop()
+def test_nothing_acknowledged_is_lost_when_an_actor_is_killed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
+    with emptied(refresh_interval=0.0) as handle:
+        receipts = []
+        for key in range(24):
+            receipts.append(handle.add_trajectories([witness(key)]))
+            if key == 11:
+                kill(0)
+        ids = [number for receipt in receipts for number in receipt.committed(120)]
+        assert len(set(ids)) == 24
+        for key, number in enumerate(ids):
+            assert check_trajectory(handle.get(number)) == key
+        handle.refresh()
+        assert handle.size == 24  # no duplicates
+        drawn = handle.draw(64)
+        kill(1)
+        check_batch(handle.read(drawn))
+    for rank in range(2):
+        assert verify(shared / f"rank_{rank}").problems == []
 
 
 def lose(name: str, rank: int) -> None:
@@ -494,26 +468,24 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
     learner = DistributedReplayBuffer.connect("only", refresh_interval=0.0, deadline=120.0)
     impatient = DistributedReplayBuffer.connect("only", refresh_interval=0.0, deadline=0.3)
     lose("only", 0)
-    with pytest.raises(StoreUnreachableError, match="of 'only' rank_0 has not answered"):
+    with pytest.raises(StoreUnreachableError, match="no answer from rank_0 of 'only'"):
         impatient.sample(4)
-    with ThreadPoolExecutor(1) as pool:
-        sampled = pool.submit(learner.sample, 4)
+    with ThreadPoolExecutor(2) as pool:
+        sampled, whole = pool.submit(learner.sample, 4), pool.submit(learner.sample_trajectories, 1)
         until(lambda: learner.get_stats()["absent_stores"] == 1)
         assert not sampled.done()
+        assert not whole.done()
         create("only", tmp_path)
         check_batch(sampled.result(120))
-    ray.kill(ray.get_actor("only/rank_0", namespace="trajstore"), no_restart=False)  # Ray restarts it
-    assert [check_trajectory(trajectory) for trajectory in learner.sample_trajectories(1)] == [3]
+        assert [check_trajectory(trajectory) for trajectory in whole.result(120)] == [3]
     learner.clear()
-    with pytest.raises(EmptyBufferError, match="no store that answers has a trajectory"):
+    with pytest.raises(EmptyBufferError, match="no store that answers has trajectories"):
         learner.sample(4)
     handle.stop()
 
 
-def test_rows_of_stores_elsewhere_come_in_pieces(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    handle = create("pieces", tmp_path, stores=2, refresh_interval=3600.0)
+def test_rows_of_stores_elsewhere_come_in_pieces(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = emptied(refresh_interval=3600.0)
     ids = [handle.add_trajectories([witness(key, scale=200)]).committed(120)[0] for key in range(8)]
     handle.refresh()
     near = handle.draw(3001)
@@ -527,7 +499,7 @@ def test_rows_of_stores_elsewhere_come_in_pieces(
 
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
     monkeypatch.setattr(Stores, "submit", counted)
-    learner = DistributedReplayBuffer.connect("pieces", refresh_interval=3600.0, patience=30.0)
+    learner = DistributedReplayBuffer.connect("shared", refresh_interval=3600.0, patience=30.0)
     for count in (3001, 3001, 17, 2000):  # the first rows determine the row size
         batch = learner.read(near.at(slice(count)))
         check_batch(batch)
@@ -544,63 +516,58 @@ def test_rows_of_stores_elsewhere_come_in_pieces(
     handle.evict(ids[:1])
     with pytest.raises(TrajectoryUnavailableError):
         learner.read(near)
-    for rank in range(2):  # Ray starts them again
-        ray.kill(ray.get_actor(f"pieces/rank_{rank}", namespace="trajstore"), no_restart=False)
-    left = near.at(near.ids != ids[0])
-    check_batch(learner.read(left))
-    handle.stop()
+    check_batch(learner.read(near.at(near.ids != ids[0])))
 
 
 @pytest.mark.parametrize("how", ["frozen", pytest.param("gone", marks=pytest.mark.campaign)])
 def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
-    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
+    shared: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    here = NodeAffinitySchedulingStrategy(cluster.head_node.node_id, soft=False)
-    name = f"silent-{how}"
-    handle = create(name, tmp_path, stores=2, scheduling_strategy=here)
-    keys = {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(8)}
-    actor = ray.get_actor(f"{name}/rank_1", namespace="trajstore")
+    with emptied() as handle:
+        keys = {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(8)}
+    actor = ray.get_actor("shared/rank_1", namespace="trajstore")
     pid = ray.get(actor.__ray_call__.remote(lambda server: os.getpid()))
     learner, second, third = (
-        DistributedReplayBuffer.connect(name, patience=10.0, refresh_interval=3600.0) for _ in range(3)
+        DistributedReplayBuffer.connect("shared", patience=10.0, refresh_interval=3600.0) for _ in range(3)
     )
+    impatient = DistributedReplayBuffer.connect("shared", patience=1.0)
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
     for item in (learner, second, third):
         item.refresh()
     first = learner.trajectory_ids.tolist()
     check_batch(learner.sample(32))
+    loader = ReplayLoader(third, batch_size=32)
     if how == "frozen":
         os.kill(pid, signal.SIGSTOP)
     else:
-        lose(name, 1)
+        lose("shared", 1)
     try:
-        check_batch(learner.sample(64))
-        drawn = second.sample(64, sampler=WeightedSampler())
-        check_batch(drawn)
-        assert len(drawn.drawn) == 64
-        loader = ReplayLoader(third, batch_size=32)
-        check_batch(next(loader))
+        with ThreadPoolExecutor(3) as pool:  # each waits for its own patience
+            rows = pool.submit(learner.sample, 64)
+            drawn = pool.submit(second.sample, 64, sampler=WeightedSampler())
+            loaded = pool.submit(next, loader)
+            for batch in (rows.result(), drawn.result(), loaded.result()):
+                check_batch(batch)
+            assert len(drawn.result().drawn) == 64
         assert loader.figures()["batches_redrawn"] == 1
         loader.close()
         left = [number for number in first if number % 1024 == 0]
         assert learner.trajectory_ids.tolist() == left
-        assert caplog.text.count("until it does, draws leave out its 4 trajectories") == 3  # once per handle
+        assert caplog.text.count("until it does, draws omit its 4 trajectories") == 3  # once per handle
         assert {check_trajectory(item) for item in learner.sample_trajectories(8)} == {keys[number] for number in left}
-        why = "rank_1 of .* has not answered for 1 s" if how == "frozen" else "rank_1 of .* is not there"
+        why = "rank_1 of .* has not answered for 1 s" if how == "frozen" else "rank_1 of .* is lost"
         with pytest.raises(StoreUnreachableError, match=why):  # not for ``deadline``
-            DistributedReplayBuffer.connect(name, patience=1.0).points.pin("now")
+            impatient.points.pin("now")
     finally:
         if how == "frozen":
             os.kill(pid, signal.SIGCONT)
-    if how == "frozen":
-        until(lambda: (learner.refresh(), learner.size)[1] == 8)
-    handle.stop()
+        else:
+            create("shared", shared, stores=2)
+    until(lambda: (learner.refresh(), learner.size)[1] == 8)
 
 
 def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(
-        StoreUnreachableError, match=r"no room for it, too little of CPU\. A store reserves CPU 1000 on"
-    ):
+    with pytest.raises(StoreUnreachableError, match=r"Ray has too little CPU\. A store reserves CPU 1000 on"):
         create("large", tmp_path, actor_options={"num_cpus": 1000}, deadline=0.5)
     lose("large", 0)
     create("large", tmp_path).stop()
@@ -619,11 +586,11 @@ def test_who_connects_after_a_loss_knows_of_it(
     old.points.save(1)
     lose("lossy", 1)
     new = DistributedReplayBuffer.connect("lossy", deadline=120.0, refresh_interval=0.0)
-    assert "store rank_1 of 'lossy' is not there" in caplog.text
+    assert "store rank_1 of 'lossy' is lost" in caplog.text
     caplog.clear()
     new.refresh()
     new.refresh()
-    assert caplog.text.count("draws leave out its trajectories; how many it has is not known") == 1
+    assert caplog.text.count("draws omit its trajectories (number unknown)") == 1
     for handle in (old, new):
         assert [handle.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
         assert (handle.stores, handle.size) == ([0, 1], 2)
@@ -636,7 +603,7 @@ def test_who_connects_after_a_loss_knows_of_it(
             lambda handle=handle: handle.served(),
             lambda handle=handle: read_store(handle),
         ):
-            with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is not there"):
+            with pytest.raises(StoreUnreachableError, match="store rank_1 of 'lossy' is lost"):
                 whole()
     assert not (tmp_path / "saved").exists()
     create("lossy", run, stores=2, scheduling_strategy=here)
@@ -645,35 +612,17 @@ def test_who_connects_after_a_loss_knows_of_it(
     new.points.save(2)
     lose("lossy", 0)
     lose("lossy", 1)
-    with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are not there"):
+    with pytest.raises(StoreUnreachableError, match="stores rank_0, rank_1 of 'lossy' are lost"):
         DistributedReplayBuffer.connect("lossy")
     new.stop()  # the next run starts exactly its own number of stores
     assert create("lossy", run, stores=1).stores == [0]
     assert "rank_1 on" in caplog.text
-    assert "is served by no store of 'lossy': no draw shows it. It has 2 trajectories" in caplog.text
+    assert "is not served by any store of 'lossy', so it is never drawn. It has 2 trajectories" in caplog.text
     DistributedReplayBuffer.connect("lossy").stop()
 
 
-def test_nodes_that_can_have_no_store_get_none(
-    cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """One node has no CPU for Ray, like many head nodes; one is lost, unnoticed by Ray so far."""
-    small, lost = cluster.add_node(num_cpus=0), cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    cluster.remove_node(lost, allow_graceful=False)
-    handle = create("able", tmp_path, stores="per_node")
-    assert f"node {small.node_id}" in caplog.text
-    assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
-    assert not {small.node_id, lost.node_id} & set(handle.nodes().values())
-    assert handle.points.save(1).is_complete
-    with pytest.raises(StoreUnreachableError, match="no node can begin a store"):
-        create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
-    handle.stop()
-    cluster.remove_node(small)
-
-
-def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_path: Path) -> None:
-    handle = create("points", tmp_path, stores=2, refresh_interval=0.0, seed=3, sample_window_size=4)
+def test_windows_loader_and_a_point_to_which_all_go_back(shared: Path) -> None:
+    handle = emptied(refresh_interval=0.0, seed=3, sample_window_size=4)
     assert handle.points.saved == []
     for key in range(8):
         handle.add_trajectories([witness(key)]).committed(120)
@@ -691,7 +640,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     check_batch(next(loader))
     point = handle.points.save(10, {"loader": loader, "note": "ten"})
     assert (point.step, point.trajectories, point.is_complete, point.saved_by) == (10, 8, True, 2)
-    with pytest.raises(ConfigurationError, match="Remove it first"):
+    with pytest.raises(ConfigurationError, match="remove it first"):
         handle.points.save(10)
     expected = [next(loader) for _ in range(6)]
     loader.close()
@@ -700,7 +649,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     handle.points.pin("later")
     handle.close()
 
-    handle = DistributedReplayBuffer.connect("points", refresh_interval=0.0, sample_window_size=4)
+    handle = DistributedReplayBuffer.connect("shared", refresh_interval=0.0, sample_window_size=4)
     with pytest.raises(StoreNotFoundError, match="step 9; complete are: 10"):
         handle.points.rollback(9)
     state = handle.points.rollback(10)
@@ -719,17 +668,16 @@ def test_windows_loader_and_a_point_to_which_all_go_back(cluster: Cluster, tmp_p
     assert [point.step for point in handle.points.saved] == [40, 50]
     handle.clear()
     assert (handle.size, handle.is_ready(1)) == (0, False)
-    handle.stop()
-    with TrajectoryReplayBuffer.open(tmp_path, pin="step-50") as reader:
+    with TrajectoryReplayBuffer.open(shared, pin="step-50") as reader:
         assert len(reader) == 9
-    assert [point.is_complete for point in run_points(tmp_path)] == [True, True]
+    assert [point.is_complete for point in run_points(shared)] == [True, True]
 
 
 def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_whole(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, saved = tmp_path / "run", tmp_path / "saved"
-    handle = create("cut", run, stores=2, refresh_interval=0.0)
+    saved = tmp_path / "saved"
+    handle = emptied(refresh_interval=0.0)
     handle.add_trajectories([witness(key) for key in range(4)]).committed(120)
     handle.points.save(1, {"step": 1})
     handle.save_checkpoint(saved)
@@ -741,13 +689,13 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
         if method in kill_before:
             kill_before.remove(method)
             before = handle._stores.call(1, "describe").began
-            ray.kill(ray.get_actor("cut/rank_1", namespace="trajstore"), no_restart=False)
+            kill(1)
             until(lambda: handle._stores.call(1, "describe").began != before)
         return call_all(arguments, method, seconds)
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")
-    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'cut': the store was let go before it was saved"):
+    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'shared': the store was released before it was saved"):
         handle.points.save(2, {"step": 2})
     assert [(point.step, point.lacking) for point in handle.points.saved] == [(1, ()), (2, (1,))]
     with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):
@@ -755,7 +703,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     handle.points.save(2, {"step": 2})
     assert handle.points.saved[-1].is_complete
     kill_before.append("prepare_checkpoint")
-    with pytest.raises(StoreWriteError, match="let go before it was saved"):
+    with pytest.raises(StoreWriteError, match="released before it was saved"):
         handle.save_checkpoint(saved)
     with TrajectoryReplayBuffer.open(saved) as reader:
         assert len(reader) == 4  # the earlier points of both stores
@@ -764,12 +712,6 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
     with TrajectoryReplayBuffer.open(saved) as reader:
         assert len(reader) == 9
     assert sorted(path.name for path in saved.iterdir()) == ["rank_0", "rank_1"]
-    handle.stop()
-
-
-def _add_there(name: str, first: int, count: int) -> dict[int, int]:
-    with DistributedReplayBuffer.connect(name) as handle:
-        return {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(first, first + count)}
 
 
 def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -803,13 +745,15 @@ class Silent:
     def __init__(self) -> None:
         self.asked: list[tuple[int, str]] = []
         self.back = False
+        self.never = ray.remote(_answer_after).options(num_cpus=1000).remote(0.0)  # no node has room for it
 
     def submit(self, rank: int, method: str, *given: Any) -> Any:
         self.asked.append((rank, method))
         if rank == 0 and not self.back:
             raise StoreUnreachableError("rank_0 is not there")
-        seconds = {0: 0.0, 1: 1000.0, 2: 0.5}[rank]
-        return ray.remote(_answer_after).options(num_cpus=0).remote(seconds, method)
+        if rank == 1:
+            return self.never
+        return ray.remote(_answer_after).options(num_cpus=0).remote(0.5 if rank == 2 else 0.0)
 
     def forget(self, rank: int) -> None:
         """Do nothing."""
@@ -821,7 +765,7 @@ class Silent:
         return StoreUnreachableError(f"rank_{rank}: {error}")
 
 
-def _answer_after(seconds: float, method: str) -> Answer:
+def _answer_after(seconds: float) -> Answer:
     time.sleep(seconds)
     return Answer([2], "start", 2)
 
@@ -829,38 +773,99 @@ def _answer_after(seconds: float, method: str) -> Answer:
 def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = ray.remote(_answer_after).options(num_cpus=0)
-    ray.get([started.remote(0.2, "add") for _ in range(4)])  # starts worker processes beforehand
+    ray.get(ray.remote(_answer_after).options(num_cpus=0).remote(0.0))  # starts a worker process beforehand
     stores = Silent()
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
     begin = time.monotonic()
-    assert outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0) == [2]
+    assert outbox.send(flatten_all([witness(1)])).committed(40.0) == [2]
     assert time.monotonic() - begin >= 3.0, "the second store was waited for"
     assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
     assert {rank for rank, _ in stores.asked} == {0, 1, 2}
     stores.asked.clear()
     for _ in range(3):
-        outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0)
+        outbox.send(flatten_all([witness(1)])).committed(40.0)
     assert {rank for rank, _ in stores.asked} == {2}
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
-    until(lambda: (outbox.send(ContentWatch().flatten([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
+    until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
     assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
+    ray.cancel(stores.never)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster) -> Iterator[Cluster]:
+    """Return the cluster; remove the nodes that tests add."""
+    yield cluster
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node)
+
+
+def returned(cluster: Cluster) -> None:
+    """Let the cluster have two nodes, if a test has not already."""
+    if not cluster.worker_nodes:
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
+
+
+def _add_there(name: str, first: int, count: int) -> dict[int, int]:
+    with DistributedReplayBuffer.connect(name) as handle:
+        return {handle.add_trajectories([witness(key)]).committed(120)[0]: key for key in range(first, first + count)}
+
+
+def test_a_node_that_is_lost_is_left_out_and_comes_back(
+    nodes: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One node has no CPU for Ray, like many head nodes; another one is lost, unnoticed by Ray at first."""
+    small, node = nodes.add_node(num_cpus=0), nodes.add_node(num_cpus=1, resources={"lost": 1})
+    nodes.wait_for_nodes()
+    handle = create("nodes", tmp_path / "run", stores="per_node", refresh_interval=0.0)
+    assert f"node {small.node_id}" in caplog.text
+    assert "gets no store: it has CPU 0, and a store reserves CPU 0.1" in caplog.text
+    assert handle.stores == [0, 1]
+    far = next(rank for rank, where in handle.nodes().items() if where == node.node_id)
+    near = 1 - far
+    keys = {number: key for key in range(8) for number in handle.add_trajectories([witness(key)]).committed(120)}
+    assert {number % 1024 for number in keys} == {near}  # the local store is preferred
+    on_far = ray.remote(_add_there).options(resources={"lost": 0.1}, num_cpus=0)
+    keys.update(ray.get(on_far.remote("nodes", 100, 8)))
+    learner = DistributedReplayBuffer.connect("nodes", deadline=120.0, patience=2.0, refresh_interval=0.0)
+    until(lambda: (learner.refresh(), learner.size)[1] == 16)
+    nodes.remove_node(node, allow_graceful=False)
+    able = create("able", tmp_path / "able", stores="per_node")
+    assert list(able.nodes().values()) == [nodes.head_node.node_id]
+    assert able.points.save(1).is_complete
+    able.stop()
+    with pytest.raises(StoreUnreachableError, match="no node can start a store"):
+        create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
+    nodes.remove_node(small)
+    until(lambda: (learner.refresh(), learner.size)[1] == 8)
+    assert "draws omit its 8 trajectories" in caplog.text
+    until(lambda: learner.get_stats()["absent_stores"] == 1)
+    late = DistributedReplayBuffer.connect("nodes", deadline=10.0)
+    assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
+    check_batch(learner.sample(32))
+    more = handle.add_trajectories([witness(50)]).committed(120)
+    keys[more[0]] = 50
+    with pytest.raises(StoreUnreachableError, match=f"rank_{far}"):
+        DistributedReplayBuffer.connect("nodes", deadline=1.0).get(next(n for n in keys if n % 1024 == far))
+    returned(nodes)  # the machine, with its disk
+    handle = create("nodes", tmp_path / "run", stores="per_node", refresh_interval=0.0)
+    until(lambda: (handle.refresh(), handle.size)[1] == 17)
+    for number, key in keys.items():
+        assert check_trajectory(handle.get(number)) == key
+    handle.stop()
 
 
 def test_a_node_starts_the_store_whose_directory_it_has(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nodes: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nodes with separate disks after a restart of Ray, which changes node ids."""
-    cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
-    handle = create("homes", tmp_path, stores="per_node")
-    nodes = sorted(handle.nodes().values())
-    handle.stop()
-    own = {node: {len(nodes) - 1 - place} for place, node in enumerate(nodes)}
+    returned(nodes)
+    ids = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    own = {node: {len(ids) - 1 - place} for place, node in enumerate(ids)}
     ask = starting._ask_nodes
 
     def asked(given: Any, task: Any, *arguments: Any, seconds: float) -> Any:
@@ -871,7 +876,14 @@ def test_a_node_starts_the_store_whose_directory_it_has(
     handle = create("homes", tmp_path, stores="per_node")
     assert handle.nodes() == {next(iter(ranks)): node for node, ranks in own.items()}
     lose("homes", 0)
-    own[nodes[-1]] = set()  # its disk is new
+    own[ids[-1]] = set()  # its disk is new
     create("homes", tmp_path, stores="per_node")
-    assert f"store rank_0 of 'homes' begins empty on node {nodes[-1]}" in caplog.text
+    assert f"store rank_0 of 'homes' starts empty on node {ids[-1]}" in caplog.text
     handle.stop()
+
+
+def test_stores_of_a_handle_are_a_dataset_where_they_are(shared: Path) -> None:
+    with emptied() as handle:
+        handle.add_trajectories([witness(key) for key in range(8)]).committed(120)
+        rows = read_store(handle, columns=["curr_obs.tag", "rewards"]).take_all()
+        assert {int(row["curr_obs.tag"]) >> 20 for row in rows} == set(range(8))

@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.buffer.content_watch import flatten_all
+from trajstore.core.columns.flat import NUMBERS, cut
 from trajstore.core.columns.memory import Arena
 from trajstore.core.store.given import Said
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
-from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, split, unpack
+from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, unpack
 from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
 from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import (
@@ -49,7 +51,7 @@ def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> S
 
 def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
     arena = Arena(1 << 20)
-    return Parcel(new_key(), [pack(ContentWatch().flatten(call), arena) for call in calls])
+    return Parcel(new_key(), [pack(flatten_all(call), arena)[0] for call in calls])
 
 
 def ids_of(answer: Answer) -> list[int]:
@@ -66,19 +68,22 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def test_a_list_is_cut_by_bytes() -> None:
-    flats = ContentWatch().flatten([witness(key) for key in range(6)])
-    sizes = [flat.nbytes for flat in flats]
-    cut = list(split(flats, max(sizes)))
-    parts = [part for part, _ in cut]
-    assert [nbytes for _, nbytes in cut] == [sum(flat.nbytes for flat in part) for part in parts]
-    assert [flat for part in parts for flat in part] == flats
-    assert all(len(part) == 1 or sum(flat.nbytes for flat in part) <= max(sizes) for part in parts)
-    assert len(list(split(flats, sum(sizes)))) == 1
+    runs = flatten_all([witness(key) for key in (*range(6), 1, 1, 1)])
+    sizes = np.concatenate([run.numbers[:, NUMBERS.index("nbytes")] for run in runs]).tolist()
+    for limit in (1, max(sizes), 2 * max(sizes), sum(sizes)):
+        parts = list(cut(runs, limit))
+        assert [nbytes for _, nbytes in parts] == [
+            sum(int(run.numbers[:, NUMBERS.index("nbytes")].sum()) for run in part) for part, _ in parts
+        ]
+        numbers = np.concatenate([run.numbers for part, _ in parts for run in part])
+        assert np.array_equal(numbers, np.concatenate([run.numbers for run in runs]))
+        assert all(sum(map(len, part)) == 1 or nbytes <= limit for part, nbytes in parts)
+    assert len(list(cut(runs, sum(sizes)))) == 1
 
 
 def test_a_parcel_of_another_version_is_refused() -> None:
     (piece,) = parcel_of([witness(0)]).pieces
-    for head in (b"{}", b"nonsense", piece.head.replace(b'"trajectories"', b'"other"')):
+    for head in (b"{}", b"nonsense", piece.head.replace(b'"runs"', b'"other"')):
         with pytest.raises(ConfigurationError, match="same trajstore"):
             unpack(Parcel(new_key(), [Piece(head, piece.data)]))
     with pytest.raises(ConfigurationError, match="bytes arrived"):
@@ -138,7 +143,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
 
 
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
-    flats = ContentWatch().flatten([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
+    flats = flatten_all([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer.sink.add_flattened(
             flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
@@ -254,11 +259,11 @@ def test_a_holder_that_says_nothing_more_is_forgotten() -> None:
     hold.begin("a", 0.05)
     with hold.changing():  # after the timeout
         pass
-    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+    with pytest.raises(StoreWriteError, match="released before it was saved"), hold.keeping("a"):
         pass
     hold.begin("a", 0.05)
     hold.begin("b", 600.0)  # waits for it
-    with pytest.raises(StoreWriteError, match="let go before it was saved"), hold.keeping("a"):
+    with pytest.raises(StoreWriteError, match="released before it was saved"), hold.keeping("a"):
         pass
     with pytest.raises(StoreWriteError, match="another handle"):
         hold.begin("c", 0.01)
@@ -277,7 +282,7 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
         lambda: store.pin("a", "name"),
         lambda: store.go_to("a", 1, True),
     ):
-        with pytest.raises(StoreWriteError, match="let go before it was saved"):
+        with pytest.raises(StoreWriteError, match="released before it was saved"):
             save()
     store.hold("a", 600.0)
     (tmp_path / "other").mkdir()

@@ -92,7 +92,7 @@ def test_a_summary_that_fails_does_not_keep_others_from_theirs() -> None:
         return ExtractiveSummarizer()(rollouts)
 
     maker = LocalMaker(summarizer=summarize)
-    with pytest.raises(MakerError, match="1 tasks gave no summary: task 'bad': RuntimeError") as caught:
+    with pytest.raises(MakerError, match="1 task without a summary: task 'bad': RuntimeError") as caught:
         maker.summarize([rollout("bad", "x"), rollout("cup", "go kitchen")])
     assert caught.value.kind == "failed"
     assert len(maker) == 1

@@ -109,7 +109,7 @@ def test_closing_tells_what_was_not_summarized(caplog: pytest.LogCaptureFixture)
     assert maker.begun.wait(60)
     updates.submit([rollout("b", "x")])
     updates.close(timeout=0.05)
-    assert "closed after 0 s with 1 rollouts not summarized, and 1 summaries under way" in caplog.text
+    assert "closed after 0 s; abandoned: 1 rollout not summarized, and 1 summary under way" in caplog.text
     assert updates.metrics()["guidance/update/dropped"] == 1
     maker.free.set()
     updates.close()

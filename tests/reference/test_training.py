@@ -112,19 +112,18 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
 @pytest.mark.parametrize(
     "config", [SORT, pytest.param(HOUSEHOLD, marks=pytest.mark.campaign)], ids=["sort", "household"]
 )
-def test_switched_off_the_curve_is_that_of_plain_grpo_to_the_bit(make: Train, config: TrainerConfig) -> None:
-    trainer = make(config)
+def test_without_replay_the_curve_is_that_of_plain_grpo_to_the_bit(
+    make: Train, config: TrainerConfig, store: dict[str, str]
+) -> None:
+    """Switched off, and before replay starts, while the pool fills."""
+    trainer, waiting = make(config), make(config, replay_start_ratio=0.99, store=store)
     trainer.train()
     rewards, weights = plain_grpo(config)
     assert [point.reward for point in trainer.curve] == rewards
     assert all(weights[name].equal(value) for name, value in trainer.model.state_dict().items())
     assert trainer.metrics == {}
     assert trainer.hook.manager is None
-
-
-def test_before_replay_starts_the_pool_fills_and_the_curve_is_the_same(make: Train, store: dict[str, str]) -> None:
-    off, waiting = make(SORT), make(SORT, replay_start_ratio=0.99, store=store)
-    assert off.train() == waiting.train()
+    assert waiting.train() == trainer.curve
     assert len(waiting.hook.manager) > 0
 
 

@@ -186,7 +186,9 @@ def test_proxies(server: Server, monkeypatch: pytest.MonkeyPatch, way: str) -> N
     assert all(path.startswith("http://s3.example.org/bucket/run/shards/") for path, _ in server.asked)
 
 
-@pytest.mark.parametrize("way", ["a file", "the environment", "not at all", "unknown"])
+@pytest.mark.parametrize(
+    "way", ["a file", "not at all", "unknown", pytest.param("the environment", marks=pytest.mark.campaign)]
+)
 def test_certificates(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, way: str) -> None:
     pytest.importorskip("cryptography", reason="needs cryptography, which moto brings along")
     certificate = certify(server, tmp_path)

@@ -156,7 +156,7 @@ def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str
     [
         ("s3_url", "pt", {}),
         ("memory_url", "pkl", {}),
-        ("s3_url", "zarr", {}),
+        pytest.param("s3_url", "zarr", {}, marks=pytest.mark.campaign),
         ("memory_url", "zarr", {"codec": "zstd", "chunk_bytes": 64}),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_pool_that_is_begun_among_other_trajectories_says_so(
         manager = ExperienceManager(RULES, store=store)
         train(manager, 1)
         store.close()
-        assert caplog.text.count("its store holds 2 trajectories that are not of a pool") == expected_count
+        assert caplog.text.count("its store holds 2 trajectories of no pool") == expected_count
 
 
 def test_a_pool_is_asked(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     manager = ExperienceManager(rules, store=aged)
     manager.global_steps = 41
     assert manager.get_offpolicy_batch(["a"], 8) == []
-    assert "2 trajectories have no policy version of this run" in caplog.text
+    assert "2 trajectories without a policy version of this run" in caplog.text
     assert "max_policy_age: 50" in caplog.text
     manager.save_experience_pool_to_disk(tmp_path / "files")
     aged.close()

@@ -82,7 +82,7 @@ def test_nothing_is_replayed_before_the_start_or_switched_off() -> None:
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75, 1.0])
 def test_a_plan_names_no_task_more_often_than_its_batch(ratio: float) -> None:
     """Trainers look up the plan's tasks in the batch; tasks outside the batch appear once in the plan."""
-    for batch in map(list, itertools.product("ABCD", repeat=4)):
+    for batch in map(list, itertools.product("ABC", repeat=4)):
         mix = ExperienceMixCollateFn(manager_with(["A", "B", "E"], ["C"]), str, exp_ratio=ratio)
         for tasks in (batch, batch[::-1]):  # the second time, some tasks have waited
             planned = Counter(itertools.chain(*mix(tasks, 1.0)))

@@ -243,7 +243,7 @@ def test_log_probs_without_a_mask_are_told_by_their_reason(
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         manager.load_experience_pool_from_disk(write_files(tmp_path / "step_1", {"a": [document]}))
     assert manager.refused == {"no_response_mask": 1}
-    assert "1 of 1 trajectories were not taken: no_response_mask 1" in caplog.text
+    assert "1 of 1 trajectory refused: no_response_mask 1" in caplog.text
 
 
 def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
@@ -254,7 +254,7 @@ def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         manager.load_experience_pool_from_disk(folder)
     assert manager.difficulty2task_dict == {3: ("b",), 5: ("a",), 1: ("c",)}
-    assert "1 tasks are in two buckets" in caplog.text
+    assert "1 task is in two buckets" in caplog.text
 
 
 # -- Stored entries are compact, and read back in the trainer's dtypes --

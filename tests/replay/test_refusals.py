@@ -321,7 +321,7 @@ def test_the_log_names_each_reason_once(caplog: pytest.LogCaptureFixture) -> Non
     for _ in range(2):
         manager.admit([*with_a_failure(rollout(old_log_probs=None)), rollout(outcome=None, rollout_id="unrated")])
     mismatch, unrated = caplog.messages
-    assert "1 rollouts are refused as log_probs_mismatch" in mismatch
+    assert "1 rollout is refused as log_probs_mismatch" in mismatch
     assert "old_log_probs are absent, not finite" in mismatch
     assert "(rollout 'a/1' of task 'a')" in mismatch
     assert "refused as no_outcome" in unrated

@@ -75,13 +75,13 @@ def test_what_rlinf_never_wrote_is_no_damage(tmp_path: Path, capsys: pytest.Capt
     next(path.glob("trajectory_0_*")).unlink()
     verification = verify(path)
     assert verification.sound
-    assert "1 trajectory, the oldest of the index, without a file (ids 0)" in verification.notes[0]
+    assert "1 trajectory, the oldest of the index, without a file (id 0)" in verification.notes[0]
     report = inspect(path)
     assert (report["ids"]["without_file"], report["integrity"]["problems"]) == (1, [])
     copied = copy_store(path, tmp_path / "store")
     assert (copied.trajectories, copied.is_whole) == (2, True)
     assert copied.problems == []
-    assert "without a file (ids 0)" in copied.notes[0]
+    assert "without a file (id 0)" in copied.notes[0]
     capsys.readouterr()
     assert main(["repair", str(path), str(tmp_path / "repaired")]) == 0
     assert capsys.readouterr().out.count("note: 1 trajectory, the oldest of the index, without a file") == 1

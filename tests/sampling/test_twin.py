@@ -228,4 +228,4 @@ def test_fewer_groups_than_asked_for_are_told_once(caplog: pytest.LogCaptureFixt
     assert not caplog.messages
     for _ in range(2):
         assert len(sampler.draw(16, generator).ids) == 5
-    assert caplog.messages == ["groups: 16 tasks requested, but only 2 of 4 have 2 rollouts, which are drawn"]
+    assert caplog.messages == ["groups: 16 tasks requested, but only 2 of 4 have 2 rollouts to draw"]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import blocks, bytecode
 
 _DRIVER = '''
 import json, os, signal, sys
@@ -108,7 +108,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("deaths", [2, pytest.param(7, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("deaths", [1, pytest.param(7, marks=pytest.mark.campaign)])
 def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int) -> None:
     """One process forks all runs, because imports take longer than the runs."""
     given = []
@@ -119,7 +119,7 @@ def test_programs_survive_kills(project_root: Path, tmp_path: Path, deaths: int)
     done = subprocess.run(
         [sys.executable, "-c", _DRIVER],
         input=json.dumps(given),
-        env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(project_root), "PATH": "", "OMP_NUM_THREADS": "1", **bytecode()},
         capture_output=True,
         text=True,
         check=False,

@@ -10,8 +10,9 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -46,16 +47,27 @@ from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import check_trajectory, witness
 
+T = TypeVar("T")
+
 # -- the model ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class State:
-    """A store's visible state: keys and late values by id, and names of saved points by step."""
+    """A store's visible state.
+
+    Attributes:
+        keys: of its trajectories, by id.
+        values: late values by id.
+        line: names of saved points by step.
+        given: names of the late values in the order in which they were given, by id. A value that is given again
+            is another state, although readers see the same.
+    """
 
     keys: dict[int, int] = field(default_factory=dict)
     values: dict[int, dict[str, Any]] = field(default_factory=dict)
     line: dict[int, str] = field(default_factory=dict)
+    given: dict[int, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
 
 class Model:
@@ -66,7 +78,8 @@ class Model:
 
     def give(self, number: int, name: str, value: Any) -> None:
         values = self.head.values | {number: self.head.values.get(number, {}) | {name: value}}
-        self.head = replace(self.head, values=values)
+        given = self.head.given | {number: (*self.head.given.get(number, ()), name)}
+        self.head = replace(self.head, values=values, given=given)
 
     def save(self, step: int, keep: int | None = None) -> None:
         name, old = f"step-{step}.{self.visit}", self.head.line.get(step)
@@ -82,10 +95,15 @@ class Model:
     def go_to(self, name: str, left: str | None, aside: bool = True) -> None:
         if left is not None:
             self.take(left)
-        self.visit += self.shown(self.head) != self.shown(self.snapshots[name])
+        self.visit += self.differs(self.snapshots[name])
         self.head, self.line = self.snapshots[name], self.snapshots[name].line
         if not aside:
             self.drop(self.on_no_line([point for point in self.snapshots if point.startswith("step-")]))
+
+    def differs(self, state: State) -> bool:
+        """Return whether a state differs from the head in what is visible or in the history of values."""
+        head, state = self.shown(self.head), self.shown(state)
+        return head != state or head.given != state.given
 
     def remove(self, name: str) -> None:
         state = self.snapshots.pop(name)
@@ -105,7 +123,8 @@ class Model:
         """Return the visible part of a state: values of its trajectories, and points that still exist."""
         points = {step: name for step, name in sorted(state.line.items()) if name in self.snapshots and line}
         values = {number: state.values[number] for number in state.keys if state.values.get(number)}
-        return State(state.keys, values, points)
+        given = {number: state.given[number] for number in state.keys if number in state.given}
+        return State(state.keys, values, points, given)
 
 
 # -- a store and its model -----------------------------------------------------------------------------
@@ -170,10 +189,9 @@ class Twin:
             reader.close()
         self.held.clear()
 
-    @property
-    def number(self) -> Any:
-        """Strategy for a live trajectory."""
-        return st.sampled_from(sorted(self.model.head.keys))
+    def numbers(self, pick: int) -> list[int]:
+        """Return a live trajectory, if there is one."""
+        return picked(sorted(self.model.head.keys), pick)
 
     def add(self, count: int) -> None:
         keys = range(self.key, self.key + count)
@@ -284,6 +302,13 @@ class Twin:
 # -- one store -----------------------------------------------------------------------------------------
 
 CRASH = st.none() | st.integers(0, 99)
+PICK = st.integers(0, 999)
+"""Which of some things. What a crash leaves depends on timing; rules and their arguments must not."""
+
+
+def picked(options: list[T], pick: int) -> list[T]:
+    """Return one of some things, or nothing if there are none."""
+    return [options[pick % len(options)]] if options else []
 
 
 class Snapshots(RuleBasedStateMachine):
@@ -308,24 +333,23 @@ class Snapshots(RuleBasedStateMachine):
         self.twin = Twin(self.place, self.place.new("store"), options, mirrored)
         self.twin.add(2)
 
-    @property
-    def snapshots(self) -> Any:
-        """Strategy for the name of a snapshot."""
-        return st.sampled_from(sorted(self.twin.model.snapshots))
+    def snapshots(self, pick: int) -> list[str]:
+        """Return the name of a snapshot, if there is one."""
+        return picked(sorted(self.twin.model.snapshots), pick)
 
     @rule(count=st.integers(1, 3))
     def add(self, count: int) -> None:
         self.twin.add(count)
 
-    @precondition(lambda self: self.twin.model.head.keys)
-    @rule(data=st.data())
-    def evict(self, data: Any) -> None:
-        self.twin.evict(data.draw(self.twin.number))
+    @rule(pick=PICK)
+    def evict(self, pick: int) -> None:
+        for number in self.twin.numbers(pick):
+            self.twin.evict(number)
 
-    @precondition(lambda self: self.twin.model.head.keys)
-    @rule(data=st.data(), how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
-    def annotate(self, data: Any, how: str, value: int) -> None:
-        self.twin.annotate(data.draw(self.twin.number), how, value)
+    @rule(pick=PICK, how=st.sampled_from(["number", "outside", "rows"]), value=st.integers(0, 9))
+    def annotate(self, pick: int, how: str, value: int) -> None:
+        for number in self.twin.numbers(pick):
+            self.twin.annotate(number, how, value)
 
     @rule(name=st.sampled_from(["number", "outside"]))
     def annotate_evicted(self, name: str) -> None:
@@ -356,18 +380,17 @@ class Snapshots(RuleBasedStateMachine):
             crash,
         )
 
-    @precondition(lambda self: self.twin.model.snapshots)
-    @rule(data=st.data(), crash=CRASH)
-    def remove(self, data: Any, crash: int | None) -> None:
-        name = data.draw(self.snapshots)
-        self.twin.change(lambda: self.twin.buffer.points.remove(name), lambda: self.twin.model.remove(name), crash)
+    @rule(pick=PICK, crash=CRASH)
+    def remove(self, pick: int, crash: int | None) -> None:
+        points, model = self.twin.buffer.points, self.twin.model
+        for name in self.snapshots(pick):
+            self.twin.change(partial(points.remove, name), partial(model.remove, name), crash)
 
-    @precondition(lambda self: self.twin.model.snapshots)
-    @rule(data=st.data(), crash=CRASH, aside=st.sampled_from([True, True, True, False]))
-    def go_to(self, data: Any, crash: int | None, aside: bool) -> None:
-        name = data.draw(self.snapshots)
+    @rule(pick=PICK, crash=CRASH, aside=st.sampled_from([True, True, True, False]))
+    def go_to(self, pick: int, crash: int | None, aside: bool) -> None:
         points = self.twin.buffer.points
-        self.twin.change(lambda: points.go_to(name, aside=aside), lambda: self.twin.went(name, aside), crash)
+        for name in self.snapshots(pick):
+            self.twin.change(partial(points.go_to, name, aside=aside), partial(self.twin.went, name, aside), crash)
 
     @rule()
     def kill(self) -> None:
@@ -412,14 +435,12 @@ class Snapshots(RuleBasedStateMachine):
     def refresh(self) -> None:
         self.twin.check_follower()
 
-    @precondition(lambda self: self.twin.model.snapshots and len(self.twin.held) < 2)
-    @rule(data=st.data())
-    def hold(self, data: Any) -> None:
-        name = data.draw(self.snapshots)
-        state = self.twin.model.shown(self.twin.model.snapshots[name], line=False)
-        self.twin.held.append((TrajectoryReplayBuffer.open(self.twin.path, pin=name), state))
+    @rule(pick=PICK)
+    def hold(self, pick: int) -> None:
+        for name in self.snapshots(pick) if len(self.twin.held) < 2 else []:
+            state = self.twin.model.shown(self.twin.model.snapshots[name], line=False)
+            self.twin.held.append((TrajectoryReplayBuffer.open(self.twin.path, pin=name), state))
 
-    @precondition(lambda self: self.twin.held)
     @rule()
     def release(self) -> None:
         self.twin.release()
@@ -471,12 +492,16 @@ class Runs(RuleBasedStateMachine):
     def add(self, rank: int, count: int) -> None:
         self.twins[rank % len(self.twins)].add(count)
 
-    @rule(rank=st.integers(0, 2), data=st.data(), how=st.sampled_from(["number", "outside", "rows", "evict"]))
-    def alter(self, rank: int, data: Any, how: str) -> None:
+    @rule(
+        rank=st.integers(0, 2),
+        pick=PICK,
+        how=st.sampled_from(["number", "outside", "rows", "evict"]),
+        value=st.integers(0, 9),
+    )
+    def alter(self, rank: int, pick: int, how: str, value: int) -> None:
         twin = self.twins[rank % len(self.twins)]
-        if twin.model.head.keys:
-            number = data.draw(twin.number)
-            twin.evict(number) if how == "evict" else twin.annotate(number, how, data.draw(st.integers(0, 9)))
+        for number in twin.numbers(pick):
+            twin.evict(number) if how == "evict" else twin.annotate(number, how, value)
 
     def together(
         self, call: Callable[[Twin], Any], dies: tuple[int, int] | None, crash: int
@@ -534,13 +559,13 @@ class Runs(RuleBasedStateMachine):
             self.restart(dies[0], files, before)
 
     @rule(
-        data=st.data(),
+        pick=PICK,
         newest=st.booleans(),
         kill=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 99)),
     )
-    def roll_back(self, data: Any, newest: bool, kill: tuple[int, int, int] | None) -> None:
+    def roll_back(self, pick: int, newest: bool, kill: tuple[int, int, int] | None) -> None:
         complete = [step for step, lacking in self.points().items() if not lacking]
-        step = max(complete) if newest else data.draw(st.sampled_from(complete))
+        [step] = [max(complete)] if newest else picked(complete, pick)
         dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
         before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
         results, files = self.together(
@@ -556,10 +581,10 @@ class Runs(RuleBasedStateMachine):
         if dies and before:
             self.restart(dies[0], files, before)
 
-    @rule(data=st.data())
-    def go_to(self, data: Any) -> None:
+    @rule(pick=PICK)
+    def go_to(self, pick: int) -> None:
         """Go to a point without a job."""
-        step = data.draw(st.sampled_from([step for step, lacking in self.points().items() if not lacking]))
+        [step] = picked([step for step, lacking in self.points().items() if not lacking], pick)
         for twin in self.twins:
             twin.apply_values()
             twin.buffer.close()

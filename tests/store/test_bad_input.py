@@ -407,7 +407,7 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
     assert any("1 file in shards/ is named by no commit" in note for note in report.notes)
     with caplog.at_level(logging.WARNING), opened(path) as buffer:
         assert list(keys_of(buffer)) == list(range(5))
-    assert "deletes 1 files of shards that no commit names" in caplog.text
+    assert "deletes 1 file of shards that no commit names" in caplog.text
 
 
 def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:

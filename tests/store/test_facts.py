@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward
 from trajstore.core.columns.conversion import flatten, parse_document
-from trajstore.core.columns.facts import facts_of
+from trajstore.core.columns.facts import facts_of, facts_to_json
 from trajstore.core.columns.fields import Axis
-from trajstore.core.store.facts import fact_columns, facts_to_json, is_fact
+from trajstore.core.store.facts import fact_columns, is_fact
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.core.store.index_file import index_from_json, index_to_json
 from trajstore.core.store.packing import StringTable

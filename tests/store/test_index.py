@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.flat import FlatTrajectories
 from trajstore.core.columns.schema import Extent
 from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.entry_checks import in_blocks, shape_faults
@@ -85,7 +86,9 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
     index = TrajectoryIndex()
     for number in ids:
         flat = flatten(witness(number))
-        columns = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), index.texts).columns)
+        columns = dict(
+            NewEntries.of(FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), index.texts).columns
+        )
         index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 
@@ -295,7 +298,7 @@ def test_ends_that_do_not_fit_and_what_is_no_text_are_refused(text: bytes, ends:
         StringTable.from_json(value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 @patch("trajstore.core.store.index._FEW_TEXTS", 3)
 def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.DataObject) -> None:
@@ -309,7 +312,11 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
     for _ in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0, 40))):
             flat = flats[number % 3]
-            entry = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), view.texts, number).columns)
+            entry = dict(
+                NewEntries.of(
+                    FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), view.texts, number
+                ).columns
+            )
             rows = starts_of([flat.extent], flat.schema.kind)
             view.append({**entry, **rows, "slot": np.zeros(1)})
             number, pending = number + 1, pending + 1
@@ -350,7 +357,11 @@ def test_entries_that_a_view_shows_are_in_memory_once() -> None:
     view, store = TrajectoryIndex("slot"), TrajectoryIndex()
     flat = flatten(witness(1))
     for number in range(1000):
-        entry = dict(NewEntries.of([flat], [number], number.to_bytes(16, "big"), view.texts, number).columns)
+        entry = dict(
+            NewEntries.of(
+                FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), view.texts, number
+            ).columns
+        )
         rows = starts_of([flat.extent], flat.schema.kind)
         view.append({**entry, **rows, "slot": np.zeros(1)})
         store.borrow(view, np.array([number]))

@@ -12,9 +12,9 @@ from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
 # Not run, as they start servers.
-NOT_TRIED = ("t16", "t16rows", "t19", "t20")
-LONG = ("t21", "t22", "t23")
-"""Start a browser and servers, or a separate cluster, or ask many questions."""
+NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29")
+LONG = ("t15", "t21", "t22", "t23")
+"""Start a browser, servers or a separate cluster, train models, or ask many questions."""
 
 
 @pytest.mark.parametrize(

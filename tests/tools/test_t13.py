@@ -73,6 +73,7 @@ def test_arms_differ_in_the_two_mechanisms_alone() -> None:
     assert config_of("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
 
 
+@pytest.mark.campaign
 def test_every_arm_is_measured_against_the_same_runs_without(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,7 @@ def test_a_run_whose_steps_were_refused_says_so(caplog: pytest.LogCaptureFixture
 
 def test_a_pool_whose_tasks_are_solved_does_not_miss_successes() -> None:
     reason = why_nothing(PoolState(skip={"a": None}), PoolRules(n_rollout=4), 3, {})
-    assert "1 tasks are solved" in reason
+    assert "1 task is solved" in reason
     assert "no success" not in reason
 
 

@@ -26,6 +26,8 @@ from typing import Any
 import orjson
 import pytest
 
+from tests import rays
+
 from .assets import Assets
 
 CPU_MODULES = Path(__file__).resolve().parent / "cpu"
@@ -127,6 +129,7 @@ class VerlSession:
             # Workers import for seconds at start, and Ray would prestart one per CPU.
             "RAY_prestart_worker_first_driver": "0",
         }
+        rays.stop()
         session = cls()
         for name, value in variables.items():
             session._environment.setenv(name, value)
@@ -140,6 +143,7 @@ class VerlSession:
 
             runtime_env = get_ppo_ray_runtime_env()
             runtime_env.pop("working_dir", None)
+            runtime_env["py_executable"] = rays.executable("ray", "verl.trainer.ppo.v1", *names)
             ray.init(
                 address="local",  # never a cluster that RAY_ADDRESS or an earlier session names
                 num_cpus=16,

@@ -17,7 +17,9 @@ from tools.crash.verl.checks import Expected, Promises, check_resumed, look
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import Kept, kept_pool
 from tools.crash.verl.layout import (
+    ASSETS,
     SAVE_EVERY,
+    calls_path,
     cut_path,
     journal_path,
     pool_files_path,
@@ -44,7 +46,7 @@ from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.trajectory import Reward
 
 from .assets import Assets
-from .runs import GROUP, PROMPTS, recorded
+from .runs import GROUP, PROMPTS, TOLERANCE, comparable, recorded
 
 
 @pytest.mark.campaign
@@ -249,7 +251,7 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_step_killed_while_it_generates_keeps_its_finished_rollouts(verl_assets: Assets, tmp_path: Path) -> None:
-    """The first driver is killed once rollouts of its first step are on disk; the next one runs this step again."""
+    """The first driver is killed once rollouts of its first step are on disk; the next one completes this step."""
     kill_at(tmp_path, 0, ARRIVED)
     before = [rollout.rollout_id for rollout in recorded(tmp_path)]
     arrived = [entry for entry in entries(journal_path(tmp_path, 0)) if entry["event"] == "arrived"]
@@ -266,6 +268,27 @@ def test_a_step_killed_while_it_generates_keeps_its_finished_rollouts(verl_asset
     first = [rollout for rollout in again if rollout.metadata.get("trained") and rollout.metadata["step"] == 1]
     assert len(first) == PROMPTS * GROUP
     assert all(rollout.old_log_probs is not None and rollout.reward is not None for rollout in first)
+
+    # Only the missing siblings were generated, and the step equals that of a run that was not killed.
+    assert set(before) <= {rollout.rollout_id for rollout in first}
+    calls = calls_path(tmp_path, 1).read_text().split()
+    missing = {rollout.rollout_id.rpartition("_")[0] for rollout in first if rollout.rollout_id not in before}
+    assert len(missing) == PROMPTS * GROUP - len(before)
+    assert set(calls[: len(missing)]) == missing
+    (resumed,) = first_steps(tmp_path)
+    assert (resumed["recording/reused"], resumed["recording/generated"]) == (len(before), len(missing))
+    other = tmp_path / "uninterrupted"
+    other.mkdir()
+    (tmp_path / ASSETS).rename(other / ASSETS)
+    kill_at(other, 0, Moment("update", 0.0, (2,)))
+    (uninterrupted,) = first_steps(other)
+    assert comparable(resumed) == pytest.approx(comparable(uninterrupted), rel=TOLERANCE, abs=TOLERANCE, nan_ok=True)
+
+
+def first_steps(folder: Path) -> list[dict[str, Any]]:
+    """Return the metrics that drivers logged for step 1."""
+    lines = [line for path in folder.glob("metrics-*.jsonl") for line in path.read_bytes().splitlines()]
+    return [record["data"] for record in map(orjson.loads, lines) if record["step"] == 1]
 
 
 def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
         page.until("document.querySelector('#said').textContent === '2 trajectories more, 50 now'")
         page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: from version 7 to 4
         label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-        assert page.run(f"return {label}") == "version 4: 8"
+        assert page.run(f"return {label}") == "policy version 4: 8"
         page.keys("[data-curve=count] .u-over", "\ue007")  # Enter
         page.until("document.querySelector('.total')?.textContent.startsWith('8 trajectories')")
         assert page.run("return document.title") == f"Trajectories · {tmp_path.name} · trajstore"

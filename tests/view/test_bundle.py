@@ -129,7 +129,7 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.until("document.querySelectorAll('.sibling .message').length === 4")
     assert "advantage in group -0.866" in text_of(page, ".sibling")
     page.open(f"{address}#/trajectory/99")
-    page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+    page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
 
 
 def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serve_files: Serve, page: Page) -> None:
@@ -150,7 +150,7 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
         page.until("document.querySelectorAll('.sibling .message').length > 0")
         assert "<script>window.stolen = 1</script>" in text_of(page, "main")
         page.open(f"{address}#/trajectory/..%2F..%2Findex.html")
-        page.until("document.querySelector('main .trouble').textContent.includes('none of this page')")
+        page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
         page.expected_errors.append("Content Security Policy")
         page.run(
             "const late = document.createElement('script'); late.textContent = 'window.stolen = 1';"
@@ -199,14 +199,14 @@ def test_damage_is_said_and_hides_nothing_else(
     assert list(done.problems) == ["1"], "it came while the bundle was written"
     assert main(["view", str(tmp_path / "store"), "--bundle", str(tmp_path / "later")]) == 1
     message = capsys.readouterr().out
-    assert "Not everything can be shown" in message
+    assert "A part of the store cannot be shown" in message
     assert "later: 2 trajectories" in message
     opened(page, f"{serve_files(tmp_path / 'later')}#/table", f"{ROWS}.join() === '2,0'")
-    page.until("document.querySelector('#trouble').textContent.includes('Not everything can be shown')")
+    page.until("document.querySelector('#trouble').textContent.includes('A part of the store cannot be shown')")
     address = serve_files(tmp_path / "out")
     opened(page, f"{address}#/table", f"{ROWS}.length === 3")
     page.until(
-        "document.querySelector('#trouble').textContent.startsWith('1 could not be read when this was written: 1')"
+        "document.querySelector('#trouble').textContent.startsWith('1 trajectory unreadable when this was written: 1')"
     )
     for at, selector in (("1", ".trouble[role=alert]"), ("0", ".message"), ("2", ".message")):
         page.run("location.hash = `#/trajectory/${arguments[0]}`", at)
@@ -214,7 +214,7 @@ def test_damage_is_said_and_hides_nothing_else(
     (tmp_path / "out" / "data" / "2.bin").unlink()  # an incomplete copy
     page.expected_errors.append("status of 404")
     page.open(f"{address}#/trajectory/2")
-    page.until("document.querySelector('main .trouble').textContent.includes('not all of it was copied')")
+    page.until("document.querySelector('main .trouble').textContent.includes('the folder is incomplete')")
 
 
 def test_a_run_directory_and_an_empty_query(tmp_path: Path, serve_files: Serve, page: Page) -> None:
@@ -249,7 +249,7 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     for refused in (target, store, file):
         before = sorted(refused.rglob("*"))
         assert main(["view", str(store), "--bundle", str(refused)]) == 2
-        assert "is of no bundle" in capsys.readouterr().err
+        assert "has files that no bundle has" in capsys.readouterr().err
         assert sorted(refused.rglob("*")) == before
     other = tmp_path / "other"
     other.mkdir()

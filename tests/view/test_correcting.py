@@ -86,7 +86,7 @@ def test_what_the_page_gives_is_in_the_history(path: Path, serve: Serve) -> None
     assert ask(address, "about")["write"] == {"who": "anna"}
     assert ask(address, "facts", id="0")["outcome"] == 2**53 - 1
     notes = {column["name"]: column["note"] for column in ask(address, "about")["columns"]}
-    assert (notes["tag"], notes["reward_judge"]) == ("came late", "judge of the reward's metadata")
+    assert (notes["tag"], notes["reward_judge"]) == ("late value", "judge of the reward's metadata")
 
 
 def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) -> None:
@@ -95,11 +95,11 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
     for body, message in (
         (wish("0.5", name="1x"), "'1x', must be a name"),
         (wish("0.5", name="__proto__ "), "must be a name"),
-        (wish("0,5"), "'0,5' is no number, such as 0.5"),
-        (wish("1_0"), "is no number"),
-        (wish("٣"), "is no number"),
-        (wish(""), "'' is no number"),
-        (wish("9" * 5000), "is no number"),
+        (wish("0,5"), "'0,5' must be a number, such as 0.5"),
+        (wish("1_0"), "must be a number"),
+        (wish("٣"), "must be a number"),
+        (wish(""), "'' must be a number"),
+        (wish("9" * 5000), "must be a number"),
         (wish("1e400"), "inf, must be a finite number"),
         (wish("nan"), "nan, must be a finite number"),
         (wish("9007199254740993"), "too high to be kept exactly"),
@@ -117,9 +117,9 @@ def test_what_cannot_be_given_is_told_in_a_sentence(path: Path, serve: Serve) ->
         ({**wish("1"), "ids": ["0", "7"]}, "no trajectory has the id 7"),
         ({**wish("1"), "name": 1}, "each a text"),
         ([], "each a text"),
-        (b"", "the request is no JSON"),
-        (b"[" * 60_000, "the request is no JSON"),
-        (b'{"ids": ["\\ud800"], "name": "judge", "kind": "number", "value": "1"}', "the request is no JSON"),
+        (b"", "the request is not JSON"),
+        (b"[" * 60_000, "the request is not JSON"),
+        (b'{"ids": ["\\ud800"], "name": "judge", "kind": "number", "value": "1"}', "the request is not JSON"),
         (b'"' + b"x" * 600_000, "at most 524,288 bytes"),
     ):
         status, sentence = post(address, body)
@@ -169,7 +169,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
     status, sentence = post(address, wish("1"))
     assert (status, sentence) == (
         403,
-        "method POST: nothing can be changed here; with --write, `trajstore view` takes values",
+        "method POST: this page is read-only; `trajstore view --write` accepts values",
     )
     answer = ask(address, "notes", id="0")
     assert (ask(address, "about")["write"], [value["who"] for value in answer["values"]]) == (None, ["bob"])
@@ -242,7 +242,7 @@ def test_the_command_prints_where_it_listens_and_says_who(path: Path, monkeypatc
     with Command(path, "--write") as command:
         assert post(command.address, wish("1")) == (200, "")
         port = urlsplit(command.address).port or 0
-        with pytest.raises(ConfigurationError, match="--port 0 takes any that is free"), listening("127.0.0.1", port):
+        with pytest.raises(ConfigurationError, match="--port 0 chooses a free port"), listening("127.0.0.1", port):
             pass
         with urlopen(f"{command.address}/api/events", timeout=PATIENCE) as events:  # an open page
             assert events.readline().startswith(b"id: ")
@@ -281,7 +281,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
         assert page.run(f"return {FORM} === null && document.querySelector('.given button') === null")
         page.driver.switch_to.window(first)
         enter(page, "outcome", "-0.25")
-        page.until(f"{STATUS} === 'Given: outcome. It is in the store.' || {STATUS} === 'It is in the store.'")
+        page.until(f"{STATUS} === 'Set outcome. It is stored.' || {STATUS} === 'It is stored.'")
         page.until(f"{VALUES}[0] === 'outcome|-0.25|anna' && {VALUES}[1] === 'known|x|bob'")
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
         page.until("document.querySelector('.json').textContent.includes('\"outcome\": -0.25')")
@@ -290,8 +290,8 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
         page.driver.close()
         page.driver.switch_to.window(first)
-        page.keys("[aria-label='Take outcome away']", ENTER)
-        page.until(f"{VALUES}[0] === 'outcome|taken away|anna'")
+        page.keys("[aria-label='Remove outcome']", ENTER)
+        page.until(f"{VALUES}[0] === 'outcome|removed|anna'")
         page.until("document.querySelector('.facts .outcome').textContent === '0'")
         assert page.run("return document.activeElement.id") == "late-name"
         assert [note.value for note in notes_of(writer, 0)] == ["x", -0.25, None]
@@ -304,10 +304,10 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     page.expected_errors.append("status of 400")
     for name, value, kind, message in (
         ("1x", "1", "number", "must be a name"),
-        ("judge", "1,5", "number", "is no number"),
+        ("judge", "1,5", "number", "must be a number"),
         ("outcome", "good", "text", "replaces a number"),
     ):
-        enter(page, name, value, f"a {kind}")
+        enter(page, name, value, kind)
         page.until(f"{REFUSED}.includes(arguments[0])", message)
         assert page.run("return document.querySelector('#late-value').value") == value  # kept for correction
     assert given(path) == []
@@ -329,11 +329,11 @@ def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path,
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")
-        page.until(f'{STATUS}.startsWith("One value waits in the store\'s inbox")')
+        page.until(f'{STATUS}.startsWith("1 value in the store\'s inbox")')
         page.until("document.querySelector('.given tr.inbox').textContent.includes('waits for the writer')")
         assert not page.run("return document.querySelector('.given button')")
         os.kill(writer, signal.SIGCONT)
-        page.until(f"{STATUS} === 'It is in the store.' && document.querySelector('.given tr.latest.store')")
+        page.until(f"{STATUS} === 'It is stored.' && document.querySelector('.given tr.latest.store')")
     assert given(path) == [("judge", 0.5, "anna")]
 
 
@@ -343,25 +343,25 @@ ROWS = "[...document.querySelectorAll('.row')].map((row) => row.innerText.split(
 def test_all_rows_of_a_table_are_given_a_value_and_it_is_taken_back(path: Path, serve: Serve, page: Page) -> None:
     address = serve(path, who="anna")
     page.open(f"{address}/#/table?where=outcome%20%3D%201&columns=trajectory_id,outcome,label")
-    page.until("document.querySelector('.late summary').textContent === 'Give all 2 a value'")
+    page.until("document.querySelector('.late summary').textContent === 'Set a value for 2 trajectories'")
     page.click(".late summary")
-    enter(page, "label", "good", "a text")
-    page.until(f"{STATUS} === 'Given to 2: label. It is in the store.'")
+    enter(page, "label", "good", "text")
+    page.until(f"{STATUS} === 'Set label for 2 trajectories. It is stored.'")
     assert [given(path, shown) for shown in "0123"] == [[], [("label", "good", "anna")]] * 2
     page.until("[...document.querySelectorAll('.choices label')].some((one) => one.textContent === 'label')")
     page.until("document.querySelectorAll('.row').length === 2")
     page.run("[...document.querySelectorAll('.choices label')].find((one) => one.textContent === 'label').click()")
     page.until(f"{ROWS}.every((row) => row.at(-1) === 'good')")
-    enter(page, "outcome", "0.5", "a number")
-    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
-    page.until(f"{STATUS} === 'Given to 2: outcome. It is in the store.'")
+    enter(page, "outcome", "0.5", "number")
+    page.until("document.querySelector('.nothing')?.textContent === 'No trajectory matches the filter.'")
+    page.until(f"{STATUS} === 'Set outcome for 2 trajectories. It is stored.'")
     page.open(f"{address}/#/table?where=outcome%20%3D%200.5")
-    page.until("document.querySelector('.late summary').textContent === 'Give all 2 a value'")
+    page.until("document.querySelector('.late summary').textContent === 'Set a value for 2 trajectories'")
     page.click(".late summary")
     page.keys("#late-name", "outcome")
-    page.keys("#late-kind", "taken")
+    page.keys("#late-kind", "none")
     assert page.run("return document.querySelector('#late-value').disabled")
-    clicked(page, ".give button", "document.querySelector('.nothing')?.textContent === 'No trajectory is like that.'")
+    clicked(page, ".give button", "document.querySelector('.nothing')?.textContent.startsWith('No trajectory matches')")
     assert given(path, "1") == [("label", "good", "anna"), ("outcome", 0.5, "anna"), ("outcome", None, "anna")]
 
 
@@ -378,12 +378,12 @@ def test_rows_that_are_shown_are_given_a_value_whatever_came_and_went(tmp_path: 
         writer.flush()
         page.until("document.querySelector('.news').checkVisibility()")
         enter(page, "seen", "1")
-        page.until(f"{STATUS} === 'Given to 197: seen. 3 others have left the store. It is in the store.'")
+        page.until(f"{STATUS} === 'Set seen for 197 trajectories. 3 others have left the store. It is stored.'")
         assert writer.query().where("seen = 1").ids().tolist() == list(range(7, 400, 2))
         writer.evict(range(7, 400, 2))
         writer.flush()
         enter(page, "seen", "0")
-        page.until(f"{REFUSED} === 'Nothing was given: all of them have left the store.'")
+        page.until(f"{REFUSED} === 'Nothing was set: all of them have left the store.'")
 
 
 def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> None:
@@ -391,10 +391,10 @@ def test_siblings_are_given_a_value(path: Path, serve: Serve, page: Page) -> Non
     page.until("document.querySelectorAll('.sibling .message').length >= 4")
     page.click(".late summary")
     page.expected_errors.append("status of 400")
-    enter(page, "outcome", "good", "a text")
+    enter(page, "outcome", "good", "text")
     page.until(f"{REFUSED}.includes('replaces a number')")
-    enter(page, "outcome", "0.75", "a number")
-    page.until(f"{STATUS} === 'Given to 4: outcome. It is in the store.'")
+    enter(page, "outcome", "0.75", "number")
+    page.until(f"{STATUS} === 'Set outcome for 4 trajectories. It is stored.'")
     outcomes = "[...document.querySelectorAll('.sibling .outcome')].map((one) => one.textContent).join()"
     page.until(f"{outcomes} === '0.75,0.75,0.75,0.75'")
     assert "mean outcome 0.75 · standard deviation 0" in text_of(page, ".summary")
@@ -406,7 +406,7 @@ def test_values_for_too_many_at_once_are_refused(tmp_path: Path, serve: Serve, m
     address = serve(tmp_path, who="anna")
     assert len(ask(address, "ids", where="trajectory_id > 0")["ids"]) == 30
     status, _, body = get(address, "/api/ids")
-    assert (status, "31 trajectories, the page gives values to at most 30" in body.decode()) == (400, True)
+    assert (status, "31 trajectories, at most 30 can be set at once" in body.decode()) == (400, True)
     every = [str(number) for number in range(1, 31)]
     assert post(address, {**wish("x" * 4096, "text", "tag"), "ids": every}) == (200, "")
     with TrajectoryReplayBuffer.open(tmp_path) as reader:

@@ -40,13 +40,13 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
     (of_block,) = handle.add_trajectories([block]).committed(120)
     with serving(handle, port=0) as address:
         opened(page, f"{address}#/overview", "document.querySelector('.figures dd')?.textContent === '17'")
-        assert "through a handle of stores" in text_of(page, ".lacking")
+        assert "handle of stores" in text_of(page, ".lacking")
         assert text_of(page, "#path") == "stores 'seen' of Ray"
         opened(page, f"{address}#/table?where=outcome%20%3E%200&order=trajectory_id", f"{ROWS}.length === 8")
         assert page.run(f"return {ROWS}") == sorted((str(ids[number]) for number in range(1, 16, 2)), key=int)
         page.open(f"{address}#/trajectory/{ids[5]}")
         page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
-        page.until("document.querySelector('.late .note')?.textContent.includes('takes `trajstore view`')")
+        page.until("document.querySelector('.late .note')?.textContent.includes('run `trajstore view`')")
         clicked(page, ".facts a", "document.querySelectorAll('.sibling .message').length === 4")
         page.open(f"{address}#/trajectory/{of_block}?environment={batch - 1}&step={steps - 1}")
         page.until("document.querySelector('[data-curve=rewards] canvas')")
@@ -59,7 +59,7 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
         page.until(f"{ROWS}.includes('{new}')")  # appears without a reload
         page.expected_errors.append("status of 404")
         page.run("location.hash = '#/trajectory/999'")  # belongs to a nonexistent store
-        page.until("document.querySelector('main .trouble')?.textContent.includes('there is none')")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('does not exist')")
         ray.kill(ray.get_actor(f"seen/rank_{new % 1024}", namespace="trajstore"))  # like a lost node
         page.until("document.querySelector('#trouble').textContent.includes(arguments[0])", f"from rank_{new % 1024}")
         page.run("location.hash = '#/table'")

@@ -18,6 +18,7 @@ from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.store.sealed import INDEX_NAME
+from trajstore.testing.witness import witness
 
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
 
@@ -296,7 +297,7 @@ def test_a_store_that_was_damaged_before_is_shown_with_what_is_whole(
     if damaged.endswith(".pt"):
         page.expected_errors.append("status of 404")
         page.run("document.location.hash = '#/trajectory/1/1'")
-        page.until("document.querySelector('main .trouble')?.textContent.includes('its part of the store cannot')")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('recorded, but unreadable')")
 
 
 def test_200000_tokens_are_scrolled(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -325,6 +326,11 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         writer.add_trajectories([rollout(24, policy_version=9)])
         writer.flush()
         page.until("document.querySelector('.versions [aria-current]')?.textContent === '9'")
+        clicked(page, ".versions a", "document.querySelectorAll('.sibling').length === 8")
+        assert "9 rollouts, newest first" in text_of(page, ".summary")
+        shown = "return [...document.querySelectorAll('.sibling > header')].map((one) => one.textContent)"
+        group = ["271advantage in group 0.866", "260advantage in group -0.866"]
+        assert page.run(shown)[:3] == ["280", *group]  # a single rollout has no advantage
         page.click(".versions a:nth-of-type(2)")
         page.until(
             "document.querySelector('.versions [aria-current]').textContent === '0' && "
@@ -343,7 +349,7 @@ def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve,
     clicked(page, ".versions a:nth-of-type(2)", f"{chosen} === '69'")
     assert page.run(f"return {links}") == ["all", "\u2039 54 earlier", *map(str, range(54, 84)), "16 later \u203a"]
     clicked(page, ".versions a", f"{chosen} === 'all'")
-    assert "100 rollouts ·" in text_of(page, ".summary")
+    assert "100 rollouts, newest first ·" in text_of(page, ".summary")
     page.keys("body", "?")
     assert "filter, or find in messages" in text_of(page, "dialog")
 
@@ -368,10 +374,11 @@ def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: S
     assert "overview" in page.run("return location.hash")  # no trajectories to show
     page.keys("[data-curve=count] .u-over", "\ue012", "\ue012")  # left, left: to an existing version
     label = "document.querySelector('[data-curve=count] .u-over').getAttribute('aria-valuetext')"
-    assert page.run(f"return {label}") == "version 2: 1; other run 2"
+    assert page.run(f"return {label}") == f"policy version 2: 1; {other} 2"
     assert text_of(page, ".figures .other") == "3"
     assert text_of(page, ".compared").startswith(f"{store}{other}")
-    page.until("document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('other run')")
+    label = "document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText"
+    page.until(f"{label}?.includes(arguments[0])", str(other))
 
 
 def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
@@ -392,9 +399,9 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         caption = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
         page.until(f"{caption} === 'Mean log-prob ± standard deviationat most 8 rollouts per point, 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
-        assert page.run(f"return {value}") == "version 3: -1.357 ± 0, n = 8"
+        assert page.run(f"return {value}") == "policy version 3: -1.357 ± 0, n = 8"
         page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a NaN point
-        assert page.run(f"return {value}") == "version 2: unknown"
+        assert page.run(f"return {value}") == "policy version 2: unknown"
         page.click("[data-over=time]")
         page.until("document.querySelector('[data-curve=log_prob]').getAttribute('aria-label').endsWith('over time')")
         page.until(f"{caption} && document.querySelector('[data-curve=log_prob] canvas')")
@@ -433,12 +440,16 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
 
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
-    address = serve(stored(tmp_path, [rollout(number) for number in range(30)]))
+    address = serve(stored(tmp_path, [*(rollout(number) for number in range(30)), witness(3)]))
     opened(page, f"{address}/#/trajectory/0", "document.querySelector('.token')")
     size: dict[str, Any] = {"width": 360, "height": 740, "deviceScaleFactor": 1, "mobile": True}
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    for place in ("overview", "table", "trajectory/0", "trajectory/0?show=tokens", "group?task=task-1"):
+    rollouts = ("trajectory/0", "trajectory/0?show=tokens", "group?task=task-1", "group?task=task-1&version=all")
+    for place in ("overview", "table", *rollouts, "trajectory/30", "beside/30"):
         page.run("location.hash = `#/${arguments[0]}`", place)
         page.until("arguments[0].startsWith(document.querySelector('main[aria-busy=false]').className)", place)
         assert page.run("return document.documentElement.scrollWidth") <= 360, place
+        assert page.run("return document.querySelector('main').scrollWidth") <= 360, place
+    assert page.run("return document.querySelector('#path').checkVisibility()")
+    assert text_of(page, "#live") == "live · 31 trajectories"
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

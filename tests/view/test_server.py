@@ -211,6 +211,7 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
             0.5,
         )
         assert (overview["without_outcome"], overview["unreadable_count"]) == (1, 0)
+        assert (overview["outcome_n"], overview["outcome_sd"]) == (40, pytest.approx((10 / 39) ** 0.5))
         versions = writer.query().where("version_high is not null").group_by("version_high")
         curve = {row["version_high"]: row["n"] for row in versions.select("count(*) as n").rows()}
         assert {at: overview["by_version"]["count"][overview["by_version"]["x"].index(at)] for at in curve} == curve
@@ -227,6 +228,8 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         assert group["versions"] == [0, 3]
         assert [row["trajectory_id"] for row in group["rollouts"]] == ["24", "25", "26", "27"]
         assert len(ask(address, "group", task="task-1", version=0)["rollouts"]) == 4
+        every = ask(address, "group", task="task-1", version="all")["rollouts"]
+        assert [row["trajectory_id"] for row in every] == ["27", "26", "25", "24", "7", "6", "5", "4"]  # newest first
         assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
 
 
@@ -303,8 +306,8 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
         ("overview?where=outcome", "not true or false"),
         ("group?task=x&version=1.5", "version"),
         ("rollout?id=../x", "trajectory_id"),
-        ("frames?id=0&name=x", "frames: block 0 has 24 steps and 1 environments"),
-        ("frames?id=0&name=x&step=24", "frames: block 0 has 24 steps and 1 environments"),
+        ("frames?id=0&name=x", "frames: block 0 has 24 steps and 1 environment;"),
+        ("frames?id=0&name=x&step=24", "frames: block 0 has 24 steps and 1 environment;"),
         ("frames?id=0&name=x&step=y", "step: 'y', must be a whole number"),
         ("facts?id=", "trajectory_id"),
     ):

@@ -97,10 +97,10 @@ def number_of_calls(path: Path) -> int:
     return len(plan.calls)
 
 
-def test_every_eighth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_sixteenth_call_fails_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     total = number_of_calls(tmp_path / "dry")
     assert total > 50
-    for number, at in enumerate(range(0, total, 8)):  # the long campaign tests every call
+    for number, at in enumerate(range(0, total, 16)):  # the long campaign tests every call
         check_failure(tmp_path, FaultPlan(at, KINDS[number % len(KINDS)], lasting=number % 2 == 0), caplog)
 
 

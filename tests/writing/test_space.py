@@ -137,7 +137,7 @@ def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
     return {number: check_trajectory(buffer.get(number), 8) for number in buffer.trajectory_ids.tolist()}
 
 
-@pytest.mark.parametrize("fmt", ["pkl", "zarr"])
+@pytest.mark.parametrize("fmt", ["zarr", pytest.param("pkl", marks=pytest.mark.campaign)])
 def test_random_eviction_gives_space_back(tmp_path: Path, fmt: str) -> None:
     choose = random.Random(5)
     options = WriterOptions(shard_bytes=1 << 18)

@@ -222,7 +222,7 @@ if how == "thread":
 
 
 @pytest.mark.parametrize(
-    "how", ["thread", "exit", *(pytest.param(how, marks=pytest.mark.campaign) for how in ("raise", "end"))]
+    "how", ["thread", *(pytest.param(how, marks=pytest.mark.campaign) for how in ("exit", "raise", "end"))]
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectory, copied
+from trajstore.core.columns.flat import FlatTrajectories, FlatTrajectory, copied
 from trajstore.core.columns.memory import Arena
 from trajstore.core.columns.schema import Schema
 from trajstore.core.store.additions import NewEntries
@@ -43,7 +43,11 @@ def queue(**options: object) -> WriteQueue:
 def add(target: WriteQueue, items: list[FlatTrajectory]) -> list[int]:
     batch = reserve(target, sum(item.nbytes for item in items))
     ids, uuids = target.take_ids(len(items))
-    target.submit(batch, copied(items, Arena(0)), NewEntries.of(items, ids, uuids, StringTable()))
+    target.submit(
+        batch,
+        copied(FlatTrajectories.runs(items), Arena(0)),
+        NewEntries.of(FlatTrajectories.runs(items), ids, uuids, StringTable()),
+    )
     return ids
 
 
@@ -194,7 +198,11 @@ def test_room() -> None:
         reserve(target, 1)
     ids, uuids = target.take_ids(1)
     with pytest.raises(StoreClosedError):
-        target.submit(last, copied([flat(1)], Arena(0)), NewEntries.of([flat(1)], ids, uuids, StringTable()))
+        target.submit(
+            last,
+            copied(FlatTrajectories.runs([flat(1)]), Arena(0)),
+            NewEntries.of(FlatTrajectories.runs([flat(1)]), ids, uuids, StringTable()),
+        )
 
 
 def test_an_adder_waits_for_room() -> None:

@@ -1,6 +1,7 @@
 """T6: durable adds, one producer thread, lists of 16, flush at the end.
 
-Agent workload: bytes per second over a plain sequential write of as many bytes with an fdatasync every 8 MiB. 1 KB
+Agent workload: bytes per second over a plain sequential write of as many bytes with an fdatasync every 8 MiB; in lists,
+and as the joined tensors of 256 rollouts a call, in turn. 1 KB
 per trajectory: trajectories per second over 1 / (time of a 4 KiB append and its fdatasync). Bytes are those of the
 columns.
 """
@@ -9,14 +10,18 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import Times, ratio
 from tools.bench.workloads import LIST, add_all, agents, nbytes, opened, smalls
 from trajstore import AgentTrajectory
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS
 
 SYNC_EVERY = 8 << 20
 SYNCS = 16
@@ -26,17 +31,19 @@ def figures(options: Options) -> Iterator[Figure]:
     """Yield both figures."""
     pool, total = agents(), options.count(4096, LIST)
     written = sum(nbytes([pool[number % len(pool)]]) for number in range(total))
-    ours, plain = _measured(pool, total, partial(_write_plain, written), options)
-    yield Figure(
-        "T6",
-        "durable adds, agent workload, bytes/s over plain writing",
-        ratio(plain, ours),
-        0.6,
-        at_least=True,
-        details={"mb_per_s": written / ours.seconds / 1e6, "written_mb": written / 1e6},
-    )
+    adds = [partial(add_all, pool=pool, total=total), partial(_add_steps, step=_joined(pool), total=total)]
+    *both, plain = _measured(adds, partial(_write_plain, written), options)
+    for name, ours in zip(("", " as tensors"), both, strict=True):
+        yield Figure(
+            "T6",
+            f"durable adds{name}, agent workload, bytes/s over plain writing",
+            ratio(plain, ours),
+            0.6,
+            at_least=True,
+            details={"mb_per_s": written / ours.seconds / 1e6, "written_mb": written / 1e6},
+        )
     pool, total = smalls(), options.count(16384, LIST)
-    ours, syncs = _measured(pool, total, _sync_4k, options)
+    ours, syncs = _measured([partial(add_all, pool=pool, total=total)], _sync_4k, options)
     sync = syncs.seconds / SYNCS
     yield Figure(
         "T6",
@@ -52,19 +59,42 @@ def figures(options: Options) -> Iterator[Figure]:
     )
 
 
-def _measured(
-    pool: Sequence[AgentTrajectory], total: int, plain: Callable[[Path], None], options: Options
-) -> tuple[Times, Times]:
-    """Return the times of adding so many trajectories, and of the plain thing."""
-    ours, plainly = Times(warmup=1), Times(warmup=1)
+def _measured(adds: Sequence[Callable[[Any], None]], plain: Callable[[Path], None], options: Options) -> list[Times]:
+    """Return the times of adding in each way, in turn, and of plain writing."""
+    times = [Times(warmup=1) for _ in (*adds, plain)]
     store, file = options.folder / "store", options.folder / "plain"
     for _ in range(options.repeats + 1):
-        with opened(store) as buffer:
-            ours.take(partial(add_all, buffer, pool, total))
-        shutil.rmtree(store)
-        plainly.take(partial(plain, file))
+        for ours, add in zip(times, adds, strict=False):
+            with opened(store) as buffer:
+                ours.take(partial(add, buffer))
+            shutil.rmtree(store)
+        times[-1].take(partial(plain, file))
         file.unlink()
-    return ours, plainly
+    return times
+
+
+def _joined(pool: Sequence[AgentTrajectory]) -> dict[str, Any]:
+    """Return rollouts of equal lengths as arguments of ``add_rollouts``."""
+    values = [vars(rollout) for rollout in pool]
+    names = [name for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS) if values[0][name] is not None]
+    fields = ("messages", "task_id", "rollout_id", "policy_version")
+    return {
+        "columns": {name: torch.stack([one[name] for one in values]) for name in names},
+        "lengths": [len(one["input_ids"]) for one in values],
+        "documents": [{name: one[name] for name in fields} for one in values],
+        "prompts": [one["response_start"] for one in values],
+    }
+
+
+def _add_steps(buffer: Any, step: Mapping[str, Any], total: int) -> None:
+    """Add so many rollouts, a step's with one call, and flush."""
+    count = len(step["lengths"])
+    for start in range(0, total, count):
+        stop = min(count, total - start)
+        columns = {name: column[:stop] for name, column in step["columns"].items()}
+        lengths, documents, prompts = (step[name][:stop] for name in ("lengths", "documents", "prompts"))
+        buffer.add_rollouts(columns, lengths, documents, prompts=prompts)
+    buffer.flush()
 
 
 def _write_plain(total: int, path: Path) -> None:

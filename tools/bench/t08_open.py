@@ -26,6 +26,7 @@ from tools.bench.workloads import opened, smalls
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.flat import FlatTrajectories
 from trajstore.core.files.opening import open_directory
 from trajstore.core.formats import get_format
 from trajstore.core.formats.base import ShardContent, ShardManifest
@@ -123,7 +124,7 @@ def write_store(folder: Path, total: int, packed: int, facts: Facts | None = Non
         catalog.shards.add(number, _renamed(manifest, name))
         with open(folder / "shards" / f"{name}.pt", "wb") as file:
             file.truncate(manifest.files[0].size)  # nothing is stored of it
-    entries = NewEntries.of(flats, range(packed), random_uuids(packed), catalog.index.texts)
+    entries = NewEntries.of(FlatTrajectories.runs(flats), range(packed), random_uuids(packed), catalog.index.texts)
     columns = dict(entries.columns)
     columns |= starts_of([flat.extent for flat in flats], "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}

@@ -58,11 +58,20 @@ def row_figures(options: Options) -> Iterator[Figure]:
     yield from _rows_figures(_measure(options, 0)["rows"])
 
 
-def _measure(options: Options, steps: int) -> Any:
-    """Return what the child measured; without trainings if they have no steps."""
+def need_verl() -> None:
+    """Check that verl is installed.
+
+    Raises:
+        SkippedError: it is not.
+    """
     missing = [name for name in ("verl", "ray", "transfer_queue") if find_spec(name) is None]
     if missing:
         raise SkippedError(f"needs {', '.join(missing)}: install trajstore[verl]")
+
+
+def _measure(options: Options, steps: int) -> Any:
+    """Return what the child measured; without trainings if they have no steps."""
+    need_verl()
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
     return in_child(_measured, options.folder, steps, options.repeats, sizes)
 
@@ -147,23 +156,41 @@ def _steps(runs: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[flo
 
 def _measured(folder: Path, steps: int, repeats: int, sizes: Sequence[int]) -> dict[str, Any]:
     """Return what was measured of trainings and rows."""
-    from tests.verl_plugin.assets import make_assets
-    from tests.verl_plugin.harness import VerlSession, make_config
+    from tests.verl_plugin.harness import make_config
 
-    # The data plane wants 8 threads by default, and says so at every call where there are fewer cores.
-    os.environ.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))
-    assets = make_assets(folder / "assets")
-    session = VerlSession.start()
-    try:
+    with _verl(folder) as (session, assets):
         trainings = []
         for number, mode in enumerate(MODES if steps else ()):
             more = (f"trainer.v1.trainer_mode={mode}", f"trainer.total_training_steps={steps + WARM_UP_STEPS}")
             config = make_config(assets, folder / f"run{number}", [*OVERRIDES, *more])
             trainings.append(_training(session.run, config))
         rows = _rows(make_config(assets, folder / "rows", OVERRIDES), folder / "rows", sizes, repeats)
+    return {"trainings": trainings, "rows": rows}
+
+
+@contextmanager
+def _verl(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """Start Ray for verl; yield the session and the assets."""
+    from tests.verl_plugin.assets import make_assets
+    from tests.verl_plugin.harness import VerlSession
+
+    # The data plane wants 8 threads by default, and says so at every call where there are fewer cores.
+    os.environ.setdefault("TQ_NUM_THREADS", str(min(8, os.cpu_count() or 1)))
+    assets = make_assets(folder / "assets")
+    session = VerlSession.start()
+    try:
+        yield session, assets
     finally:
         session.close()
-    return {"trainings": trainings, "rows": rows}
+
+
+@contextmanager
+def open_plane(folder: Path) -> Iterator[Any]:
+    """Start Ray and a data plane that is recorded; yield a replay session."""
+    from tests.verl_plugin.harness import make_config
+
+    with _verl(folder) as (_, assets), _recording(make_config(assets, folder, OVERRIDES), folder) as session:
+        yield session
 
 
 def _training(run: Callable[[Any], Any], config: Any) -> Times:
@@ -207,23 +234,18 @@ def _trainer_parts() -> dict[str, tuple[Any, str]]:
     }
 
 
-def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-    """Join and record steps of these many rows; return seconds per step and part, for each size."""
+@contextmanager
+def _recording(config: Any, folder: Path) -> Iterator[Any]:
+    """Run a data plane with a replay session that records; yield the session."""
     import transfer_queue
     from omegaconf import OmegaConf
 
     from trainer_hooks.config import ExperienceReplayConfig
-    from trainer_hooks.verl import dataplane, session
     from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
     from trainer_hooks.verl.reading import RunTokenizer
+    from trainer_hooks.verl.session import ReplaySession
 
     OmegaConf.resolve(config)
-    parts = {
-        "get": (transfer_queue, "kv_batch_get"),
-        "read": (dataplane, "read_rows"),
-        "build": (session, "trajectories_of"),
-        "record": (session.ReplaySession, "_report"),
-    }
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(),
         recording=RecordingConfig(),
@@ -234,9 +256,28 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     config.transfer_queue.backend.storage_backend = "trajstore"
     transfer_queue.init(config.transfer_queue)
     tokenizer = RunTokenizer("0" * 16, decoder=_tokenizer())
-    ours = session.ReplaySession(block, None, tokenizer=tokenizer, run="benchmark", checkpoints=folder)
+    session = ReplaySession(block, None, tokenizer=tokenizer, run="benchmark", checkpoints=folder)
     try:
-        result = []
+        yield session
+    finally:
+        session.close()
+        transfer_queue.close()
+
+
+def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """Join and record steps of these many rows; return seconds per step and part, for each size."""
+    import transfer_queue
+
+    from trainer_hooks.verl import dataplane, session
+
+    parts = {
+        "get": (transfer_queue, "kv_batch_get"),
+        "read": (dataplane, "read_rows"),
+        "build": (session, "trajectories_of"),
+        "record": (session.ReplaySession, "_report"),
+    }
+    result = []
+    with _recording(config, folder) as ours:
         for size in sizes:
             batch = _put_rows(size)
             kept: Times = {}
@@ -247,10 +288,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
                         kept.setdefault(name, []).append(seconds)
             transfer_queue.kv_clear(keys=batch.keys, partition_id=batch.partition_id)
             result.append({"size": size, "times": kept})
-        return result
-    finally:
-        ours.close()
-        transfer_queue.close()
+    return result
 
 
 def _tokenizer() -> Any:
@@ -295,7 +333,7 @@ def _put_rows(count: int) -> Any:
     tags: list[dict[str, Any]] = []
     for group in range(count // GROUP):
         for number in range(GROUP):
-            key, tag, columns = _row(group, number, random)
+            key, tag, columns = new_row(group, number, random)
             fields = list_of_dict_to_tensordict([columns])
             transfer_queue.kv_batch_put(keys=[key], partition_id="train", fields=fields, tags=[tag])
             keys.append(key)
@@ -305,7 +343,8 @@ def _put_rows(count: int) -> Any:
     return KVBatchMeta(partition_id="train", keys=keys, tags=tags, extra_info={})
 
 
-def _row(group: int, number: int, random: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+def new_row(group: int, number: int, random: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return key, tag and columns of a rollout, as verl's agent loop puts them."""
     import numpy as np
     import torch
 

@@ -100,7 +100,7 @@ VIEWS = (
     ),
 )
 
-_COMPARED = "document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('other run -')"
+_COMPARED = "document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('runs/slower -')"
 _FACTS = "document.querySelector('.neighbours a') && document.querySelector('.facts dd')"
 _PRESSED = """document.querySelector('dialog') ||
 void document.body.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"""

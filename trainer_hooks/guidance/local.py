@@ -13,7 +13,7 @@ from trainer_hooks.retrieval import RetrievalIndex
 from trajstore.core.base import locks
 from trajstore.core.base.arguments import whole
 from trajstore.core.base.closing import Closing
-from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, listed
+from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class LocalMaker:
                 problems.append(f"task {held[0].task_id!r}: {error!r}")
         new = self.add(made, step=max((rollout.policy_version or 0 for rollout in rollouts), default=0))
         if problems:
-            raise MakerError("failed", f"{len(problems)} tasks gave no summary: {listed(problems, 3)}")
+            raise MakerError("failed", f"{counted(len(problems), 'task')} without a summary: {listed(problems, 3)}")
         return new
 
     def add(self, experiences: Sequence[Experience], step: int | None = None) -> int:

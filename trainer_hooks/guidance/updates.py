@@ -12,6 +12,7 @@ from trainer_hooks.guidance.summary import by_task, unguided
 from trajstore.core.base import locks
 from trajstore.core.base.arguments import seconds, whole
 from trajstore.core.base.background import Background
+from trajstore.errors import counted
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class UpdateQueue:
                 self._figures["dropped"] += len(rollouts)
                 if not self._dropping:
                     logger.warning(
-                        "guidance: summaries take longer than steps, so the %d rollouts of this step are not"
+                        "guidance: summaries take longer than steps, so the rollouts of this step (%d) are not"
                         " summarized, nor are later ones while the queue is full (counted in "
                         "guidance/update/dropped); more experience_maker.summary_workers may keep up",
                         len(rollouts),
@@ -86,11 +87,10 @@ class UpdateQueue:
             self._figures["dropped"] += left
         if not already and (left or running):
             logger.warning(
-                "guidance: closed after %.0f s with %d rollouts not summarized, and %d summaries under way, which"
-                " are abandoned",
+                "guidance: closed after %.0f s; abandoned: %s not summarized, and %s under way",
                 timeout,
-                left,
-                running,
+                counted(left, "rollout"),
+                counted(running, "summary"),
             )
 
     def metrics(self) -> dict[str, float]:

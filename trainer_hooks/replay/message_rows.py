@@ -16,7 +16,7 @@ from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.wellformed import field_problem
 from trajstore.core.base.arguments import one_of
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -127,14 +127,14 @@ class Tokenized:
         """Log a warning about trajectories without tokens, if there were any."""
         if self.made:
             logger.warning(
-                "%s: %d trajectories have messages only; they are replayed with the tokens that the tokenizer makes of"
+                "%s: %s messages only; they are replayed with the tokens that the tokenizer makes of"
                 " them, %d of them with the current policy's log-probs, since none that fit these tokens are recorded",
                 source,
-                self.made,
+                trajectories(self.made, "has", "have"),
                 self.without_log_probs,
             )
         for problem, count in self.problems.most_common(3):
-            logger.warning("%s: %d trajectories cannot become tokens: %s", source, count, problem)
+            logger.warning("%s: %s cannot become tokens: %s", source, trajectories(count), problem)
 
 
 def tokenized(histories: Sequence[AgentTrajectory], tokenizer: MessageTokenizer) -> Tokenized:

@@ -20,7 +20,7 @@ from trainer_hooks.retrieval import RetrievalIndex
 from trajstore.core.base.arguments import is_number, share, truth, whole
 from trajstore.core.base.settings import refuse
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, listed
+from trajstore.errors import ConfigurationError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -29,14 +29,14 @@ Task = TypeVar("Task")
 """A task id, or an object with a ``task_id``."""
 
 _NEVER_DRAWN = {
-    "other_prompts": "answer another prompt than the training data's row of their task: they are not replayed, and"
-    " counted as experience_replay/other_prompts. Data that were shuffled or filtered anew give other rows the same"
+    "other_prompts": "their prompt is not that of the training data's row of their task, counted as"
+    " experience_replay/other_prompts. Data that were shuffled or filtered anew give other rows the same"
     " names: name tasks by what they ask, or give the run a pool of its own. If prompts have a clock or a first"
     " observation, return an empty one (task_prompt)",
-    "too_long": "are longer than the trainer's longest prompt or response: they are not replayed, and counted as"
-    " experience_replay/too_long. Raise max_prompt_length or max_response_length, or import shorter ones",
+    "too_long": "longer than the trainer's longest prompt or response, counted as experience_replay/too_long. Raise"
+    " max_prompt_length or max_response_length, or import shorter ones",
 }
-"""Ends of the warnings, by metric name."""
+"""Reasons and remedies in the warnings, by metric name."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class ExperienceMixCollateFn(Generic[Task]):
         tasks = self._manager.get_task_ids()
         if tasks and all(self._get_task(task) is None for task in tasks):
             raise ConfigurationError(
-                f"the experience pool has trajectories of {len(tasks)} tasks ({listed(tasks, 3)}), the training data"
-                " have none of these: another dataset? Give the run a pool of its own, or the data of the pool."
-                " Other names for the same tasks? `trajstore pool import --task-prefix`"
+                f"the experience pool has trajectories of {counted(len(tasks), 'task')} ({listed(tasks, 3)}), the "
+                "training data have none of these: another dataset? Give the run a pool of its own, or the data of the "
+                "pool. Other names for the same tasks? `trajstore pool import --task-prefix`"
             )
 
     def __call__(
@@ -271,8 +271,8 @@ class ExperienceMixCollateFn(Generic[Task]):
             if held and name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
-                    "experience pool: %d histories, of task %s, %s",
-                    len(held),
+                    "experience pool: %s not replayed (of task %s): %s",
+                    counted(len(held), "history"),
                     listed(dict.fromkeys(repr(entry.task_id) for entry in held), 3),
                     _NEVER_DRAWN[name],
                 )

@@ -15,7 +15,7 @@ from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import has_known_age, is_too_long, outcome_refusal
 from trainer_hooks.replay.state import PoolState
-from trajstore.errors import counted
+from trajstore.errors import counted, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -51,10 +51,10 @@ class PoolNotices:
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
         if without and rules.max_policy_age is not None and self._first("without a version"):
             logger.warning(
-                "experience pool: %d trajectories have no policy version of this run (an earlier run made them?) and"
+                "experience pool: %s without a policy version of this run (made by an earlier run?), which"
                 " are never replayed with max_policy_age: %d (set null to replay them). If this run continues from "
                 "the checkpoint of theirs, import them with same_run (--same-run), which keeps their versions",
-                without,
+                trajectories(without),
                 rules.max_policy_age,
             )
 
@@ -90,8 +90,8 @@ class PoolNotices:
                 (rollout for rollout in among if reason in (outcome_refusal(rollout), new_entry(rollout, 0))), None
             )
             logger.warning(
-                "experience pool: %d rollouts are refused as %s (refused/%s counts these and later ones): %s%s",
-                refused[reason.value],
+                "experience pool: %s refused as %s (refused/%s counts these and later ones): %s%s",
+                counted(refused[reason.value], "rollout", "is", "are"),
                 reason.value,
                 reason.value,
                 text,
@@ -111,11 +111,11 @@ class PoolNotices:
         if not newer or not self._first("newer"):
             return
         logger.warning(
-            "experience pool: %d trajectories have policy versions up to %d, this is step %d: the step count"
+            "experience pool: %s policy versions up to %d, this is step %d: the step count"
             " restarted (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
             " belongs to the pool, or begin with an empty one; to use what an earlier run made, import it"
             " (`trajstore pool import`)",
-            len(newer),
+            trajectories(len(newer), "has", "have"),
             max(newer),
             global_steps,
             "any age" if rules.max_policy_age is None else "too old for max_policy_age",
@@ -133,10 +133,10 @@ def warn_of_other_rewards(entries: Iterable[PoolEntry], ours: str) -> None:
     if ours and others:
         counts = ", ".join(f"{name!r} ({count})" for name, count in others.most_common())
         logger.warning(
-            "experience pool: %d trajectories have outcomes of another reward function: %s; this run's is %r. Old and"
+            "experience pool: %s outcomes of another reward function: %s; this run's is %r. Old and"
             " new rewards are compared within a group: give them new outcomes with `trajstore annotate`, or begin with"
             " an empty pool",
-            others.total(),
+            trajectories(others.total(), "has", "have"),
             counts,
             ours,
         )
@@ -147,9 +147,7 @@ def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> Non
     if refused:
         reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
         remedy = f"; of what has no tokens: {NEEDS_TOKENIZER}" if refused[Refusal.NO_TOKENS.value] else ""
-        logger.warning(
-            "%s: %d of %d trajectories were not taken: %s%s", source, refused.total(), offered, reasons, remedy
-        )
+        logger.warning("%s: %d of %s refused: %s%s", source, refused.total(), trajectories(offered), reasons, remedy)
 
 
 def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: Mapping[str, int]) -> str:
@@ -175,7 +173,7 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     if not state.entries:
         reasons = [f"{count} were refused as {reason}" for reason, count in refused.items() if count]
         if state.skip:
-            reasons.append(f"{len(state.skip)} tasks are solved and need none")
+            reasons.append(counted(len(state.skip), "task", "is solved and needs none", "are solved and need none"))
         else:
             reasons.append(
                 f"no success entered yet: an outcome must reach success_threshold = {rules.success_threshold:g}, of a"
@@ -191,9 +189,8 @@ def why_nothing(state: PoolState, rules: PoolRules, global_steps: int, refused: 
     too_long = sum(is_too_long(entry, rules) for entry in state.all_entries())
     limits += f", {counted(too_long, 'trajectory')} too long" if too_long else ""
     corrected = sum(entry.is_corrected for entry in state.all_entries())
-    limits += f", {corrected} outcomes given late" if corrected else ""
+    limits += f", {counted(corrected, 'outcome')} given late" if corrected else ""
     return (
-        f"of {len(held)} tasks with trajectories {barred} have none that may be replayed ({limits}), {skipped} are "
-        "skipped"
-        f" as solved, {unplaced} have no bucket yet"
+        f"{counted(len(held), 'task')} with trajectories: {barred} without one that may be replayed ({limits}), "
+        f"{skipped} skipped as solved, {unplaced} without a bucket"
     )

@@ -35,7 +35,14 @@ from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats.pickles.safe_pickle import safe_loads
 from trajstore.core.reading.places import POOL_FILES
-from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    StoreWriteError,
+    counted,
+    listed,
+)
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -212,9 +219,9 @@ def read_buckets(directory: Path) -> dict[int, list[str]]:
                 buckets.setdefault(int(key), []).append(task)
     if twice:
         logger.warning(
-            "%s: %d tasks are in two buckets, as AgentEvolver leaves them (%s): the later one in the file counts",
+            "%s: %s in two buckets, as AgentEvolver leaves them (%s): the later one in the file counts",
             path,
-            len(twice),
+            counted(len(twice), "task", "is", "are"),
             listed(dict.fromkeys(twice)),
         )
     return {difficulty: tasks for difficulty, tasks in buckets.items() if tasks}

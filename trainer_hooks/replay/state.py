@@ -28,7 +28,7 @@ from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
 from trainer_hooks.replay.store import POOL_KEY, PoolRecords
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -390,9 +390,9 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
     if others and not entries and point is None:
         logger.warning(
-            "experience pool: its store holds %d trajectories that are not of a pool; they stay, and the pool starts"
-            " beside them. To keep them apart, give the pool its own directory",
-            others,
+            "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give the"
+            " pool its own directory",
+            trajectories(others),
         )
     return result
 

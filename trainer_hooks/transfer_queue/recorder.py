@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainer_hooks.replay.rows import join_responses, lengths_of_rows
-from trainer_hooks.transfer_queue.rows import Column, Row, unpack_columns
+from trainer_hooks.transfer_queue.rows import Row, unpack_columns
 from trajstore import Retention, TrajectoryReplayBuffer, annotate
 from trajstore.core.base import exits
 from trajstore.core.base.background import Background
@@ -26,6 +26,7 @@ from trajstore.errors import (
     StoreError,
     StoreWriteError,
     TrajectoryUnavailableError,
+    counted,
 )
 from trajstore.trajectory import AgentTrajectory
 
@@ -61,6 +62,9 @@ class RolloutFormat(Protocol):
     @property
     def late(self) -> Mapping[str, str]:
         """Names of late values by column, with one value per response token; of other lengths they are skipped."""
+
+    def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the keys of the rows of a put, from their columns."""
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among the rows of a put, and the positions of each one's rows."""
@@ -137,6 +141,8 @@ class Recorder:
         self._by_index: dict[int, tuple[_Known, int]] = {}
         """Rollout and row of TransferQueue's global indexes; an index is used again after its row was cleared."""
         self._by_name: OrderedDict[str, _Known] = OrderedDict()
+        self._recalled: dict[str, _Known] = {}
+        """Stored rollouts that are put again, by ``rollout_id``."""
         self._unset: list[tuple[tuple[int, ...], dict[str, list[Any]]]] = []
         """Ids and late values that are not in the store yet."""
         self._queued = self._recorded = self._lost = self._failures = 0
@@ -160,10 +166,11 @@ class Recorder:
             retention=Retention(max_trajectories=options.capacity),
         )
         self._path = options.path
-        self._by_index, self._by_name, self._unset = {}, OrderedDict(), []
+        self._by_index, self._by_name, self._recalled, self._unset = {}, OrderedDict(), {}, []
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error = None
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
+        self._background.submit(partial(rollouts.finish, []))  # loads what it needs before the first rollout arrives
         self._rollouts, self._buffer = rollouts, buffer
         exits.remember(self)
 
@@ -182,24 +189,38 @@ class Recorder:
     def accept(
         self,
         indexes: Sequence[int],
-        keys: Sequence[str],
         tags: Sequence[Mapping[str, Any]],
-        columns: Mapping[str, Column],
+        message: bytes,
     ) -> None:
         """Queue rows that begin rollouts. Waits only if too much is queued.
 
         Args:
             indexes: TransferQueue's global indexes of the rows.
-            keys: their keys.
             tags: their tags.
-            columns: packed.
+            message: their columns, packed.
         """
         self._queued += 1
-        self._submit(partial(self._begin, indexes, keys, tags, columns), columns)
+        self._submit(partial(self._begin, indexes, tags, message), len(message))
 
-    def accept_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def accept_late(self, indexes: Sequence[int], message: bytes) -> None:
         """Queue later columns of rows; rows that are no recorded rollouts are skipped."""
-        self._submit(partial(self._add_late, indexes, columns), columns)
+        self._submit(partial(self._add_late, indexes, message), len(message))
+
+    def recall(self, trajectory_id: int) -> AgentTrajectory | None:
+        """Return a stored rollout to put again: the put with its ``rollout_id`` is not recorded, late fields reach it.
+
+        Returns:
+            ``None`` if it is no longer in the store.
+        """
+        try:
+            rollout = None if self._buffer is None else self._buffer.get(trajectory_id)
+        except TrajectoryUnavailableError:
+            return None
+        if not isinstance(rollout, AgentTrajectory):
+            return None
+        known = _Known(trajectory_id, rollout.reward is not None, lengths_of_rows(rollout))
+        self._submit(partial(self._expect, rollout.rollout_id, known), 0)
+        return rollout
 
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
         """Queue late values of rollouts, by ``rollout_id``.
@@ -210,7 +231,7 @@ class Recorder:
             names: the rollouts.
             values: by name, one per rollout; ``None`` = no value.
         """
-        self._submit(partial(self._set_values, names, values), {})
+        self._submit(partial(self._set_values, names, values), 0)
 
     def status(self) -> Status:
         """Return the counters, and the first failure since the last call.
@@ -257,8 +278,8 @@ class Recorder:
             background.submit(self._set_late)
             background.close()
             if self._unset:
-                lost = sum(len(ids) for ids, _ in self._unset)
-                self._failed(StoreWriteError(f"{self._path}: late values of {lost} rollouts were not written"), 0)
+                lost = counted(sum(len(ids) for ids, _ in self._unset), "rollout")
+                self._failed(StoreWriteError(f"{self._path}: late values of {lost} were not written"), 0)
         finally:
             try:
                 buffer.close()
@@ -269,35 +290,42 @@ class Recorder:
         if error is not None:
             raise error
 
-    def _submit(self, call: Callable[[], None], columns: Mapping[str, Column]) -> None:
+    def _submit(self, call: Callable[[], None], nbytes: int) -> None:
         if (background := self._background) is not None:
-            size = sum(column.data.nbytes for column in columns.values() if not isinstance(column, list))
-            background.submit(call, size + 1)
+            background.submit(call, nbytes + 1)
 
     # ---- in the thread ----
+
+    def _expect(self, name: str, known: _Known) -> None:
+        self._recalled[name] = known
 
     def _begin(
         self,
         indexes: Sequence[int],
-        keys: Sequence[str],
         tags: Sequence[Mapping[str, Any]],
-        columns: Mapping[str, Column],
+        message: bytes,
     ) -> None:
         made = self._rollouts
+        keys: Sequence[str] = [f"of index {index}" for index in indexes]
         try:
             for index in indexes:
                 self._by_index.pop(index, None)
             if made is None:
                 return
-            unpacked = unpack_columns(columns)
+            unpacked = unpack_columns(message)
+            keys = made.keys(unpacked)
             rows = [
                 Row(key, tag, {name: values[place] for name, values in unpacked.items()})
                 for place, (key, tag) in enumerate(zip(keys, tags, strict=True))
             ]
             rollouts = made.rollouts(rows)
-            made.finish([rollout for rollout, _ in rollouts])
+            made.finish([rollout for rollout, _ in rollouts if rollout.rollout_id not in self._recalled])
             for rollout, places in rollouts:
-                self._add(rollout, [indexes[place] for place in places])
+                recalled = self._recalled.pop(rollout.rollout_id, None)
+                if recalled is None:
+                    self._add(rollout, [indexes[place] for place in places])
+                else:
+                    self._remember(rollout.rollout_id, recalled, [indexes[place] for place in places])
         except Exception as error:  # of the format: a row that it cannot convert must not stop the recording
             self._failed(InvalidTrajectoryError(f"rows {', '.join(map(str, keys[:4]))}: {error!r}"), len(keys))
         finally:
@@ -320,8 +348,11 @@ class Recorder:
         for number in ids:
             self._recorded += 1
             known = _Known(number, rollout.reward is not None, lengths_of_rows(rollout))
-            self._by_name[rollout.rollout_id] = known
-            self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
+            self._remember(rollout.rollout_id, known, indexes)
+
+    def _remember(self, name: str, known: _Known, indexes: Sequence[int]) -> None:
+        self._by_name[name] = known
+        self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
         while len(self._by_name) > _REMEMBERED:
             self._by_name.popitem(last=False)
 
@@ -334,12 +365,12 @@ class Recorder:
             self._failed(error, 1)
             return []
 
-    def _add_late(self, indexes: Sequence[int], columns: Mapping[str, Column]) -> None:
+    def _add_late(self, indexes: Sequence[int], message: bytes) -> None:
         made = self._rollouts
         if made is None:
             return
         late: dict[str, dict[int, Any]] = {}
-        for column, values in unpack_columns(columns).items():
+        for column, values in unpack_columns(message).items():
             name = made.late[column]
             ready = late.setdefault(name, {})
             for index, value in zip(indexes, values, strict=True):
@@ -394,7 +425,8 @@ class Recorder:
                 self._failed(error, 0)
                 return
             except (StoreError, ConfigurationError) as error:
-                self._failed(StoreError(f"late values {', '.join(values)} of {len(ids)} rollouts: {error}"), 0)
+                of = counted(len(ids), "rollout")
+                self._failed(StoreError(f"late values {', '.join(values)} of {of}: {error}"), 0)
             del self._unset[0]
 
     def _failed(self, error: Exception, rollouts: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -27,7 +28,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class TensorColumn:
-    """A column of tensors, one per row, as one block of bytes: Ray does not copy such arrays when it reads them."""
+    """A column of tensors, one per row, as one block of bytes."""
 
     dtype: torch.dtype
     shapes: list[tuple[int, ...]]
@@ -41,8 +42,8 @@ class TensorColumn:
         return cls(flat.dtype, [tuple(row.shape) for row in rows], flat.view(torch.uint8).numpy())
 
     def values(self) -> list[Tensor]:
-        """Return the tensors, in private memory."""
-        flat = torch.from_numpy(self.data.copy()).view(self.dtype)
+        """Return the tensors, which share the block."""
+        flat = torch.from_numpy(self.data).view(self.dtype)
         ends = [0, *accumulate(int(np.prod(shape)) for shape in self.shapes)]
         return [flat[start:end].view(shape) for (start, end), shape in zip(pairwise(ends), self.shapes, strict=True)]
 
@@ -51,16 +52,15 @@ Column = TensorColumn | list[Any]
 """A packed column: tensors, or one Python value per row."""
 
 
-def pack_columns(data: TensorDict, names: Iterable[str]) -> dict[str, Column]:
-    """Return columns of a put, packed for a message."""
-    return {name: _packed(column_values(data, name)) for name in names}
+def pack_columns(data: TensorDict, names: Iterable[str]) -> bytes:
+    """Return columns of a put as a message: one block, as Ray takes 0.3 ms more for one block per column."""
+    return pickle.dumps({name: _packed(column_values(data, name)) for name in names}, pickle.HIGHEST_PROTOCOL)
 
 
-def unpack_columns(columns: Mapping[str, Column]) -> dict[str, list[Any]]:
-    """Return packed columns as one value per row."""
-    return {
-        name: column.values() if isinstance(column, TensorColumn) else list(column) for name, column in columns.items()
-    }
+def unpack_columns(message: bytes) -> dict[str, list[Any]]:
+    """Return the columns of a message as one value per row."""
+    columns: dict[str, Column] = pickle.loads(message)
+    return {name: column.values() if isinstance(column, TensorColumn) else column for name, column in columns.items()}
 
 
 def column_values(data: TensorDict, name: str) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
-from transfer_queue.client import AsyncTransferQueueClient
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
@@ -18,6 +17,7 @@ from transfer_queue.storage.managers.base import StorageManager, StorageManagerF
 from trainer_hooks.transfer_queue.recorder import Recorder, RolloutFormat, Status, StoreOptions, Wanted
 from trainer_hooks.transfer_queue.rows import pack_columns
 from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajstoreError
+from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,11 @@ class RecorderHandle:
     def set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:
         """Queue late values of rollouts, by ``rollout_id``; see :meth:`Recorder.set_values`."""
         _answer(self.actor.set_values.remote(list(names), {name: list(given) for name, given in values.items()}))
+
+    async def recall(self, trajectory_id: int) -> AgentTrajectory | None:
+        """Return a stored rollout to put again; see :meth:`Recorder.recall`."""
+        rollout: AgentTrajectory | None = await self.actor.recall.remote(trajectory_id)
+        return rollout
 
     def status(self) -> Status:
         """Return the recorder's counters, and its first failure since the last status."""
@@ -122,7 +127,6 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
             config.transport, controller_info, config.transport_config, zmq_context=zmq_context
         )
         self.storage_manager_id = self._transport.storage_manager_id
-        self._client = AsyncTransferQueueClient(f"{self.storage_manager_id}_keys", controller_info, zmq_io_threads=1)
         self._recorder = config.recorder.actor
         self._wanted: Wanted | None = None
         self._failures: Counter[str] = Counter()
@@ -142,8 +146,7 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         if not metadata.global_indexes:
             return
         wanted = self._wanted = self._wanted or await self._recorder.wanted.remote()
-        partition = metadata.partition_ids[0]
-        if wanted is None or partition not in wanted.partitions:
+        if wanted is None or metadata.partition_ids[0] not in wanted.partitions:
             return
         present = set(data.keys())
         begins = wanted.begins in present
@@ -152,12 +155,11 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
             return
         if parsed:
             raise StoreError("they were put with a data_parser, and have their values only in the storage unit")
-        columns = pack_columns(data, names)
-        if not begins:
-            await self._recorder.accept_late.remote(metadata.global_indexes, columns)
-            return
-        keys = await self._client.async_kv_retrieve_keys(metadata.global_indexes, partition)
-        await self._recorder.accept.remote(metadata.global_indexes, keys, metadata.custom_meta, columns)
+        message = pack_columns(data, names)
+        if begins:
+            await self._recorder.accept.remote(metadata.global_indexes, metadata.custom_meta, message)
+        else:
+            await self._recorder.accept_late.remote(metadata.global_indexes, message)
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return rows."""
@@ -179,8 +181,6 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         """Close the connections; in the process that started the backend, also the recorder and the storage units."""
         if hasattr(self, "_transport"):
             self._transport.close()
-        if hasattr(self, "_client"):
-            self._client.close()
         _stop_backend()
 
     def can_destroy_zmq_context(self) -> bool:

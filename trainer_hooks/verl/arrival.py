@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,14 @@ from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.cuts import Cut
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
-from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, NEEDED_UNRATED, WELCOME, session_of, trajectories_of
+from trainer_hooks.verl.rows import (
+    FIRST_REPLAYED_SESSION,
+    NEEDED_UNRATED,
+    SAMPLING,
+    WELCOME,
+    session_of,
+    trajectories_of,
+)
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import GIVEN
@@ -29,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 TRAINED_STEP, DROPPED_STEP, TASK_ROLLOUTS = "trained_step", "dropped_step", "task_rollouts"
 """Late values: the step that trained on a rollout, or dropped it; the number of its task's rollouts in that step."""
+
+REUSED_BY = "reused_by"
+"""Late value: id of the newest process that reused a rollout of an earlier one."""
 
 LATE = {"old_log_probs": "old_log_probs", "entropy": "entropys", "advantages": "advantages"}
 """Late values by row, by column of the data plane."""
@@ -42,22 +53,36 @@ class VerlRollouts:
         tokenizer: of the run.
         run: id of the trainer's process.
         text: decode the response's turns.
+        sampling: digest of the options that rollouts depend on.
     """
 
     partitions = ("train",)
     begins = "responses"
-    columns = (*NEEDED_UNRATED, "rm_scores", *WELCOME)
+    columns = ("uid", "session_id", *NEEDED_UNRATED, "rm_scores", *WELCOME)
     late: Mapping[str, str] = LATE
 
-    def __init__(self, outcome: OutcomeRule, tokenizer: RunTokenizer, run: str, *, text: bool) -> None:
+    def __init__(
+        self, outcome: OutcomeRule, tokenizer: RunTokenizer, run: str, *, text: bool, sampling: str = ""
+    ) -> None:
         self._outcome = outcome
         self._run = run
         self._text = text
+        self._sampling = sampling
         self._scribe: Scribe | None = None
         self._without_text = 0
         # Pickled on its own: code of a model's repository may be absent in the recorder's process.
         self._decoder: bytes = ray.cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
         self._tokenizer = dataclasses.replace(tokenizer, decoder=None, messages=None)
+
+    def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Return the keys of a put: verl puts the outputs of a session at once, in order."""
+        outputs: Counter[str] = Counter()
+        keys = []
+        for uid, session in zip(columns["uid"], columns["session_id"], strict=True):
+            name = f"{uid}_{int(session)}"
+            keys.append(f"{name}_{outputs[name]}")
+            outputs[name] += 1
+        return keys
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among rows, without replayed rows and padding."""
@@ -80,6 +105,7 @@ class VerlRollouts:
             )
             for name in ("trained", "task_rollouts"):  # not known yet
                 del rollout.metadata[name]
+            rollout.metadata[SAMPLING] = self._sampling
             made.append((rollout, places))
         return made
 
@@ -149,8 +175,8 @@ def with_training(rollout: AgentTrajectory) -> AgentTrajectory:
     """Return a recorded rollout with the late fields of its training in place.
 
     ``old_log_probs``, ``entropys`` and ``entropy`` are the actor's; where weights older than the actor's sampled, the
-    log-probs are the engine's. ``metadata`` has ``step``, ``trained`` and ``task_rollouts``; a rollout whose step did
-    not finish has no ``trained``.
+    log-probs are the engine's. ``metadata`` has ``step``, ``trained``, ``task_rollouts``, and ``run``, the process of
+    this step; a rollout whose step did not finish has no ``trained``.
     """
     late: Mapping[str, Any] = rollout.metadata.get(GIVEN, {})
     trained = late.get(TRAINED_STEP)
@@ -159,6 +185,7 @@ def with_training(rollout: AgentTrajectory) -> AgentTrajectory:
         return rollout
     metadata = {name: value for name, value in rollout.metadata.items() if not name.startswith("trajstore.")}
     metadata |= {"step": int(step), "trained": trained is not None}
+    metadata["run"] = late.get(REUSED_BY, metadata.get("run", ""))
     if late.get(TASK_ROLLOUTS) is not None:
         metadata["task_rollouts"] = int(late[TASK_ROLLOUTS])
     result = dataclasses.replace(rollout, metadata=metadata, notes={})

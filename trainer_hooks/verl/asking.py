@@ -85,18 +85,18 @@ class Asking:
             raise ConfigurationError("experience_maker.enable_context_generator: true, but prompts have no raw_prompt")
         validates = "validate" in prompts and bool(prompts["validate"])
         usual = self._block.n_validation if validates else self._block.n_rollout
-        counts = _column(prompts, ROLLOUTS_WANTED, usual)
-        sources, indices = _column(prompts, "data_source", ""), _column(prompts, "index", "")
+        counts = column_of(prompts, ROLLOUTS_WANTED, usual)
+        sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")
         tasks = [task_name(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
         configs = iter(self._hook.before_rollout(plan, "validate" if validates else "sample"))
         rollouts = [[next(configs) for _ in range(planned.fresh_rollouts)] for planned in plan]
         wanted = {place: held for place, held in enumerate(rollouts) if any(config.add_exp for config in held)}
-        messages = _column(prompts, "raw_prompt", ())
+        messages = column_of(prompts, "raw_prompt", ())
         found = self._ask({place: (list(messages[place]), held[0]) for place, held in wanted.items()})
         if not found:
             return prompts
-        loops = _column(prompts, "agent_name", self._block.agent_loop)
+        loops = column_of(prompts, "agent_name", self._block.agent_loop)
         offers = [""] * len(prompts)
         for place, config in found.items():
             sessions = tuple(number for number, asked in enumerate(rollouts[place]) if asked.add_exp)
@@ -162,7 +162,7 @@ class GuidedManager:
         return getattr(self._manager, name)
 
 
-def _column(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
+def column_of(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
     """Return a column as a list of one value per prompt; verl uses a stack, a tensor, or one value for all."""
     if name not in prompts:
         return [usual] * len(prompts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
@@ -10,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from omegaconf import OmegaConf
 
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
@@ -54,6 +58,8 @@ class RecordingConfig(Settings):
         text: also record the response's turns as text, in ``messages``. Tokens are always recorded.
         on_error: reaction to a failed write, here and in the pool. With ``warn`` training continues, metrics count lost
             rollouts, and pending writes are retried.
+        reuse: after a crash, the interrupted step takes its finished rollouts from the store, and generates only the
+            others (synchronous mode, without guidance).
 
     Raises:
         ConfigurationError: a value is out of range; the message names the key.
@@ -67,6 +73,7 @@ class RecordingConfig(Settings):
     capacity: Count | None = None
     text: bool = True
     on_error: OnError = "raise"
+    reuse: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +139,8 @@ class ReplayBlock:
     draws_ahead: int = 0
     """Maximum number of steps between drawing histories and training on them: ``num_warmup_batches`` of the
     asynchronous mode, in whole batches."""
+    sampling: str = ""
+    """Digest of the options that rollouts depend on: model, sampling, lengths, agent loop, tools, reward function."""
     guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
     """Guidance: ``experience_maker`` or ``exp_manager.reme``, and keys of ``exp_manager``."""
 
@@ -188,6 +197,7 @@ class ReplayBlock:
             n_validation=int(rollout.val_kwargs.n),
             agent_loop=str(rollout.agent.default_agent_loop),
             draws_ahead=_draws_ahead(config),
+            sampling=_sampling_digest(config),
             guidance=guidance_of(config, folder),
         )
         problems = _contradictions(config, result)
@@ -195,6 +205,28 @@ class ReplayBlock:
         if problems:
             raise ConfigurationError("; ".join(problems))
         return result
+
+
+_SAMPLED_BY = (
+    "actor_rollout_ref.model.path",
+    *(
+        f"actor_rollout_ref.rollout.{name}"
+        for name in ("temperature", "top_p", "top_k", "calculate_log_probs", "prompt_length", "response_length")
+    ),
+    "actor_rollout_ref.rollout.multi_turn",
+    "actor_rollout_ref.rollout.agent.default_agent_loop",
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "data.apply_chat_template_kwargs",
+    "data.tool_config_path",
+    "reward.custom_reward_function",
+    "reward.reward_manager",
+)
+"""Options that rollouts depend on."""
+
+
+def _sampling_digest(config: Any) -> str:
+    values = {name: str(OmegaConf.select(config, name)) for name in _SAMPLED_BY}
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
 def _draws_ahead(config: Any) -> int:

@@ -21,7 +21,7 @@ from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, output_of, replayed_row, session_of
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, counted
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -188,9 +188,9 @@ class Histories:
         expected = sum(len(self.expected.get(uid, ())) for uid in prompts)
         self._refused["without_room"].add(
             expected - len(held),
-            "experience replay: %d histories have no room beside the fresh rollouts of their prompts, which are more"
+            "experience replay: %s no room beside the fresh rollouts of their prompts, which are more"
             " than requested. histories_refused/without_room counts such histories of a step",
-            expected - len(held),
+            counted(expected - len(held), "history", "has", "have"),
         )
         dataplane.add_rows(list(added.values()), batch.partition_id)
         tags |= {key: dict(row.tag) for key, row in added.items()}

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the loss ``het``, the replay trainers, the guided agent loop and the check of our options.
+    """Register the loss ``het``, the replay trainers, our agent loops and the check of our options.
 
     Raises:
         ConfigurationError: the installed verl is not a supported version.
@@ -26,6 +26,7 @@ def register() -> None:
         check_verl()
         importlib.import_module("trainer_hooks.verl.trainer")
         importlib.import_module("trainer_hooks.verl.guided_loop")
+        importlib.import_module("trainer_hooks.verl.reused_loop")
         importlib.import_module("trainer_hooks.verl.early").install()
     except (TrajstoreError, ImportError) as error:
         logger.warning("trajstore: the replay trainers are not available: %s", error)

@@ -43,13 +43,28 @@ NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
 WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
 """Optional columns, recorded if present."""
 
+REUSE = "trajstore_reuse"
+"""Column of a prompt with its finished rollouts, and key of ``extra_fields`` of a row that comes from the store."""
+
 _KNOWN_EXTRA = frozenset(
-    ("reward_extra_info", "min_global_steps", "max_global_steps", "turn_scores", "tool_rewards", "raw_prompt", OFFER)
+    (
+        "reward_extra_info",
+        "min_global_steps",
+        "max_global_steps",
+        "turn_scores",
+        "tool_rewards",
+        "raw_prompt",
+        OFFER,
+        REUSE,
+    )
 )
 """Extra fields of verl's agent loop that are recorded separately."""
 
 NOT_GUIDED = "not_guided"
 """Key of ``metadata``: reason why a rollout was not shown its experience."""
+
+SAMPLING = "sampling"
+"""Key of ``metadata``: digest of the options that a rollout depends on."""
 
 _LEAST, _MOST = -(2**63), 2**64 - 1
 """Range of integers in the store."""
@@ -73,6 +88,11 @@ def session_of(key: str) -> str:
             f"row {key!r}: not {{uid}}_{{session}}_{{index}}; a uid must have no '_', or verl loses the row's group"
         )
     return key.rpartition("_")[0]
+
+
+def is_reused(row: Row) -> bool:
+    """Return whether a row comes from the store, and was not generated."""
+    return REUSE in (row.columns.get("extra_fields") or {})
 
 
 def output_of(key: str) -> int:

@@ -8,6 +8,7 @@ replayed rows, and admits rollouts to the pool.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tensordict import TensorDict
 from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 
@@ -32,21 +34,24 @@ from trainer_hooks.replay.rows import row_count
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
-from trainer_hooks.verl.arrival import DROPPED_STEP, TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, steps_since
-from trainer_hooks.verl.config import SECTION, ReplayBlock, naming
-from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.arrival import DROPPED_STEP, REUSED_BY, TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, steps_since
+from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
+from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import is_exchanged
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
+from trainer_hooks.verl.reuse import Reuse
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
     NEEDED_UNRATED,
     WELCOME,
     has_outcome,
+    is_reused,
     messages_of,
+    output_of,
     recorded_log_probs,
     replayable,
     session_of,
@@ -54,7 +59,8 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -102,6 +108,9 @@ class ReplaySession:
         self._resumed_from: Mapping[str, Any] | None = None
         """State of the pool of the checkpoint resumed from, which may be elsewhere."""
         self._dropped = self._dropped_successes = self._failures = self._unrecorded = 0
+        self.reuse = Reuse(block.sampling, block.agent_loop)
+        self._reused_names: set[str] = set()
+        self._generated = 0
         self._without_outcome = FirstTold(logger)
         self._recorder: RecorderHandle | None = None
         if recording.enable:
@@ -109,7 +118,7 @@ class ReplaySession:
                 recorder = RecorderHandle()
                 recorder.open(
                     StoreOptions(block.recording_path, recording.format, recording.capacity),
-                    VerlRollouts(block.outcome, tokenizer, run, text=recording.text),
+                    VerlRollouts(block.outcome, tokenizer, run, text=recording.text, sampling=block.sampling),
                 )
                 self._recorder = recorder
         try:
@@ -160,6 +169,10 @@ class ReplaySession:
         if self._tasks is None:
             raise ConfigurationError(f"task {task_id!r}: there is no table of tasks; nothing is replayed")
         return self._tasks.row(task_id)
+
+    def offered(self, prompts: TensorDict) -> TensorDict:
+        """Return prompts with the experience for their rollouts, and with those that the store has."""
+        return self.reuse.offered(self.guided.offered(prompts))
 
     # ---- after the rollouts ----
 
@@ -264,7 +277,10 @@ class ReplaySession:
         figures["recording/dropped"] = float(self._dropped)
         figures["recording/dropped_successes"] = float(self._dropped_successes)
         figures["recording/without_outcome"] = float(self._without_outcome.take())
-        self._dropped = self._dropped_successes = 0
+        figures["recording/reused"] = float(len(self._reused_names))
+        figures["recording/generated"] = float(self._generated)
+        self._reused_names.clear()
+        self._dropped = self._dropped_successes = self._generated = 0
         figures |= self.guided.step_done(made, step)
         if not self.replays:
             return figures
@@ -299,6 +315,7 @@ class ReplaySession:
             TASK_ROLLOUTS: [rollout.metadata["task_rollouts"] for rollout in made],
             "outcome": [reward.outcome for reward in rewards],
             "reward_score": [score if isinstance(score, int | float) else None for score in scores],
+            REUSED_BY: [self._run if rollout.rollout_id in self._reused_names else None for rollout in made],
         }
         recorder = self._recorder
         self._recorded(lambda: recorder.set_values([rollout.rollout_id for rollout in made], values))
@@ -334,6 +351,9 @@ class ReplaySession:
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
         """Return rollouts with their text; count those without outcome, and log the first."""
         made = self._made(rows, step, trained=trained)
+        reused = {row.key for row in rows if output_of(row.key) == 0 and is_reused(row)}
+        self._reused_names |= reused
+        self._generated += len(made) - len(reused)
         if self._maker_reads:
             self._scribe.write(made)
         self.guided.finished(made, trained=trained)
@@ -421,6 +441,7 @@ class ReplaySession:
             ConfigurationError: the cut was made with another tokenizer.
             StoreWriteError: the pool's store could not write; the message names the option.
         """
+        self._find_finished(folder, step)
         if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
             self.guided.load_state(found.guidance)
         if self._hook.manager is None:
@@ -437,6 +458,31 @@ class ReplaySession:
                 " not write that down. Make room where its store is and resume again: nothing recorded is lost"
             )
             raise
+
+    def _find_finished(self, folder: Path | None, step: int) -> None:
+        """Find the rollouts that the checkpoint's weights sampled, and note in it that this process samples with them.
+
+        Without a checkpoint: those that the first weights sampled.
+        """
+        recording = self._block.recording
+        if self._recorder is None or not recording.reuse or guides_training(self._block.guidance):
+            return
+        runs: set[str] | None = None
+        if folder is not None:
+            cut = read_cut(folder)
+            if cut is None:
+                logger.warning("%s does not say which run wrote it: its finished rollouts are not reused", folder)
+                return
+            runs = {cut.run, *cut.resumed}
+            try:
+                write_cut(folder, dataclasses.replace(cut, resumed=(*cut.resumed, self._run)))
+            except StoreWriteError as error:
+                logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
+        with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
+            # A pool that does not go back to the checkpoint has those of finished steps, and could add them to their
+            # own group.
+            keeps = self._block.on_resume == "keep" or folder is None
+            self.reuse.find(reader, step, runs, unfinished=keeps and self.replays)
 
     def close(self) -> None:
         """Flush and close the stores. Idempotent.
@@ -482,7 +528,7 @@ class ReplaySession:
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
-            logger.info("experience pool: on_resume=keep: took in %d steps recorded since", steps)
+            logger.info("experience pool: on_resume=keep: added %s recorded since", counted(steps, "step"))
 
 
 def replace_log_probs(

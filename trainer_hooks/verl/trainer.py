@@ -133,7 +133,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, then close the stores, even after an error."""
         try:
-            super().fit(GuidedManager(agent_loop_manager, self._session.guided))
+            super().fit(GuidedManager(agent_loop_manager, self._session))
         finally:
             self._session.close()
 
@@ -148,7 +148,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if bad := [uid for uid in uids if "_" in uid]:
             raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
         if not self._session.replays:
-            return batch
+            return self._reusing(batch)
         # Every prompt needs this column: asynchronous modes read prompts back from the data plane, which drops a column
         # that one prompt lacks. The data set may have the column.
         if ROLLOUTS_WANTED not in batch:
@@ -161,12 +161,18 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             plan = self._session.plan(ids, progress, self.global_steps)
             if any(planned.histories for planned in plan):
                 batch = self._mix(batch, ids, plan)
+        batch = self._reusing(batch)
         wanted = dict(zip(list(batch["uid"]), rollout_counts(list(batch[ROLLOUTS_WANTED])), strict=True))
         joining = self._session.expect(
             {uid: planned.histories for uid, planned in zip(wanted, plan, strict=False)}, wanted
         )
         batch[ROLLOUTS_WANTED] = NonTensorStack(*(count - joining.get(uid, 0) for uid, count in wanted.items()))
         return batch
+
+    def _reusing(self, batch: TensorDict) -> TensorDict:
+        """Return prompts; after a crash, those of the interrupted step have the ``uid`` of their finished rollouts."""
+        # The checkpoint of an asynchronous mode has the prompts under way, with their rollouts.
+        return self._session.reuse.named(batch, self.global_steps) if self.base_mode == "sync" else batch
 
     def _mix(self, batch: TensorDict, ids: list[str], plan: list[PlannedTask[str]]) -> TensorDict:
         """Return the prompts of a plan, from the batch or, for other tasks, from the training data."""

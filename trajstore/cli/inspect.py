@@ -374,7 +374,7 @@ def _ids(ids: dict[str, Any] | None) -> str:
 
 
 def _problems(count: int) -> str:
-    return "1 problem" if count == 1 else f"{count:,} problems"
+    return counted(count, "problem")
 
 
 def _write_integrity(report: dict[str, Any], out: Output) -> None:

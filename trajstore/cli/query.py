@@ -23,7 +23,7 @@ SHOWN = ("trajectory_id", "task", "outcome", "turns", "steps", "batch", "version
 """Facts that ``list`` shows by default, except those that are null for all."""
 
 
-_OWN = "of the rewards' metadata, or a value that came late"
+_OWN = "of the rewards' metadata, or a late value"
 """Description of a fact that is not in :data:`FACTS`."""
 
 _METADATA = "metadata.KEY", "a value of the rollout's metadata, nested ones too: metadata.tool.error"

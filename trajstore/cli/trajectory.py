@@ -16,8 +16,6 @@ TURNS_BY_MESSAGES = "by messages of the assistant"
 TURNS_BY_TOKENS = "by runs of the model's tokens"
 """The source of a rollout's turn count: its messages if it has any."""
 
-_PARTS = {"prompt": "prompt", "model": "the model wrote", "told": "the model was told", "tokens": "tokens"}
-
 
 def write_trajectory(report: dict[str, Any], out: Output) -> None:
     """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text."""
@@ -45,7 +43,7 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
 
 def _write_notes(notes: list[dict[str, Any]], out: Output) -> None:
     if notes:
-        out.heading("values that came late")
+        out.heading("late values")
         for note in notes:
             given = "removed" if note["value"] is None else shown_value(note["value"])
             when = datetime.fromtimestamp(note["time"] / 1e6, UTC).strftime("%Y-%m-%d %H:%M:%S")
@@ -125,7 +123,7 @@ def _tokens(report: dict[str, Any]) -> str | None:
     counts: dict[str, int] = {}
     for part in report["token_parts"]:
         counts[part["part"]] = counts.get(part["part"], 0) + part["tokens"]
-    parts = ", ".join(f"{_PARTS[name]} {count:,}" for name, count in counts.items())
+    parts = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     return f"{report['tokens']:,}: {parts}"
 
 
@@ -135,19 +133,17 @@ def _write_parts(report: dict[str, Any], out: Output) -> None:
         return
     out.heading("tokens")
     if all(part["text"] is None for part in parts):
-        rows = [
-            (_PARTS[part["part"]], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts
-        ]
+        rows = [(part["part"], f"{part['first']:,} to {part['last']:,}", f"{part['tokens']:,}") for part in parts]
         out.table([("part", "tokens", "count"), *rows], right=(2,))
         out.line("  --tokenizer PATH shows them as text")
         return
     for part in parts:
-        out.line(f"  {_PARTS[part['part']]}, tokens {part['first']:,} to {part['last']:,}:")
+        out.line(f"  {part['part']}, tokens {part['first']:,} to {part['last']:,}:")
         out.text(part["text"], _LONGEST_TEXT)
 
 
 def _write_token(report: dict[str, Any], out: Output) -> None:
-    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({_PARTS[report['part']]})")
+    out.heading(f"token {report['token']:,} of {report['tokens']:,} ({report['part']})")
     rows = [(name, shown_value(value)) for name, value in report["values"].items()]
     out.table([*rows, *([] if report["text"] is None else [("text", repr(report["text"]))])])
 

@@ -150,11 +150,8 @@ class Stores:
     def loss(self) -> str:
         """Return a message that names the lost stores."""
         names = listed(f"rank_{rank}" for rank in self.lost)
-        some = len(self.lost) > 1
-        return (
-            f"store{'s' if some else ''} {names} of {self.name!r} {'are' if some else 'is'} not there, as after the "
-            f"loss of a node; create() starts {'them' if some else 'it'} again"
-        )
+        store, are, them = ("store", "is", "it") if len(self.lost) == 1 else ("stores", "are", "them")
+        return f"{store} {names} of {self.name!r} {are} lost, perhaps with a node; create() restarts {them}"
 
     def enlist(self, rank: int) -> None:
         """Record in the cluster that a store was started.
@@ -202,7 +199,7 @@ class Stores:
         """
         actor = self._find(rank)
         if actor is None:
-            raise StoreUnreachableError(f"{self._named(rank)} is not there; create() starts it again")
+            raise StoreUnreachableError(f"{self._named(rank)} is lost; create() restarts it")
         begun = getattr(actor, method)
         return (begun if pieces == 1 else begun.options(num_returns=pieces)).remote(*arguments)
 
@@ -247,7 +244,7 @@ class Stores:
         """Warn that a store did not answer and is retried; once until it answers."""
         if rank not in self._told:
             self._told.add(rank)
-            logger.warning("%s does not answer (%s); asked again", self._named(rank), first_line(error))
+            logger.warning("%s does not answer (%s); asking again", self._named(rank), first_line(error))
 
     def call_all(
         self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float | None = None
@@ -319,12 +316,12 @@ class Stores:
         from ray.experimental.internal_kv import _internal_kv_del
 
         if self._find(rank) is None:
-            logger.warning("%s is not there: it was lost, and not closed", self._named(rank))
+            logger.warning("%s is lost: it was not closed", self._named(rank))
         else:
             try:
                 self.call(rank, "close")
             except StoreUnreachableError as error:
-                logger.warning("%s; its actor is ended all the same", error)
+                logger.warning("%s; its actor is killed nevertheless", error)
         if rank in self._actors:
             ray().kill(self._actors.pop(rank))
         self._about.pop(rank, None)

@@ -168,7 +168,7 @@ class Census:
         count = len(self)
         if not count:
             silent = f"; no answer from {listed(f'rank_{rank}' for rank in self.absent)}" if self._absent else ""
-            raise EmptyBufferError(f"cannot sample: no store that answers has a trajectory{silent}")
+            raise EmptyBufferError(f"cannot sample: no store that answers has trajectories{silent}")
         first = max(0, count - size) if size else 0
         return Window(first, range(first, first), count, 0, 0, self.total_samples - self._before(first))
 

@@ -211,8 +211,7 @@ def _opened(path: str, store_id: str, pin: str | None, options: tuple[tuple[str,
     reader = Reader.open(path, pin=pin, storage_options=dict(options))
     if reader.store_ids != [store_id]:
         raise StoreNotFoundError(
-            f"{path}: the store {store_id}, which was planned to be read, has been replaced by another one "
-            f"({listed(reader.store_ids)}); call read_store again"
+            f"{path}: the planned store {store_id} was replaced by {listed(reader.store_ids)}; call read_store again"
         )
     return reader
 
@@ -319,7 +318,7 @@ def read_store(
 
     if "label_selector" not in signature(read_datasource).parameters:
         raise ConfigurationError(
-            "read_store of a handle needs Ray 2.60 or later: earlier ones cannot read where data are"
+            "read_store of a handle needs Ray 2.60 or later, which reads on the nodes that have the data"
         )
     module, served = ray(), source.served()
     plan = module.remote(lambda path: make(path))  # runs on the store's node: this machine may lack the directory

@@ -193,9 +193,9 @@ class DrawingHandle:
                 absent = census.absent
             if time.monotonic() + pause >= until:
                 raise StoreUnreachableError(
-                    f"cannot sample: of {self._stores.name!r} {listed(f'rank_{rank}' for rank in absent)} "
-                    f"{'have' if len(absent) > 1 else 'has'} not answered for {self._options.deadline:.0f} s, and no "
-                    "other store has a trajectory; if there is no actor of that name, create() starts it again"
+                    f"cannot sample: no answer from {listed(f'rank_{rank}' for rank in absent)} of "
+                    f"{self._stores.name!r} for {self._options.deadline:.0f} s, and no other store has trajectories; "
+                    "create() restarts lost stores"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)

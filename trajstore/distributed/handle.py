@@ -14,7 +14,9 @@ import numpy as np
 from trajstore.core.base.arguments import check_kind, one_of
 from trajstore.core.base.closing import Closing
 from trajstore.core.buffer.adding_again import add_with_values, has_late_values
-from trajstore.core.buffer.content_watch import ContentWatch, as_list
+from trajstore.core.buffer.content_watch import as_list, flatten_all
+from trajstore.core.columns.flat import FlatTrajectories
+from trajstore.core.columns.rollouts import flatten_rollouts
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.receipts import Outbox, Receipt
@@ -31,6 +33,7 @@ from trajstore.remote.mirror.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
+    import torch
     from polars import DataFrame
 
 _PLACE = "place among the facts"
@@ -53,7 +56,6 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         routes = Routes(near, stores.all_ranks, options.patience, first)
         super().__init__(stores, routes, options)
         self._outbox = Outbox(stores, routes, options)
-        self._content = ContentWatch()
 
     # -- creating and connecting ------------------------------------------------------------------
 
@@ -161,9 +163,26 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         return receipts[0]
 
     def _send(self, trajectories: list[AnyTrajectory]) -> Receipt:
-        flats = self._content.flatten(trajectories)
+        return self._send_runs(flatten_all(trajectories))
+
+    def add_rollouts(
+        self,
+        columns: Mapping[str, torch.Tensor],
+        lengths: torch.Tensor | Sequence[int],
+        documents: Sequence[Mapping[str, Any]],
+        *,
+        prompts: torch.Tensor | Sequence[int] | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
+    ) -> Receipt:
+        """Send rollouts whose columns are joined in tensors, see :meth:`TrajectoryReplayBuffer.add_rollouts`.
+
+        Otherwise as :meth:`add_trajectories`, whose errors it raises.
+        """
+        return self._send_runs(flatten_rollouts(columns, lengths, documents, prompts, starts))
+
+    def _send_runs(self, runs: Sequence[FlatTrajectories]) -> Receipt:
         self._check_open()
-        return self._outbox.send(flats)
+        return self._outbox.send(runs)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added by this handle survives the kill of any process.

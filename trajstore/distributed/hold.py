@@ -65,7 +65,7 @@ class Hold:
             if self._inside:
                 self._by = None
                 self._changed.notify_all()
-                raise StoreWriteError(f"what was being added or evicted has not ended for {seconds:.0f} s")
+                raise StoreWriteError(f"a call that adds or evicts has not ended for {seconds:.0f} s")
             self._until = self._clock() + seconds
 
     @contextmanager
@@ -78,8 +78,8 @@ class Hold:
         with self._changed:
             if not self._is_held() or self._by != by:
                 raise StoreWriteError(
-                    "the store was let go before it was saved: its process was started again, or the other stores "
-                    "took too long"
+                    "the store was released before it was saved: its process restarted, or the other stores took too "
+                    "long"
                 )
             self._until = float("inf")
         try:

@@ -24,7 +24,7 @@ from trajstore.core.columns.schema import ColumnSpec
 from trajstore.core.reading.column_interner import ColumnSet
 from trajstore.core.reading.plan import allocate
 from trajstore.core.sampling.base import Drawn
-from trajstore.errors import SchemaMismatchError, StoreError
+from trajstore.errors import SchemaMismatchError, StoreError, counted
 
 Block = bytes | npt.NDArray[np.uint8]
 
@@ -175,7 +175,8 @@ def united(
     slots, rows = np.empty(count, np.int64), np.empty((1, count), np.int64)
     for slot, (part, at) in enumerate(zip(parts, places, strict=True)):
         if part.count != len(at):
-            raise StoreError(f"a store gave {part.count} of {len(at)} rows: all machines must have the same trajstore")
+            rows_given = f"{part.count} of {counted(len(at), 'row')}"
+            raise StoreError(f"a store returned {rows_given}: all machines must have the same trajstore")
         slots[at], rows[0, at] = slot, np.arange(len(at))
     columns = ColumnSet(specs, range(len(specs)))
     targets = allocate(columns, count, out)

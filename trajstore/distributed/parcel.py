@@ -8,20 +8,17 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.base.machine_code import kernels
-from trajstore.core.columns.flat import Block, BlockTensors, FlatTrajectory
+from trajstore.core.columns.flat import Copied, FlatTrajectories, copied_together, lay_out
 from trajstore.core.columns.memory import Arena, Lease, aligned
-from trajstore.core.columns.portions import portions
-from trajstore.core.columns.schema import Extent, Schema, intern_schema
+from trajstore.core.columns.schema import Schema, intern_schema
 from trajstore.errors import ConfigurationError
 
 KEY_BYTES = 16
@@ -32,8 +29,8 @@ class Piece:
     """Trajectories of one call, or a part of them.
 
     Attributes:
-        head: schemas, extents and numbers of the trajectories, as JSON.
-        data: concatenated columns, each aligned to 64 bytes.
+        head: schemas, numbers, weights and facts of the trajectories, as JSON.
+        data: the columns, laid out as in blocks.
     """
 
     head: bytes
@@ -67,79 +64,54 @@ def uuids_of(key: bytes, count: int) -> bytes:
     return hashlib.shake_128(key).digest(16 * count)
 
 
-def split(flats: Sequence[FlatTrajectory], limit: int) -> Iterator[tuple[list[FlatTrajectory], int]]:
-    """Yield parts of a list and their bytes; a part of several trajectories has at most ``limit`` bytes."""
-    return portions(flats, limit, lambda flat: flat.nbytes)
-
-
 def new_key() -> bytes:
     """Return a random key for a new parcel."""
     return os.urandom(KEY_BYTES)
 
 
-def pack(flats: Sequence[FlatTrajectory], arena: Arena) -> Piece:
-    """Pack trajectories into a piece; their columns are copied into the arena."""
-    sizes = [size for flat in flats for size in flat.sizes]
-    sources = [address for flat in flats for address in flat.addresses]
-    starts = [0, *accumulate(map(aligned, sizes))]
-    lease, offset = arena.take(starts[-1])
-    targets = np.array(starts[:-1], np.int64) + (lease.address + offset)
-    kernels.copy_blocks(targets, np.array(sources, np.int64), np.array(sizes, np.int64))
+def pack(runs: Sequence[FlatTrajectories], arena: Arena) -> tuple[Piece, list[Copied]]:
+    """Pack trajectories into a piece, copied into the arena; return it, and the copies."""
+    blocks, data = copied_together(runs, arena)
     numbers: dict[Schema, int] = {}
-    rows = []
-    for flat in flats:
-        number = numbers.setdefault(flat.schema, len(numbers))
-        extent = flat.extent
-        rows.append(
-            (
-                number,
-                (extent.steps, extent.batch, extent.extra, extent.document),
-                flat.num_samples,
-                flat.max_episode_length,
-                flat.model_weights_id,
-                flat.versions,
-                flat.facts,
-            )
-        )
-    head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "trajectories": rows})
-    return Piece(head, lease.memory[offset : offset + starts[-1]])
+    rows = [
+        (numbers.setdefault(run.schema, len(numbers)), run.numbers.tolist(), run.weights, run.facts) for run in runs
+    ]
+    head = orjson.dumps({"schemas": [schema.to_json() for schema in numbers], "runs": rows})
+    return Piece(head, data), [*zip(runs, blocks, strict=True)]
 
 
-def unpack(parcel: Parcel) -> list[FlatTrajectory]:
+def unpack(parcel: Parcel) -> list[FlatTrajectories]:
     """Return the trajectories of a parcel; they share its memory.
 
     Raises:
         ConfigurationError: the parcel was packed by another version of trajstore.
     """
     try:
-        return [flat for piece in parcel.pieces for flat in _unpack(piece)]
+        return [run for piece in parcel.pieces for run in _unpack(piece)]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"a parcel cannot be read ({type(error).__name__}: {error}): all machines must have the same trajstore"
         ) from error
 
 
-def _unpack(piece: Piece) -> list[FlatTrajectory]:
+def _unpack(piece: Piece) -> list[FlatTrajectories]:
     head: dict[str, Any] = orjson.loads(piece.head)
     schemas = [_interned(Schema.from_json(value)) for value in head["schemas"]]
     lease = Lease(_writable(piece.data))
-    flats = []
-    start = lease.address
-    for number, extents, samples, longest, weights, versions, facts in head["trajectories"]:
-        schema, extent = schemas[number], Extent(*extents)
-        addresses, sizes = [], []
-        for spec, width in zip(schema.columns, schema.row_nbytes, strict=True):
-            addresses.append(start)
-            sizes.append(extent.rows(spec.axis) * width)
-            start += aligned(sizes[-1])
-        block = Block(schema, lease, np.array([addresses], np.int64), np.array([sizes], np.int64))
-        tensors = BlockTensors(block, extent)
-        flats.append(
-            FlatTrajectory(schema, extent, tensors, samples, longest, weights, versions and tuple(versions), facts)
+    runs = []
+    end = 0
+    for schema_number, rows, weights, facts in head["runs"]:
+        schema, numbers = schemas[schema_number], np.array(rows, np.int64)
+        run = FlatTrajectories(
+            schema, numbers, weights, facts, np.empty((len(rows), len(schema.columns)), np.int64), lease
         )
-    if start - lease.address != piece.data.nbytes:
-        raise ValueError(f"{piece.data.nbytes:,} bytes arrived of {start - lease.address:,}")
-    return flats
+        nbytes = lay_out(run, np.empty_like(run.addresses), run.addresses)
+        run.addresses[:] += lease.address + end
+        end = aligned(end + nbytes)
+        runs.append(run)
+    if end != piece.data.nbytes:
+        raise ValueError(f"{piece.data.nbytes:,} of {end:,} bytes arrived")
+    return runs
 
 
 def _interned(schema: Schema) -> Schema:

@@ -11,11 +11,12 @@ from typing import Any
 
 from trajstore.core.base import locks
 from trajstore.core.base.interrupts import start_thread
-from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.buffer.content_watch import ContentWatch
+from trajstore.core.columns.flat import FlatTrajectories, cut
 from trajstore.core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.options import HandleOptions
-from trajstore.distributed.parcel import split
+from trajstore.distributed.parcel import pack
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.shipment import Shipment, Stage, Watermarks
 from trajstore.errors import ConfigurationError, StoreUnreachableError, trajectories
@@ -111,6 +112,7 @@ class Outbox:
         self._routes = routes
         self._options = options
         self._watermarks = Watermarks()
+        self._content = ContentWatch()
         self._arena = Arena(PARCEL_BYTES)
         self._lock = locks.rlock("Outbox._lock")
         self._under_way: deque[Shipment] = deque()
@@ -120,7 +122,7 @@ class Outbox:
         self._asked: dict[int, Any] = {}
         """Pending probes of silent stores. A parcel as a probe would wait for its patience."""
 
-    def send(self, flats: Sequence[FlatTrajectory]) -> Receipt:
+    def send(self, runs: Sequence[FlatTrajectories]) -> Receipt:
         """Queue trajectories for sending; waits while ``max_pending_bytes`` are in flight.
 
         Raises:
@@ -129,7 +131,7 @@ class Outbox:
         parts = []
         with self._lock:
             self._ask_silent()
-            for part, nbytes in split(flats, PARCEL_BYTES):
+            for part, nbytes in cut(runs, PARCEL_BYTES):
                 self._make_room(nbytes)
                 parts.append(self._fill(part, nbytes))
             if parts:
@@ -158,19 +160,22 @@ class Outbox:
         try:
             ray().get(answer)
         except away() as error:
-            logger.info("store rank_%d is still away: %s", rank, first_line(error))
+            logger.info("store rank_%d still does not answer: %s", rank, first_line(error))
         else:
             self._routes.answered(rank)
 
-    def _fill(self, flats: Sequence[FlatTrajectory], nbytes: int) -> tuple[Shipment, range]:
+    def _fill(self, runs: Sequence[FlatTrajectories], nbytes: int) -> tuple[Shipment, range]:
         """Add trajectories to the open shipment, or to a new one if they do not fit."""
+        piece, copies = pack(runs, self._arena)
+        self._content.look(copies)
+        count = sum(map(len, runs))
         last = self._under_way[-1] if self._under_way else None
         if last is not None and last.stage == "filling":
             if last.nbytes + nbytes <= PARCEL_BYTES:
-                return last, last.fill(flats, self._arena)
+                return last, last.fill(piece, count)
             self._depart(last)
         shipment = Shipment(self._stores, self._routes, self._watermarks)
-        places = shipment.fill(flats, self._arena)
+        places = shipment.fill(piece, count)
         self._under_way.append(shipment)  # last, so that an empty shipment is never sent
         return shipment, places
 

@@ -18,7 +18,7 @@ from trajstore.core.store.saved_points import SavedPoint
 from trajstore.core.store.states import asked
 from trajstore.distributed.drawing import DrawingHandle
 from trajstore.distributed.starting import everywhere
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, listed
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, counted, listed
 
 logger = logging.getLogger(__name__)
 
@@ -173,13 +173,13 @@ class PointsOfHandle:
         later = [point.step for point in points if point.step > step]
         if later:
             raise ConfigurationError(
-                f"points.save({step}): there is a saved point of step {max(later)}, which is later; go back with "
-                f"rollback first, or remove it with points.remove({max(later)})"
+                f"points.save({step}): the saved point of step {max(later)} is later; go back with rollback first, or "
+                f"remove it with points.remove({max(later)})"
             )
         if any(point.step == step and point.is_complete for point in points):
             raise ConfigurationError(
-                f"points.save({step}): every store has a point of this step; saving it again would leave none while it "
-                f"is saved. Remove it first with points.remove({step})"
+                f"points.save({step}): every store has a point of this step already; to replace it, remove it "
+                f"first with points.remove({step})"
             )
 
     def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
@@ -233,10 +233,11 @@ class PointsOfHandle:
     def _check_point(self, step: int, stores: int) -> None:
         points = self.saved
         found = next((point for point in points if point.step == step), None)
-        if found is not None and found.saved_by not in (None, stores):
+        if found is not None and found.saved_by is not None and found.saved_by != stores:
             raise ConfigurationError(
-                f"points.rollback({step}): {found.saved_by} stores saved it together, there are {stores} now; begin a "
-                f"new run from it: load_checkpoint(..., pin={point_name(step)!r})"
+                f"points.rollback({step}): saved by {counted(found.saved_by, 'store')} together, and there "
+                f"{'is' if stores == 1 else 'are'} {stores} now; begin a new run from it: "
+                f"load_checkpoint(..., pin={point_name(step)!r})"
             )
         if found is None or not found.is_complete:
             why = f"no saved point of step {step}" if found is None else incomplete_sentence(found)

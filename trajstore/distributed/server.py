@@ -100,7 +100,7 @@ class StoreServer:
     def __init__(self, path: str, rank: int, options: Mapping[str, Any], about: tuple[str, str, str]) -> None:
         decided = sorted(_GIVEN & options.keys())
         if decided:
-            raise ConfigurationError(f"{', '.join(decided)}: decided by the handle or the server, not by an option")
+            raise ConfigurationError(f"{', '.join(decided)}: set by the handle or the server, not by an option")
         if not 0 <= rank < MOST_STORES:
             raise ConfigurationError(f"rank: {rank}, must be in [0, {MOST_STORES})")
         self._about = ServedStore(rank, path, dict(options), *about)
@@ -163,12 +163,13 @@ class StoreServer:
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
                 self.tick(clock)
-                flats = unpack(parcel)
+                runs = unpack(parcel)
+                if len(absent) < count:
+                    each = [run[at : at + 1] for run in runs for at in range(len(run))]
+                    runs = [each[place] for place in absent]
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
-                    self._known.note(
-                        wanted, self._buffer.sink.add_flattened([flats[place] for place in absent], wanted)
-                    )
+                    self._known.note(wanted, self._buffer.sink.add_flattened(runs, wanted))
                 except BaseException:
                     self._recall()  # the parcel may be partly added
                     raise

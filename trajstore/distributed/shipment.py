@@ -7,13 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
-from trajstore.distributed.parcel import Parcel, Piece, new_key, pack
+from trajstore.distributed.parcel import Parcel, Piece, new_key
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.server import Answer
-from trajstore.errors import StoreUnreachableError
+from trajstore.errors import StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -76,12 +74,12 @@ class Shipment:
         self._sent = False
         """True if the current store may have received the parcel."""
 
-    def fill(self, flats: Sequence[FlatTrajectory], arena: Arena) -> range:
-        """Add trajectories, copied into the arena, before sending; return their places in the parcel."""
-        self._pieces.append(pack(flats, arena))
-        self.nbytes += self._pieces[-1].nbytes
-        self.count += len(flats)
-        return range(self.count - len(flats), self.count)
+    def fill(self, piece: Piece, count: int) -> range:
+        """Add ``count`` packed trajectories before sending; return their places in the parcel."""
+        self._pieces.append(piece)
+        self.nbytes += piece.nbytes
+        self.count += count
+        return range(self.count - count, self.count)
 
     def depart(self) -> None:
         """Send the parcel unless already sent. After an exception it is unchanged; call again."""
@@ -124,7 +122,7 @@ class Shipment:
         self._routes.answered(self.rank)
         self._watermarks.hear(self.rank, answer)
         if answer.ids is None:
-            logger.warning("rank_%d began anew before it committed %d trajectories; sent again", self.rank, self.count)
+            logger.warning("rank_%d restarted before it committed %s; sent again", self.rank, trajectories(self.count))
             self.stage = "adding"
         else:
             self.ids, self._began, self.stage = answer.ids, answer.began, "committing"
@@ -180,10 +178,10 @@ class Shipment:
             elsewhere = self._routes.instead_of(self.rank)
             if elsewhere is not None:
                 logger.warning(
-                    "store rank_%d does not answer (%s); %d trajectories go to rank_%d",
+                    "store rank_%d does not answer (%s): %s sent to rank_%d instead",
                     self.rank,
                     first_line(error),
-                    self.count,
+                    trajectories(self.count),
                     elsewhere,
                 )
                 self.rank, self.stage = elsewhere, "adding"

@@ -90,7 +90,7 @@ def start_stores(
         about = started.describe(number)
         if (about.path, dict(about.options)) != (path, wanted):
             raise ConfigurationError(
-                f"store rank_{number} of {known.name!r} is there already, with path {about.path!r} and options "
+                f"store rank_{number} of {known.name!r} exists already, with path {about.path!r} and options "
                 f"{dict(about.options)}; connect to it, or stop() it first"
             )
     for number in [*there, *there]:  # twice, so that a new store's ids are above those of all others
@@ -110,13 +110,13 @@ def _one_per_node(known: Stores, path: str, reserved: Mapping[str, Any], shared:
     free = [node for node in _able_nodes(reserved) if node not in taken]
     directories = _ask_nodes(free, _ranks_below, path, seconds=known.deadline)
     if not directories and not taken - {None}:
-        raise StoreUnreachableError(f"{known.name!r}: no node can begin a store; see the warnings, and actor_options")
+        raise StoreUnreachableError(f"{known.name!r}: no node can start a store; see the warnings, and actor_options")
     given = one_each(list(directories), directories, known.ranks)
     elsewhere = {*known.lost, *(rank for ranks in directories.values() for rank in ranks)}
     for node, rank in given.items():
         if "://" not in path and rank in elsewhere - directories[node]:
             logger.warning(
-                "store rank_%d of %r begins empty on node %s, which has no %s/rank_%d",
+                "store rank_%d of %r starts empty on node %s, which has no %s/rank_%d",
                 rank,
                 known.name,
                 node,
@@ -163,7 +163,7 @@ def _ask_nodes(nodes: Sequence[str], task: Callable[..., Any], *arguments: Any, 
             results[node] = module.get(answer, timeout=0)
         except away() as error:
             logger.warning(
-                "node %s does not answer, so nobody knows which stores it has, and it gets none: %s",
+                "node %s does not answer, so its stores are unknown, and it gets none: %s",
                 node,
                 first_line(error),
             )
@@ -212,11 +212,11 @@ def _tell_unserved(found: Stores, path: str, ranks: Sequence[int]) -> None:
             why = (
                 f"rank_{rank} is served from another directory, on {served[rank][0]}"
                 if rank in served
-                else f"create(..., stores={rank + 1}) would serve it, where all nodes reach it"
+                else f"create(..., stores={rank + 1}) would serve it, if all nodes reach it"
             )
             logger.warning(
-                "%s on %s is served by no store of %r: no draw shows it. It has %s; %s. To add these to the stores "
-                "that are served, on that machine: old = TrajectoryReplayBuffer.open(%r); "
+                "%s on %s is not served by any store of %r, so it is never drawn. It has %s; %s. To add these to the "
+                "stores that are served, on that machine: old = TrajectoryReplayBuffer.open(%r); "
                 "handle.add_trajectories(map(old.get, old.trajectory_ids.tolist())).committed(); then move it away",
                 where,
                 host,
@@ -263,11 +263,11 @@ def _has_begun(found: Stores, rank: int, reserved: Mapping[str, Any]) -> bool:
         wanted = _amounts_of(reserved)
         free = ray().available_resources()
         short = sorted(name for name, amount in wanted.items() if amount > free.get(name, 0))
-        why = f"Ray has no room for it, too little of {listed(short)}" if short else first_line(error)
+        why = f"Ray has too little {listed(short)}" if short else first_line(error)
         raise StoreUnreachableError(
-            f"store rank_{rank} of {found.name!r} has not begun for {found.deadline:.0f} s: {why}. A store reserves "
+            f"store rank_{rank} of {found.name!r} has not started for {found.deadline:.0f} s: {why}. A store reserves "
             f"{_amounts(wanted, wanted)} on one node, free on all nodes together: {_amounts(wanted, free)}. Its actor "
-            f"waits on, and create() finds it; to start it with other actor_options, first end it: "
+            f"keeps waiting, and create() finds it; to start it with other actor_options, first kill it: "
             f"ray.kill(ray.get_actor({actor_name(found.name, rank)!r}, namespace={found.namespace!r}))"
         ) from error
 

@@ -122,7 +122,7 @@ class Survey:
 def _what_is_left_out(count: int, heard: bool) -> str:
     """Return a sentence on the trajectories of a store that does not answer."""
     if not heard:
-        return "until it does, draws leave out its trajectories; how many it has is not known"
+        return "until it does, draws omit its trajectories (number unknown)"
     if not count:
         return "it had no trajectories when it last answered, so draws lose nothing"
-    return f"until it does, draws leave out its {trajectories(count)}"
+    return f"until it does, draws omit its {trajectories(count)}"

@@ -12,7 +12,7 @@ import torch
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.core.base.arguments import one_of, text, whole_or_none
 from trajstore.core.columns.limits import shown
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied
 
 MODES = ("next_step", "same_step", "disabled")
@@ -95,7 +95,8 @@ class VectorSteps:
         if which.shape != (count,):
             raise InvalidTrajectoryError(f"mask: shape {list(which.shape)}, must be [{count}]")
         if len(self) and count != len(self._ended):
-            raise InvalidTrajectoryError(f"observations: of {count} environments, the steps are of {len(self._ended)}")
+            there = counted(len(self._ended), "environment")
+            raise InvalidTrajectoryError(f"observations: of {counted(count, 'environment')}, the steps are of {there}")
         self._result.mark_last_step_truncated(torch.from_numpy(which))
         ended = self._ended if len(self._ended) == count else np.zeros(count, np.bool_)
         self._current, self._ended = current, ended & ~which
@@ -130,7 +131,8 @@ class VectorSteps:
         count = _count_of(observations)
         if len(done) != count or count != _count_of(self._current):
             raise InvalidTrajectoryError(
-                f"step: {len(done)} terminations and {count} observations for {_count_of(self._current)} environments"
+                f"step: {counted(len(done), 'termination')} and {counted(count, 'observation')} for "
+                f"{counted(_count_of(self._current), 'environment')}"
             )
         after = observations
         if self.mode == "same_step" and done.any():

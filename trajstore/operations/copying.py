@@ -25,7 +25,15 @@ from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import METADATA_NAME, without_advice
 from trajstore.core.store.shard_table import shard_number
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed, trajectories
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    counted,
+    listed,
+    trajectories,
+)
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
@@ -167,7 +175,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     if ranks and not lenient:
         raise StoreError(mixed_sentence(place.url, ranks))
     above = numbers_absent(place)
-    absent = [f"rank_{rank} is absent: the newest saved point is of {above.stop:,} ranks" for rank in above]
+    absent = [f"rank_{rank} is absent: the newest saved point is of {counted(above.stop, 'rank')}" for rank in above]
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")

@@ -77,7 +77,7 @@ def _check_inbox(catalog: Catalog, result: Verification) -> None:
     result.problems += [Problem(name, text) for name, text in waiting.problems()]
     result.notes += [f"{name}: {text}" for name, text in waiting.notes()]
     if waiting.files:
-        result.notes.append(f"values that came late wait: {waiting_in_words(waiting.to_json() or {})}")
+        result.notes.append(f"late values wait: {waiting_in_words(waiting.to_json() or {})}")
 
 
 def _open(directory: Directory, result: Verification) -> Catalog:

@@ -131,9 +131,10 @@ def _known(value: Any) -> Any:
 
 
 def token_parts(trajectory: AgentTrajectory) -> list[Report]:
-    """Return the runs of tokens of one kind: the prompt, then the model's own tokens and those it was given.
+    """Return the runs of tokens of one kind: the prompt, then the model's own tokens and observations.
 
-    Each is ``{"part", "first", "last", "tokens"}``, ``part`` being ``"prompt"``, ``"model"`` or ``"told"``.
+    Each is ``{"part", "first", "last", "tokens"}``. ``part`` is ``"prompt"``, ``"model"``, ``"observation"`` (tokens of
+    tools and users within the response), or ``"tokens"`` if the kinds are unknown.
     """
     if trajectory.input_ids is None:
         return []
@@ -145,7 +146,7 @@ def token_parts(trajectory: AgentTrajectory) -> list[Report]:
         written[start : start + len(trajectory.response_mask)] = trajectory.response_mask.ne(0)
     elif start is None:
         return [_part("tokens", 0, count)] if count else []
-    kinds = np.where(written.numpy(), "model", "told").astype("U6")
+    kinds = np.where(written.numpy(), "model", "observation")
     if start is not None:
         kinds[:start] = "prompt"
     edges = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), count]

@@ -269,7 +269,7 @@ class DirectoryConformance:
         expected: dict[str, bytes] = {}
         names = [f"{folder}{stem}" for folder in ("", "log/", "shards/s.zarr/") for stem in ("a", "b", "c.0")]
         other = open_again()
-        for _ in range(80):
+        for _ in range(40):
             name, data = generator.choice(names), generator.randbytes(generator.randrange(40))
             action = generator.choice(["publish", "publish", "append", "remove"])
             if action == "publish":

@@ -48,7 +48,7 @@ def columns_of(table: DataFrame) -> list[Answer]:
 
 
 def _note_of_others(name: str) -> str:
-    return f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "came late"
+    return f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "late value"
 
 
 def _type(kind: DataType) -> str:

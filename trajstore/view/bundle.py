@@ -94,7 +94,7 @@ def write_bundle(
     table = living.table(where)
     if len(table) > MOST:
         raise ConfigurationError(
-            f"bundle: {trajectories(len(table))}, more than the {MOST:,} that a bundle takes; choose some with --where"
+            f"bundle: {trajectories(len(table))}, must be at most {MOST:,}; select fewer with --where"
         )
     about = {**living.about(), "columns": columns_of(table), "state": "bundle", "trajectories": len(table)}
     rows = named_rows(table)
@@ -164,8 +164,8 @@ def _check_replaceable(target: Path) -> None:
                 return
     other = sorted(names - _NAMES)[:3] or ["bundle.json of something else"]
     raise ConfigurationError(
-        f"bundle: {target} has what is of no bundle ({', '.join(other)}) and would be replaced; name a folder that is "
-        "absent, empty or a bundle"
+        f"bundle: {target} has files that no bundle has ({', '.join(other)}) and would be replaced; name a folder that "
+        "is absent, empty or a bundle"
     )
 
 
@@ -173,7 +173,7 @@ def _write(folder: LocalDirectory, done: Bundled, files: list[tuple[str, bytes]]
     done.bytes += sum(len(data) for _, data in files)
     if done.bytes > MOST_BYTES:
         raise ConfigurationError(
-            f"bundle: more than {MOST_BYTES:,} bytes after {trajectories(done.trajectories)}; choose some with --where"
+            f"bundle: more than {MOST_BYTES:,} bytes after {trajectories(done.trajectories)}; select fewer with --where"
         )
     folder.publish([EncodedFile(name, [data]) for name, data in files])
 

@@ -54,7 +54,7 @@ def _asked(body: bytes) -> dict[str, Any]:
     try:
         asked: Any = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"annotate: the request is no JSON: {error}") from error
+        raise ConfigurationError(f"annotate: the request is not JSON: {error}") from error
     names = ("name", "kind", "value")
     if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in names):
         raise ConfigurationError(f"annotate: the request must have {', '.join(names)}, each a text")
@@ -76,5 +76,5 @@ def _number(name: str, text: str) -> float:
         return int(text) if text.strip().lstrip("+-").isdigit() else float(text)
     except ValueError as error:
         raise ConfigurationError(
-            f"annotate: {name}: {shown(text)} is no number, such as 0.5; give it as a text"
+            f"annotate: {name}: {shown(text)} must be a number, such as 0.5; for other values choose type text"
         ) from error

@@ -47,19 +47,19 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
             and browsers send the origin with every POST.
     """
     if method not in ("GET", "HEAD", "POST") or (method == "POST" and not writable):
-        return f"method {method}: nothing can be changed here; with --write, `trajstore view` takes values"
+        return f"method {method}: this page is read-only; `trajstore view --write` accepts values"
     host = headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         name = ""
     if only_loopback and not is_loopback(name):
-        return f"Host {host!r}: this server answers for this machine's own names only"
+        return f"Host {host!r}: must be a name of this machine, such as localhost"
     origin = headers.get("origin")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
-        return f"Origin {origin!r}: other sites get nothing"
+        return f"Origin {origin!r}: requests of other sites are refused"
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        return "Sec-Fetch-Site: other sites get nothing"
+        return "Sec-Fetch-Site: requests of other sites are refused"
     if method == "POST":
         return _not_of_the_page(headers)
     return None
@@ -68,7 +68,7 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
 def _not_of_the_page(headers: Mapping[str, str]) -> str | None:
     """Return why a POST is not from the page itself; None if it is."""
     if "origin" not in headers:
-        return "POST without Origin: only the page changes something; `trajstore annotate` is for scripts"
+        return "POST without Origin: refused; scripts use `trajstore annotate`"
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         return f"Content-Type {kind!r}: must be application/json"
@@ -116,7 +116,7 @@ class Guard:
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
             return answer
-        return PlainTextResponse("The address that `trajstore view` has printed is needed: it has a token.", 401)
+        return PlainTextResponse("A token is required: use the address that `trajstore view` printed.", 401)
 
     def _is_token(self, given: str) -> bool:
         return self._token is not None and secrets.compare_digest(given.encode(), self._token.encode())

@@ -24,6 +24,7 @@ from trajstore.errors import (
     StoreError,
     TrajectoryUnavailableError,
     TrajstoreError,
+    counted,
     trajectories,
 )
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
@@ -167,8 +168,8 @@ class Living:
         ids, state = self._ids_of(where, order, state)
         if len(ids) > MOST_GIVEN:
             raise ConfigurationError(
-                f"annotate: {trajectories(len(ids))}, the page gives values to at most {MOST_GIVEN:,} at once; choose "
-                "some with a condition, or call trajstore.annotate"
+                f"annotate: {trajectories(len(ids))}, at most {MOST_GIVEN:,} can be set at once; narrow the filter, or "
+                "call trajstore.annotate"
             )
         self.refresh()
         there = ids[np.isin(ids, self.table()["trajectory_id"])]
@@ -239,7 +240,7 @@ class Living:
         return (question.where(where) if where else question).table()
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
-        """Return the rollouts of a task, and the list of their policy versions.
+        """Return the rollouts of a task, and the list of their policy versions; those of all versions newest first.
 
         Args:
             task: name of the task.
@@ -250,8 +251,7 @@ class Living:
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
         chosen = known[-1] if version is None and known and self._shown.pool is None else version
         chosen = None if chosen == "all" else chosen
-        if chosen is not None:
-            siblings = siblings.filter(pl.col("version_high") == chosen)
+        siblings = siblings.reverse() if chosen is None else siblings.filter(pl.col("version_high") == chosen)
         return {"task": task, "versions": known, "version": chosen, "rollouts": named_rows(siblings)} | {
             "state": self.state.name
         }
@@ -267,7 +267,7 @@ class Living:
         if name not in MEASURED:
             raise ConfigurationError(f"name: {name!r}, must be {' or '.join(MEASURED)}")
         if run >= len(self._runs):
-            raise ConfigurationError(f"run: {run}, there is no other run to compare")
+            raise ConfigurationError(f"run: {run}, no other run was given with --compare")
         points, samples = sampled(self.table(where, run), over, name)
         return {**points, "unread": 0, "state": self.state.name}, samples
 
@@ -317,8 +317,8 @@ class Living:
         (length,), (batch,) = self._shown.extents(number)
         if not 0 < len(steps) <= _FRAMES or environment >= batch or max(steps) >= length:
             raise ConfigurationError(
-                f"frames: block {shown} has {length} steps and {batch} environments, and {_FRAMES} frames are given at "
-                "a time"
+                f"frames: block {shown} has {counted(length, 'step')} and {counted(batch, 'environment')}; at most "
+                f"{_FRAMES} frames per request"
             )
         samples = np.array(steps, np.int64) * batch + environment
         columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
@@ -422,11 +422,11 @@ class Living:
         damage, number = self._shown.damage, id_from("trajectory_id", shown)
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if damage is None:
-            return TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+            return TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         if catalog is None or catalog.index.find(own_id(number)) is not None:
-            why = "it was recorded, but its part of the store cannot be read; the page's banner names the damage"
+            why = "recorded, but unreadable; the damage is named at the top of the page"
         else:
-            why = "there is none in the part of the store that can be read"
+            why = "not in the readable part of the store"
         return TrajectoryUnavailableError(f"trajectory {shown}: {why}")
 
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:

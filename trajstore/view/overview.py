@@ -51,6 +51,8 @@ def overview(table: DataFrame) -> Answer:
         "bytes": int(table["bytes"].sum()),
         "tasks": table["task"].n_unique() - int(bool(table["task"].null_count())),
         "outcome": plain(table["outcome"].mean()),
+        "outcome_sd": plain(table["outcome"].std()),
+        "outcome_n": table["outcome"].count(),
         "outcomes": [plain(table["outcome"].min()), plain(table["outcome"].max())],
         "unreadable": [shown_id(number) for number in table.filter(~pl.col("readable"))["trajectory_id"][:20]],
         "unreadable_count": len(table) - len(readable),

@@ -15,8 +15,8 @@ _BUNDLED = {
         '<meta name="referrer" content="no-referrer">\n<meta name="trajstore-bundle" content="1">'
     ),
     '<main id="main" tabindex="-1"></main>': (
-        '<main id="main" tabindex="-1"><p class="nothing">Loading … If this stays, the page was opened as a file: '
-        "it needs a server of files, such as <code>python3 -m http.server</code> in its folder.</p></main>"
+        '<main id="main" tabindex="-1"><p class="nothing">Loading … If this stays, the page was opened as a file. '
+        "Serve its folder instead, for example with <code>python3 -m http.server</code>.</p></main>"
     ),
 }
 

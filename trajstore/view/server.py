@@ -224,7 +224,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         body += part
         if len(body) > MOST_BYTES:
-            raise ConfigurationError(f"annotate: a request has at most {MOST_BYTES:,} bytes")
+            raise ConfigurationError(f"annotate: a request must have at most {MOST_BYTES:,} bytes")
     return body
 
 
@@ -297,7 +297,7 @@ def listening(host: str, port: int) -> Iterator[tuple[socket.socket, str | None,
         listener = socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
         raise ConfigurationError(
-            f"cannot listen on {host} port {port}: {error}; --port 0 takes any that is free"
+            f"cannot listen on {host} port {port}: {error}; --port 0 chooses a free port"
         ) from error
     token = None if is_loopback(host) else secrets.token_urlsafe(24)
     name = f"[{host}]" if ":" in host else host

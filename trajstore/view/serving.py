@@ -42,6 +42,6 @@ def serving(
         raise MissingDependencyError(error.name, "view") from None
     from trajstore.distributed import DistributedReplayBuffer
 
-    check_instance("handle", handle, DistributedReplayBuffer, "a handle of stores; `trajstore view PATH` shows others")
+    check_instance("handle", handle, DistributedReplayBuffer, "a handle of stores; `trajstore view` shows directories")
     with served(OfHandle(handle), host, port, tokenizer=tokenizer) as address:
         yield address

@@ -110,7 +110,7 @@ def shown_at(path: str | Path, *, pin: str | None = None, copied: bool = False) 
             and not ranks_of(directory).directories
         ):
             if pin is not None:
-                raise ConfigurationError(f"pin: {pin!r}: {path} has files of a pool, which have no pins")
+                raise ConfigurationError(f"pin: {pin!r}: {path} has pool files, which have no pins")
             return PoolFiles(Path(path), pool_support_for(str(path)))
     return OfReader(path, pin, copied)
 
@@ -151,7 +151,7 @@ class OfReader(_OfBuffer):
     def __init__(self, path: str | Path, pin: str | None, copied: bool) -> None:
         self.path, self.pin = str(path), pin
         self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
-        self.damage = damage and f"Not everything can be shown; this was found at the start: {damage}"
+        self.damage = damage and f"A part of the store cannot be shown: {damage}"
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None
@@ -162,7 +162,7 @@ class OfReader(_OfBuffer):
             self._look()
         except CorruptStoreError as error:
             self._is_pool = False
-            self.damage = f"all that lies in the pool's store is shown, for the pool in it cannot be read: {error}"
+            self.damage = f"the pool cannot be read, so the whole store is shown: {error}"
 
     def _look(self) -> None:
         if self._is_pool is None and len(self._reader):
@@ -200,7 +200,7 @@ class PoolFiles(_OfBuffer):
         StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool is not readable.
     """
 
-    limits = ("These are a pool's files: they do not record when a rollout was added or how often it was replayed.",)
+    limits = ("Pool files do not record when a rollout was added or how often it was replayed.",)
 
     def __init__(self, path: Path, support: PoolSupport) -> None:
         self._base, self._support = path, support
@@ -242,8 +242,8 @@ class OfHandle:
     pool: Pool | None = None
     pin: str | None = None
     limits = (
-        "Shown through a handle of stores: of what came late it has the latest values, as facts. Their history, and "
-        "giving some, takes `trajstore view` on a machine that has the directories.",
+        "A handle of stores has only the latest late values, as facts. To see their history or set values, run "
+        "`trajstore view` on a machine that has the directories.",
     )
 
     def __init__(self, handle: DistributedReplayBuffer) -> None:
@@ -260,7 +260,7 @@ class OfHandle:
         self._handle.refresh()
         if silent := self._handle.absent:
             names = listed(f"rank_{rank}" for rank in silent)
-            raise StoreUnreachableError(f"{self.path}: no answer from {names}; shown is what there was before")
+            raise StoreUnreachableError(f"{self.path}: no answer from {names}; the last state is shown")
         ids = self._handle.trajectory_ids
         if np.array_equal(ids, self._ids):
             return False
@@ -274,7 +274,7 @@ class OfHandle:
     def get(self, shown: str, /) -> AnyTrajectory:
         number = id_from("trajectory_id", shown)
         if not (self._facts["trajectory_id"] == number).any():  # avoids waiting for a store that does not exist
-            raise TrajectoryUnavailableError(f"trajectory {shown}: there is none, or it was evicted")
+            raise TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         return self._handle.get(number)
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:

@@ -37,7 +37,9 @@ def block_of(compose: Compose, *overrides: str) -> ReplayBlock:
 def test_a_configuration_without_the_block_records_and_replays_nothing(compose_verl: Compose) -> None:
     block = block_of(compose_verl)
     folder = Path("checkpoints/here/trajstore").absolute()
-    assert block == ReplayBlock(
+    assert block.sampling != block_of(compose_verl, "actor_rollout_ref.rollout.temperature=0.5").sampling
+    assert block.sampling == block_of(compose_verl, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3").sampling
+    assert dataclasses.replace(block, sampling="") == ReplayBlock(
         experience_replay=ExperienceReplayConfig(
             enable=False,
             store={"path": str(folder / "pool")},

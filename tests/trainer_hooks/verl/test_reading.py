@@ -58,7 +58,7 @@ def test_inspect_shows_what_an_agent_did(tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     for expected in ("sums:17", "task 17", "outcome", "step", "assistant (llm)", "say 1", "go on", "ground_truth"):
         assert expected in shown, expected
-    assert "the model wrote, tokens 3 to 8" in shown, "the tokenizer is found where the rollout says"
+    assert "model, tokens 3 to 8" in shown, "the tokenizer is found where the rollout says"
 
 
 def test_text_can_be_left_out(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """A reproducible rollout engine for verl that samples with transformers on CPU.
 
 A generation's seed combines the prompt's token ids, the version of the weights, and the number of earlier
-requests with this prompt and version. Requests of one prompt may arrive in any order: as a set, their
-answers equal those of any run with the same weights. Greedy requests (temperature 0: validation) are not counted.
+requests with this prompt and version, or the request's ``seed``. Requests of one prompt may arrive in any order:
+as a set, their answers equal those of any run with the same weights. Greedy requests (temperature 0: validation) are
+not counted.
 
 All replicas of a run share one engine, so that the count does not depend on the load balancer, and a run with two
 data-parallel workers samples the same as a run with one.
@@ -56,8 +57,8 @@ class Engine:
         """Return up to ``max_tokens`` tokens and the log-prob of each under the tempered distribution."""
         prompt, version = list(prompt_ids), self._version
         temperature = float(sampling_params.get("temperature", 1.0))
-        number = 0
-        if temperature > 0:
+        number = int(sampling_params.get("seed", 0))
+        if temperature > 0 and "seed" not in sampling_params:
             number = self._counts[tuple(prompt)]
             self._counts[tuple(prompt)] += 1
         limit = int(sampling_params.get("max_tokens") or self._response_length)

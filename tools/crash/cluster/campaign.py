@@ -50,7 +50,7 @@ def produce(number: int, seconds: float) -> tuple[dict[int, int], list[str], int
                 errors.append(f"{type(error).__name__}: {error}")
                 if time.monotonic() > end + 300:
                     break
-    return acknowledged, errors, sum("sent again" in one or "go to rank_" in one for one in said)
+    return acknowledged, errors, sum("sent again" in one or "sent to rank_" in one for one in said)
 
 
 def run(folder: Path, seconds: float, producers: int, seed: int, progress: object = None) -> Result:

@@ -6,6 +6,7 @@ the original.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from tests.verl_plugin.harness import VerlSession, make_config
 from tests.verl_plugin.runs import REPLAY
 from tools.crash.journal import Journal
 from tools.crash.verl.digest import digest
-from tools.crash.verl.layout import ASSETS, SAVE_EVERY, journal_path, pool_files_path
+from tools.crash.verl.layout import ASSETS, SAVE_EVERY, calls_path, journal_path, pool_files_path
 from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.reader import Reader
@@ -35,6 +36,8 @@ OVERRIDES = (
     f"trainer.save_freq={SAVE_EVERY}",
     "trainer.resume_mode=auto",
 )
+CALLS = "TRAJSTORE_VERL_CALLS"
+"""Environment variable of the agent loop, with the path of the calls."""
 _LOOK_EVERY = 0.02  # seconds
 _GAP = 0.2
 """Seconds between a step's rollouts and what the pool makes of them, where the promise covers both. Without it the two
@@ -44,11 +47,16 @@ stores commit within few milliseconds of each other, and hardly a kill would fal
 def main(folder: Path, life: int, on_resume: str) -> None:
     """Train in ``folder`` until killed."""
     assets = _assets(folder / ASSETS)
+    loop = folder / "loop.yaml"
+    loop.write_text("- name: seeds\n  _target_: trajstore_verl_cpu_sessions.SessionSeeds\n", encoding="utf-8")
+    os.environ[CALLS] = str(calls_path(folder, life))  # inherited by Ray's workers
     session = VerlSession.start()
     journal = Journal(journal_path(folder, life))
     overrides = (
         *OVERRIDES,
         f"+exp_manager.on_resume={on_resume}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=seeds",
         f"+exp_manager.experience_replay.pool_path={pool_files_path(folder)}",
         f"+exp_manager.experience_replay.pool_save_freq={SAVE_EVERY}",
     )

@@ -27,6 +27,11 @@ def pool_path(folder: Path) -> Path:
     return folder / CHECKPOINTS / "trajstore" / "pool"
 
 
+def calls_path(folder: Path, life: int) -> Path:
+    """Return the file with the sessions that a driver generated, ``{uid}_{session}`` a line."""
+    return folder / f"calls_{life:03d}"
+
+
 def pool_files_path(folder: Path) -> Path:
     """Return the folder of the pool's files, ``step_N``."""
     return folder / "experience_pool"

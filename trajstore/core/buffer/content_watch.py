@@ -14,12 +14,12 @@ import torch
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.doubts import doubts
 from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.flat import NUMBERS, Copied, FlatTrajectories
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.schema import Schema
 from trajstore.core.columns.steps import NothingToStoreError
 from trajstore.errors import InvalidTrajectoryError, listed
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,29 @@ def as_list(trajectories: Iterable[AnyTrajectory]) -> list[AnyTrajectory]:
     return list(trajectories)
 
 
+def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectories]:
+    """Return trajectories as columns, all checked; empty ones are skipped with a warning.
+
+    Raises:
+        InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
+    """
+    flats, empty = [], []
+    for place, trajectory in enumerate(as_list(trajectories)):
+        try:
+            flats.append(flatten(trajectory))
+        except NothingToStoreError:
+            empty.append(place)
+        except InvalidTrajectoryError as error:
+            raise InvalidTrajectoryError(f"trajectory {place} of the list: {error}", place) from error
+    if empty:
+        logger.warning(
+            "add_trajectories: positions %s of %d are empty (no fields, or T * B = 0) and were not stored",
+            listed(str(place) for place in empty),
+            len(empty) + len(flats),
+        )
+    return FlatTrajectories.runs(flats)
+
+
 class ContentWatch:
     """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem.
 
@@ -50,65 +73,41 @@ class ContentWatch:
         self._counts: dict[str, int] = {}
         self._newest: OrderedDict[int, None] = OrderedDict()  # a dict would scan past deleted entries for its first
 
-    def flatten(self, trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectory]:
-        """Return trajectories as columns, all checked; empty ones are skipped with a warning.
+    def look(self, copies: Iterable[Copied]) -> None:
+        """Check trajectories that are about to be added."""
+        for run, block in copies:
+            if run.facts is None:
+                continue
+            unknown = [None] * len(run)
+            starts, tasks, names = (run.facts.get(name, unknown) for name in ("response_start", "task", "rollout_id"))
+            versions = run.numbers[:, NUMBERS.index("version_low")].tolist()
+            found = doubts(block, run.extents, starts)
+            for at, (task, name, version) in enumerate(zip(tasks, names, versions, strict=True)):
+                problems = found.get(at, [])
+                if name is not None and self._was_added(hash((task, name, version))):
+                    problems = [*problems, "the task_id, rollout_id and policy_version of another one"]
+                if problems:
+                    self._count(problems, name or "", task or "")
 
-        Raises:
-            InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
-        """
-        flats, stored, empty = [], [], []
-        for place, trajectory in enumerate(as_list(trajectories)):
-            try:
-                flats.append(flatten(trajectory))
-                stored.append(trajectory)
-            except NothingToStoreError:
-                empty.append(place)
-            except InvalidTrajectoryError as error:
-                raise InvalidTrajectoryError(f"trajectory {place} of the list: {error}", place) from error
-        if any(isinstance(trajectory, AgentTrajectory) for trajectory in stored):
-            self._look(stored, flats)
-        if empty:
-            logger.warning(
-                "add_trajectories: positions %s of %d are empty (no fields, or T * B = 0) and were not stored",
-                listed(str(place) for place in empty),
-                len(empty) + len(flats),
-            )
-        return flats
-
-    def _look(self, trajectories: Sequence[AnyTrajectory], flats: Sequence[FlatTrajectory]) -> None:
-        """Check trajectories that are about to be added, in both forms."""
-        pairs = zip(trajectories, flats, strict=True)
-        agents = [(rollout, flat) for rollout, flat in pairs if isinstance(rollout, AgentTrajectory)]
-        each = doubts([flat for _, flat in agents], [rollout.response_start for rollout, _ in agents])
-        for (rollout, _), found in zip(agents, each, strict=True):
-            if found or rollout.rollout_id:
-                self._count(rollout, found)
-
-    def _count(self, trajectory: AgentTrajectory, found: list[str]) -> None:
-        if trajectory.rollout_id and self._was_added(trajectory):
-            found.append("the task_id, rollout_id and policy_version of another one")
-        for doubt in found:
-            count = self._counts[doubt] = self._counts.get(doubt, 0) + 1
+    def _count(self, problems: Sequence[str], name: str, task: str) -> None:
+        for problem in problems:
+            count = self._counts[problem] = self._counts.get(problem, 0) + 1
             if count == 10 ** (len(str(count)) - 1):
                 logger.warning(
                     "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are stored unchanged",
                     count,
-                    doubt,
-                    shown(trajectory.rollout_id),
-                    shown(trajectory.task_id),
+                    problem,
+                    shown(name),
+                    shown(task),
                 )
 
-    def _was_added(self, rollout: AgentTrajectory) -> bool:
-        key = hash((rollout.task_id, rollout.rollout_id, rollout.policy_version))
+    def _was_added(self, key: int) -> bool:
         if key in self._newest:
             return True
         self._newest[key] = None
         if len(self._newest) > _REMEMBERED:
             self._newest.popitem(last=False)
         return False
-
-
-logger = logging.getLogger(__name__)
 
 
 class ColumnWatch:
@@ -128,10 +127,10 @@ class ColumnWatch:
         if schema.kind == "step":
             self._last = schema
 
-    def look(self, flats: Sequence[FlatTrajectory]) -> None:
+    def look(self, runs: Iterable[FlatTrajectories]) -> None:
         """Compare trajectories that are about to be added."""
-        for flat in flats:
-            schema = flat.schema
+        for run in runs:
+            schema = run.schema
             if schema.kind != self._kind:
                 self._compare_kinds(schema.kind)
             if schema is not self._last and schema.kind == "step":

@@ -280,7 +280,7 @@ def _open(directory: Directory, request: LoadRequest) -> _Opened:
         return _Opened(source, index, state, left_out, tuple(warnings))
     index = index.without(lost.positions)
     skipped = len(lost.ids) + left_out
-    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; they are left out"))
+    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; left out"))
 
 
 def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:

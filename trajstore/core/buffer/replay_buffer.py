@@ -29,16 +29,19 @@ from trajstore.core.buffer.retention import Retention
 from trajstore.core.buffer.saved_points import PointsOfBuffer
 from trajstore.core.buffer.sink import Sink, StoreSink
 from trajstore.core.buffer.view import View
+from trajstore.core.columns.rollouts import flatten_rollouts
 from trajstore.core.files.opening import check_options, directories_above, open_directory
 from trajstore.core.formats import get_format
 from trajstore.core.reading.places import check_no_store_above
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.run_ids import ids_from
 from trajstore.core.writing.options import WriterOptions
-from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.errors import ConfigurationError, StoreError, listed, trajectories
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
+    import torch
+
     from trajstore.remote.mirror.options import Mirror
 
 logger = logging.getLogger(__name__)
@@ -165,6 +168,40 @@ class TrajectoryReplayBuffer(Reader):
                 ``ids`` are those of the added trajectories.
         """
         return self.sink.add(trajectories)
+
+    def add_rollouts(
+        self,
+        columns: Mapping[str, torch.Tensor],
+        lengths: torch.Tensor | Sequence[int],
+        documents: Sequence[Mapping[str, Any]],
+        *,
+        prompts: torch.Tensor | Sequence[int] | None = None,
+        starts: torch.Tensor | Sequence[int] | None = None,
+    ) -> list[int]:
+        """Add N rollouts whose columns are joined in tensors, as trainers hold them; return their ids.
+
+        Stores the same as :meth:`add_trajectories` with an :class:`AgentTrajectory` for each rollout, at a fraction of
+        the cost. L = tokens of a rollout, R = tokens of its response.
+
+        Args:
+            columns: by name. ``input_ids``, ``attention_mask`` and ``loss_mask`` have a value per token: packed
+                ``[sum of L]``, or padded ``[N, width]``. ``old_log_probs``, ``entropys``, ``response_mask`` and
+                ``rollout_log_probs`` have a value per token of the response: packed ``[sum of R]``, or padded on the
+                right ``[N, width]``; they need ``prompts``. Dtypes as in :class:`AgentTrajectory`; on any device.
+                Padding is not stored.
+            lengths: L of each rollout, ``[N]``, whole numbers.
+            documents: the other fields of :class:`AgentTrajectory` of each rollout, by name; absent and None ones are
+                empty. ``reward`` is a :class:`Reward`, or a dict of its fields.
+            prompts: tokens of each prompt, ``[N]``, stored as ``response_start``; R = L - prompt.
+            starts: column of the first token in each row of padded ``input_ids``, ``attention_mask`` and
+                ``loss_mask``, ``[N]``; None = 0, padded on the right only.
+
+        Raises:
+            InvalidTrajectoryError: sizes do not fit together, or a rollout has a value that cannot be stored; names
+                the field, and the position of the rollout. Nothing was added.
+            StoreWriteError, UnwritableTrajectoryError, PartlyAddedError: see :meth:`add_trajectories`.
+        """
+        return self.sink.add_flattened(flatten_rollouts(columns, lengths, documents, prompts, starts))
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.
@@ -320,8 +357,8 @@ class TrajectoryReplayBuffer(Reader):
         if added:
             kept = isinstance(self.sink, StoreSink)
             logger.warning(
-                "refresh: reloads, which hides the %d trajectories added here since; %s",
-                added,
+                "refresh: reloads, which hides %s added here since; %s",
+                trajectories(added),
                 "they stay in its own store" if kept else "they were in memory only and are lost",
             )
         return False

@@ -21,6 +21,7 @@ from trajstore.core.store.rlinf_layout import (
     metadata_json,
 )
 from trajstore.core.store.sealed import METADATA_NAME
+from trajstore.errors import counted
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,9 @@ def write_rlinf(
     entries = [entry for group in in_order(write, groups) for entry in group]
     if invalid:
         logger.warning(
-            "layout 'rlinf': RLinf has no field valid and will also draw %d invalid steps of %d trajectories (%s)",
-            sum(invalid.values()),
-            len(invalid),
+            "layout 'rlinf': RLinf has no field valid and will also draw %s of %s (%s)",
+            counted(sum(invalid.values()), "invalid step"),
+            counted(len(invalid), "trajectory"),
             ids_in_words(np.array(list(invalid))),
         )
     target.publish([EncodedFile(INDEX_NAMES[0], [index_json(entries)])])

@@ -29,6 +29,7 @@ from trajstore.errors import (
     StoreError,
     StoreNotFoundError,
     StoreWriteError,
+    counted,
     listed,
 )
 
@@ -299,9 +300,9 @@ def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
     newest = max(whole or others, key=lambda point: point.step)
     steps = listed(str(point.step) for point in whole) or "none"
     raise ConfigurationError(
-        f"{run}: {newest.saved_by} ranks saved its points together, this job has {ranks} (steps that all of them have: "
-        f"{steps}); start a new run, and load this one on every rank: load_checkpoint({run!r}, is_distributed=True, "
-        f"pin={point_name(newest.step)!r}, ...)"
+        f"{run}: {counted(newest.saved_by or 0, 'rank')} saved its points together, this job has {ranks} (steps that "
+        f"all of them have: {steps}); start a new run, and load this one on every rank: "
+        f"load_checkpoint({run!r}, is_distributed=True, pin={point_name(newest.step)!r}, ...)"
     )
 
 

@@ -9,19 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from importlib import import_module
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from trajstore.core.base import locks
 from trajstore.core.base.exits import forget, remember
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.adding_again import add_with_values, has_late_values
-from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch, as_list
+from trajstore.core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
 from trajstore.core.buffer.retention import Retention
 from trajstore.core.buffer.view import View
-from trajstore.core.columns.flat import Block, FlatTrajectory, copied
+from trajstore.core.columns.flat import Copied, FlatTrajectories, copied, cut
 from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.portions import portions
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import TrajectoryFormat
 from trajstore.core.reading.places import check_no_ranks, check_not_rlinf
@@ -93,36 +91,43 @@ class Sink:
         return self._add_recorded(trajectories)
 
     def _add_recorded(self, trajectories: list[AnyTrajectory]) -> list[int]:
-        flats = self._content.flatten(trajectories)
-        self._watch.look(flats)
-        return self._add(flats, None) if flats else []
+        return self.add_flattened(flatten_all(trajectories))
 
-    def add_flattened(self, flats: Sequence[FlatTrajectory], uuids: bytes) -> list[int]:
-        """Add trajectories that another process has checked and flattened into columns; return their ids.
+    def add_flattened(self, runs: Sequence[FlatTrajectories], uuids: bytes | None = None) -> list[int]:
+        """Add trajectories that are checked and flattened into columns; return their ids.
 
         Args:
-            flats: see :func:`trajstore.core.columns.conversion.flatten`; copied before this returns.
-            uuids: UUID of each, 16 bytes; merged directories count trajectories of the same UUID once.
+            runs: see :func:`trajstore.core.columns.conversion.flatten`; copied before this returns.
+            uuids: UUID of each, 16 bytes; merged directories count trajectories of the same UUID once. None for random
+                ones, of trajectories whose content is not checked for doubts yet.
 
         Raises:
             StoreWriteError, UnwritableTrajectoryError: see ``add_trajectories``.
             ConfigurationError: the numbers of UUIDs and trajectories differ.
         """
-        if len(uuids) != 16 * len(flats):
-            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {trajectories(len(flats))}")
-        self._watch.look(flats)
-        return self._add(flats, uuids) if flats else []
+        count = sum(map(len, runs))
+        if uuids is not None and len(uuids) != 16 * count:
+            raise ConfigurationError(f"uuids: {len(uuids)} bytes, must be 16 for each of {trajectories(count)}")
+        self._watch.look(runs)
+        return self._add(runs, uuids, count) if count else []
 
-    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
-        """Add one or more trajectories, copying their tensors; ``uuids``: 16 bytes each, None = random ones."""
-        blocks = copied(flats, self._arena)
+    def _add(self, runs: Sequence[FlatTrajectories], uuids: bytes | None, count: int) -> list[int]:
+        """Add ``count`` trajectories, copying their tensors; ``uuids``: 16 bytes each, None = random ones."""
+        copies = self._copied(runs, uuids)
         with self.lock:
-            ids = [self._next_id + i * self._stride for i in range(len(flats))]
+            ids = [self._next_id + i * self._stride for i in range(count)]
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never a repeated id
             self.counter = ids[-1] + 1
-            self._view.contents.add(blocks, flats, ids, uuids or random_uuids(len(flats)), pending=False)
+            self._view.contents.add(copies, ids, uuids or random_uuids(count), pending=False)
             self._view.forget(self._view.expire(ids[-1]))
         return ids
+
+    def _copied(self, runs: Sequence[FlatTrajectories], uuids: bytes | None) -> list[Copied]:
+        """Copy trajectories; warn of doubtful ones unless another process did."""
+        copies = copied(runs, self._arena)
+        if uuids is None:
+            self._content.look(copies)
+        return copies
 
     def go_on(self, counter: int, first: int, stride: int) -> None:
         """Set the next ids after a load; the caller holds the lock.
@@ -294,7 +299,7 @@ class StoreSink(Sink):
     def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
         return add_with_values(trajectories, self._add_recorded, self)
 
-    def _add(self, flats: Sequence[FlatTrajectory], uuids: bytes | None) -> list[int]:
+    def _add(self, runs: Sequence[FlatTrajectories], uuids: bytes | None, count: int) -> list[int]:
         """Add trajectories; on a full queue this waits.
 
         A list that needs more memory than a shard is added in pieces, each atomically.
@@ -305,42 +310,41 @@ class StoreSink(Sink):
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         ids: list[int] = []
-        pieces = list(portions(flats, self._shard_bytes, attrgetter("nbytes")))
-        for piece, nbytes in pieces:
-            given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + len(piece))]
+        for piece, nbytes in cut(runs, self._shard_bytes):
+            given = None if uuids is None else uuids[16 * len(ids) : 16 * (len(ids) + sum(map(len, piece)))]
             try:
                 ids += self._submit(piece, Batch(nbytes), not ids, given)
             except Exception as error:  # for any error the caller needs the ids
                 if not ids:
                     raise
                 raise PartlyAddedError(
-                    f"{error or repr(error)}; the first {len(ids)} of {trajectories(len(flats))} were added before, "
+                    f"{error or repr(error)}; the first {len(ids)} of {trajectories(count)} were added before, "
                     "this error's ids are theirs; add the others again",
                     ids,
                 ) from error
         return ids
 
-    def _submit(self, flats: Sequence[FlatTrajectory], batch: Batch, first: bool, given: bytes | None) -> list[int]:
+    def _submit(self, runs: Sequence[FlatTrajectories], batch: Batch, first: bool, given: bytes | None) -> list[int]:
         queue = self.writer.queue
         ids: list[int] = []
-        blocks: list[Block] = []
+        copies: list[Copied] = []
         queue.check_process()  # a forked child cannot undo either: the lock may be held for ever
         try:
             queue.reserve(batch, first=first)
-            blocks = copied(flats, self._arena)
+            copies = self._copied(runs, given)
             with self.lock:
-                ids, uuids = queue.take_ids(len(flats))
-                queue.submit(batch, blocks, self._view.contents.add(blocks, flats, ids, given or uuids, pending=True))
+                ids, uuids = queue.take_ids(sum(map(len, runs)))
+                queue.submit(batch, copies, self._view.contents.add(copies, ids, given or uuids, pending=True))
                 self.counter = ids[-1] + 1
         except BaseException:
-            uninterrupted(partial(self._take_back, batch, blocks, ids))
+            uninterrupted(partial(self._take_back, batch, copies, ids))
             raise
         return ids
 
-    def _take_back(self, batch: Batch, blocks: Sequence[Block], ids: Sequence[int]) -> None:
+    def _take_back(self, batch: Batch, copies: Sequence[Copied], ids: Sequence[int]) -> None:
         """Undo an interrupted addition; a batch that is queued already stays."""
         if self.writer.queue.withdraw(batch):
-            self._view.contents.retract(blocks, ids)
+            self._view.contents.retract(copies, ids)
 
     def go_on(self, counter: int, first: int, stride: int) -> None:
         self.counter = counter

@@ -16,13 +16,13 @@ from trajstore.core.columns.flat import FlatTrajectory
 from trajstore.core.columns.limits import MAX_STEPS, plain_name, shown, version_number, whole_number
 from trajstore.core.columns.schema import Extent, intern_schema
 from trajstore.core.columns.values import NewColumn, as_tensor, document_column
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError, counted
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 _WHOLE = frozenset((*TOKEN_COLUMNS, "response_mask"))
 """Columns of ids and masks."""
 
-_DOCUMENT_FIELDS = tuple(
+DOCUMENT_FIELDS = tuple(
     field.name for field in fields(AgentTrajectory) if field.name not in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS, "notes")
 )
 _TEXTS = ("task_id", "data_id", "rollout_id", "query", "tokenizer_fingerprint")
@@ -40,15 +40,14 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
     tokens = _agent_columns(values, TOKEN_COLUMNS, Axis.SAMPLES, columns, tensors)
     response_first = len(columns)
     response = _agent_columns(values, RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
-    document = {name: values[name] for name in _DOCUMENT_FIELDS if values[name] is not None}
-    _check_document(values, document)
+    document = document_of(values)
     start = document.get("response_start")
     if start is not None and tokens is not None:
         if start > tokens:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
         if response is not None and tokens - start != response:
             raise InvalidTrajectoryError(
-                f"field {columns[response_first][0]}: has {response} entries, "
+                f"field {columns[response_first][0]}: has {counted(response, 'entry')}, "
                 f"must have L - response_start = {tokens - start}"
             )
     size = document_column(document, columns, tensors)
@@ -59,21 +58,22 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
         tuple(tensors),
         num_samples=1,
         max_episode_length=0,
-        model_weights_id=plain_name(
-            "metadata.model_weights_id", (trajectory.metadata or {}).get("model_weights_id", "")
-        ),
+        model_weights_id=weights_of(trajectory.metadata or {}),
         versions=None if version is None else (version, version),
         facts=facts_of(document),
     )
 
 
-def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None:
-    """Refuse fields that do not match their annotations; whole numbers and the reward become plain values.
+def document_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the known fields that are not tensors, with whole numbers and the reward as plain values.
 
     Args:
-        values: all fields.
-        document: the known fields that are not tensors; changed.
+        values: all fields of a rollout.
+
+    Raises:
+        InvalidTrajectoryError: a field does not match its annotation.
     """
+    document = {name: values[name] for name in DOCUMENT_FIELDS if values[name] is not None}
     for name in _TEXTS:
         if type(values[name]) is not str and not isinstance(values[name], str | None):
             raise _wrong_type(name, values[name], "a string")
@@ -95,7 +95,7 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
     if values["entropy"] is not None:
         document["entropy"] = _real("entropy", values["entropy"])
     if reward is None:
-        return
+        return document
     if not isinstance(reward, Reward):
         hint = f"; write Reward(outcome={shown(reward)})" if isinstance(reward, int | float) else ""
         raise _wrong_type("reward", reward, f"a Reward or None{hint}")
@@ -109,6 +109,7 @@ def _check_document(values: Mapping[str, Any], document: dict[str, Any]) -> None
         "description": reward.description or "",
         "metadata": {} if reward.metadata is None else reward.metadata,
     }
+    return document
 
 
 def _real(field: str, value: Any) -> Any:
@@ -142,22 +143,38 @@ def _agent_columns(
         value = values[name]
         if value is None:
             continue
-        tensor = as_tensor(name, value)
-        shape, dtype = tensor.shape, tensor.dtype
-        if len(shape) != 1:
-            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must have one dimension")
-        if name in _WHOLE and (dtype.is_floating_point or dtype.is_complex):
-            raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be whole numbers, or bool")
-        (size,) = shape
+        tensor = check_column(name, value, (1,))
+        (size,) = tensor.shape
         if size > MAX_STEPS:
-            raise InvalidTrajectoryError(f"field {name}: has {size} entries, must have at most {MAX_STEPS}")
+            raise InvalidTrajectoryError(f"field {name}: has {counted(size, 'entry')}, must have at most {MAX_STEPS}")
         if length is None:
             length, first = size, name
         elif length != size:
-            raise InvalidTrajectoryError(f"field {name}: has {size} entries, but {first} has {length}")
-        columns.append((name, dtype, (), axis))
+            raise InvalidTrajectoryError(f"field {name}: has {counted(size, 'entry')}, but {first} has {length}")
+        columns.append((name, tensor.dtype, (), axis))
         tensors.append(tensor)
     return length
+
+
+def check_column(name: str, value: Any, dimensions: Sequence[int]) -> torch.Tensor:
+    """Return a column as a contiguous CPU tensor.
+
+    Raises:
+        InvalidTrajectoryError: it has other numbers of dimensions, or a dtype that does not fit its name.
+    """
+    tensor = as_tensor(name, value)
+    shape, dtype = tensor.shape, tensor.dtype
+    if len(shape) not in dimensions:
+        wanted = "one dimension" if len(dimensions) == 1 else "one dimension (packed) or two (padded)"
+        raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must have {wanted}")
+    if name in _WHOLE and (dtype.is_floating_point or dtype.is_complex):
+        raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be whole numbers, or bool")
+    return tensor
+
+
+def weights_of(metadata: Mapping[str, Any]) -> str:
+    """Return the ``model_weights_id`` in a rollout's metadata; empty if there is none."""
+    return plain_name("metadata.model_weights_id", metadata.get("model_weights_id", ""))
 
 
 def agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any]) -> AgentTrajectory:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.columns.schema import Schema
+from trajstore.core.columns.fields import Axis
+from trajstore.core.columns.flat import Block
 
 _HALF = (torch.bfloat16, torch.float16)
 _COMPARED = (*_HALF, torch.float32, torch.float64)  # torch has no minimum for some of the other dtypes
@@ -20,43 +23,41 @@ _COMPARED = (*_HALF, torch.float32, torch.float64)  # torch has no minimum for s
 _LOG_PROBS = ("old_log_probs", "rollout_log_probs")
 _CHECKED = frozenset(("input_ids", "response_mask", "loss_mask", *_LOG_PROBS))
 
-_TOGETHER = 1 << 16
-"""Mean bytes of rollouts up to which they are checked together: joining them costs less than a check for each."""
 
-
-def doubts(rollouts: Sequence[FlatTrajectory], starts: Sequence[int | None]) -> list[list[str]]:
-    """Return the certain problems of each of some rollouts that can be stored, as ends of "rollouts with ...".
+def doubts(block: Block, extents: npt.NDArray[np.int64], starts: Sequence[int | None]) -> Mapping[int, list[str]]:
+    """Return the certain problems of rollouts that can be stored, by position, as ends of "rollouts with ...".
 
     Args:
-        rollouts: the rollouts.
+        block: the rollouts.
+        extents: steps, batch, extra rows and document bytes of each.
         starts: ``response_start`` of each.
     """
-    begins = [int(start) for start in starts if start is not None]
-    if len(begins) == len(rollouts) > 1:
-        schema = rollouts[0].schema
-        small = sum([rollout.nbytes for rollout in rollouts]) <= _TOGETHER * len(rollouts)
-        if small and {id(rollout.schema) for rollout in rollouts} == {id(schema)}:
-            places = _places(schema).items()
-            joined = {name: torch.cat([rollout.tensors[at] for rollout in rollouts]) for name, at in places}
-            if "loss_mask" in joined:
-                tokens = [rollout.extent.steps for rollout in rollouts]
-                sizes = [size for at, begin in enumerate(begins) for size in (begin, tokens[at] - begin)]
-                joined["loss_mask"] = torch.cat(joined["loss_mask"].split_with_sizes(sizes)[1::2])
-            if not any(_problems(joined, True)):
-                return [[] for _ in rollouts]
-    return [_problems_of(rollout, start) for rollout, start in zip(rollouts, starts, strict=True)]
+    tokens, responses = ([0, *accumulate(rows)] for rows in (extents[:, 0].tolist(), extents[:, 2].tolist()))
+    ends = {Axis.SAMPLES: tokens, Axis.RESPONSE: responses}
+    checked = [(at, column) for at, column in enumerate(block.schema.columns) if column.name in _CHECKED]
+    places = {column.name: (at, ends[column.axis]) for at, column in checked}
 
+    def columns(first: int, last: int) -> dict[str, torch.Tensor]:
+        return {name: block.rows(at, rows[first], rows[last]) for name, (at, rows) in places.items()}
 
-def _problems_of(rollout: FlatTrajectory, start: int | None) -> list[str]:
-    columns = {name: rollout.tensors[at] for name, at in _places(rollout.schema).items()}
-    if start and "loss_mask" in columns:
-        columns["loss_mask"] = columns["loss_mask"][start:]
-    return [*_problems(columns, start is not None)]
-
-
-def _places(schema: Schema) -> dict[str, int]:
-    """Return the positions of the checked columns."""
-    return {column.name: at for at, column in enumerate(schema.columns) if column.name in _CHECKED}
+    count = len(extents)
+    begins = [start for start in starts if start is not None]
+    if len(begins) == count:  # one check for all costs little more than for one
+        joined = columns(0, count)
+        if "loss_mask" in joined:
+            both = zip(begins, extents[:, 0].tolist(), strict=True)
+            sizes = [size for begin, rows in both for size in (begin, rows - begin)]
+            joined["loss_mask"] = torch.cat(joined["loss_mask"].split_with_sizes(sizes)[1::2])
+        if not any(_problems(joined, True)):
+            return {}
+    found = {}
+    for at, start in enumerate(starts):
+        of_one = columns(at, at + 1)
+        if start and "loss_mask" in of_one:
+            of_one["loss_mask"] = of_one["loss_mask"][start:]
+        if problems := [*_problems(of_one, start is not None)]:
+            found[at] = problems
+    return found
 
 
 def _problems(columns: Mapping[str, torch.Tensor], cut: bool) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,3 +58,8 @@ def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, _NUMBERS):
             facts[f"{SCORE}{name}"] = float(value)
     return facts
+
+
+def facts_to_json(facts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the facts of rollouts by name, one value per rollout; None where a rollout lacks one."""
+    return {name: [rollout.get(name) for rollout in facts] for name in dict.fromkeys(chain.from_iterable(facts))}

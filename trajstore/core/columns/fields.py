@@ -20,7 +20,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from trajstore.core.columns.limits import MOST_NESTED
-from trajstore.errors import InvalidTrajectoryError, SchemaMismatchError, listed
+from trajstore.errors import InvalidTrajectoryError, SchemaMismatchError, counted, listed
 
 TENSOR_FIELDS = (
     "actions",
@@ -166,7 +166,7 @@ def axis_of(field: str, rows: int, steps: int) -> tuple[Axis, int]:
     if may_have_extra and extra > 0 and steps % extra == 0:
         return (Axis.FIRST_EXTRA if top in FIRST_ROW_EXTRA else Axis.LAST_EXTRA), extra
     allowed = f"T = {steps}" + (" or T + E with T divisible by E" if may_have_extra else "")
-    raise InvalidTrajectoryError(f"field {field}: has {rows} rows, must have {allowed}")
+    raise InvalidTrajectoryError(f"field {field}: has {counted(rows, 'row')}, must have {allowed}")
 
 
 def skip_extra_rows(axis: Axis, sample: int, batch: int, epoch_samples: int) -> int:

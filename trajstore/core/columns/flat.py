@@ -7,19 +7,20 @@ are not tensors are in one more column, ``_document``: the bytes of a JSON objec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trajstore.core.base.machine_code import kernels
-from trajstore.core.columns.memory import ALIGNMENT, Arena, Lease
-from trajstore.core.columns.portions import portions
+from trajstore.core.columns.facts import facts_to_json
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.columns.memory import ALIGNMENT, Arena, Lease, aligned
 from trajstore.core.columns.schema import Extent, Schema
 
 
@@ -64,34 +65,6 @@ class Block:
         return self.lease.data[start : start + nbytes]
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class BlockTensors(Sequence[torch.Tensor]):
-    """Columns of the only trajectory in a block of memory, made into tensors on access.
-
-    Most trajectories are written without any access, and a tensor costs more than a small column's bytes.
-    """
-
-    block: Block
-    extent: Extent
-
-    def __len__(self) -> int:
-        return len(self.block.schema.columns)
-
-    def column_bytes(self, column: int) -> memoryview:
-        """Return the bytes of a column, not copied."""
-        block = self.block
-        return block.bytes_at(int(block.places[0, column]), int(block.sizes[0, column]))
-
-    @overload
-    def __getitem__(self, at: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[torch.Tensor]: ...
-    def __getitem__(self, at: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        return self.block.rows(at, 0, self.extent.rows(self.block.schema.columns[at].axis))
-
-
 @dataclass(slots=True, eq=False)
 class FlatTrajectory:
     """One trajectory as columns. Immutable by convention; enforcing that makes it five times as expensive.
@@ -117,26 +90,8 @@ class FlatTrajectory:
         """Bytes of all columns."""
         return self.schema.nbytes(self.extent)
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each column."""
-        if isinstance(self.tensors, BlockTensors):
-            sizes: list[int] = self.tensors.block.sizes[0].tolist()
-            return sizes
-        return [tensor.nbytes for tensor in self.tensors]
-
-    @property
-    def addresses(self) -> list[int]:
-        """Address of each column's first byte, valid as long as this object; arbitrary for an empty column."""
-        if isinstance(self.tensors, BlockTensors):
-            addresses: list[int] = self.tensors.block.places[0].tolist()
-            return addresses
-        return [tensor.data_ptr() for tensor in self.tensors]
-
     def column_bytes(self, column: int) -> memoryview:
         """Return the bytes of a column, not copied."""
-        if isinstance(self.tensors, BlockTensors):
-            return self.tensors.column_bytes(column)
         return raw_bytes(self.tensors[column])
 
 
@@ -149,32 +104,127 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
+NUMBERS = (
+    *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
+    *("max_episode_length", "version_low", "version_high"),
+)
+"""Columns of :attr:`FlatTrajectories.numbers`; unknown versions are ``UNKNOWN_VERSION``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class FlatTrajectories:
+    """Consecutive trajectories of one schema, without an object for each. Immutable by convention.
+
+    Attributes:
+        schema: the columns.
+        numbers: :data:`NUMBERS` of each, ``[trajectories, 9]``.
+        weights: ``model_weights_id`` of each.
+        facts: facts by name, one value per rollout, ``None`` where it has none; None for step trajectories.
+        addresses: address of each column's first byte, ``[trajectories, columns]``; arbitrary for an empty column.
+        owner: keeps the memory of the columns.
+    """
+
+    schema: Schema
+    numbers: npt.NDArray[np.int64]
+    weights: Sequence[str]
+    facts: Mapping[str, Sequence[Any]] | None
+    addresses: npt.NDArray[np.int64]
+    owner: Any
+
+    @staticmethod
+    def runs(flats: Iterable[FlatTrajectory]) -> list[FlatTrajectories]:
+        """Return trajectories as runs of one schema each."""
+        return [FlatTrajectories._of(list(run)) for _, run in groupby(flats, attrgetter("schema"))]
+
+    @staticmethod
+    def _of(flats: Sequence[FlatTrajectory]) -> FlatTrajectories:
+        schema, unknown = flats[0].schema, (UNKNOWN_VERSION, UNKNOWN_VERSION)
+        numbers = [
+            (flat.num_samples, *flat.extent, flat.nbytes, flat.max_episode_length, *(flat.versions or unknown))
+            for flat in flats
+        ]
+        addresses = np.array([[tensor.data_ptr() for tensor in flat.tensors] for flat in flats], np.int64)
+        return FlatTrajectories(
+            schema,
+            np.array(numbers, np.int64),
+            [flat.model_weights_id for flat in flats],
+            None if schema.kind == "step" else facts_to_json([flat.facts or {} for flat in flats]),
+            addresses.reshape(len(flats), len(schema.columns)),
+            flats,
+        )
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, part: slice) -> FlatTrajectories:
+        facts = None if self.facts is None else {name: values[part] for name, values in self.facts.items()}
+        return FlatTrajectories(
+            self.schema, self.numbers[part], self.weights[part], facts, self.addresses[part], self.owner
+        )
+
+    @property
+    def extents(self) -> npt.NDArray[np.int64]:
+        """Steps, batch, extra rows and bytes of the document, ``[trajectories, 4]``."""
+        return np.ascontiguousarray(self.numbers[:, 1:5])
+
+
+def cut(runs: Iterable[FlatTrajectories], limit: int) -> Iterator[tuple[list[FlatTrajectories], int]]:
+    """Yield consecutive trajectories with at most ``limit`` bytes, or a single larger one; and their bytes."""
+    piece: list[FlatTrajectories] = []
+    total = 0
+    for run in runs:
+        ends, start, before = np.cumsum(run.numbers[:, 5]), 0, 0
+        while start < len(run):
+            stop = int(np.searchsorted(ends, before + limit - total, "right"))
+            if stop <= start and piece:
+                yield piece, total
+                piece, total = [], 0
+                continue
+            stop = max(stop, start + 1)
+            piece.append(run if stop - start == len(run) else run[start:stop])
+            total += int(ends[stop - 1]) - before
+            start, before = stop, int(ends[stop - 1])
+    if piece:
+        yield piece, total
+
+
+Copied = tuple[FlatTrajectories, Block]
+"""Trajectories and their copies."""
+
 _FEW_BYTES = 4 << 20
 
 _BLOCK_BYTES = 1 << 20
 """Size limit of a block of several trajectories: it stays as long as one of them is needed."""
 
 
-def copied(flats: Sequence[FlatTrajectory], arena: Arena) -> list[Block]:
+def copied(runs: Iterable[FlatTrajectories], arena: Arena) -> list[Copied]:
     """Copy trajectories to memory of the arena, in blocks of consecutive ones.
 
     The caller may then change or free their tensors.
     """
-    return [
-        _block_of(portion, arena)
-        for _, run in groupby(flats, attrgetter("schema"))
-        for portion, _ in portions(run, _BLOCK_BYTES, attrgetter("nbytes"))
-    ]
+    return [(part, copied_together([part], arena)[0][0]) for run in runs for (part,), _ in cut([run], _BLOCK_BYTES)]
 
 
-def _block_of(flats: Sequence[FlatTrajectory], arena: Arena) -> Block:
-    schema = flats[0].schema
-    extents = np.array([flat.extent for flat in flats], np.int64)
-    sources = np.array([flat.addresses for flat in flats], np.int64)
-    sizes, targets = np.empty_like(sources), np.empty_like(sources)
-    nbytes = kernels.lay_out(extents, *schema.layout, sizes, targets, ALIGNMENT)
-    lease, offset = arena.take(nbytes)
-    targets += lease.address + offset
-    copy = kernels.copy_few_blocks if nbytes <= _FEW_BYTES else kernels.copy_blocks
-    copy(targets.reshape(-1), sources.reshape(-1), sizes.reshape(-1))
-    return Block(schema, lease, targets, sizes)
+def copied_together(runs: Sequence[FlatTrajectories], arena: Arena) -> tuple[list[Block], npt.NDArray[np.uint8]]:
+    """Copy trajectories to one piece of memory, and return a block for each run, and the memory."""
+    layouts, end = [], 0
+    for run in runs:
+        sizes, places = np.empty_like(run.addresses), np.empty_like(run.addresses)
+        nbytes = lay_out(run, sizes, places)
+        places += end
+        layouts.append((sizes, places))
+        end = aligned(end + nbytes)
+    lease, offset = arena.take(end)
+    blocks = []
+    copy = kernels.copy_few_blocks if end <= _FEW_BYTES else kernels.copy_blocks
+    for run, (sizes, places) in zip(runs, layouts, strict=True):
+        places += lease.address + offset
+        copy(places.reshape(-1), run.addresses.reshape(-1), sizes.reshape(-1))
+        blocks.append(Block(run.schema, lease, places, sizes))
+    return blocks, lease.memory[offset : offset + end]
+
+
+def lay_out(run: FlatTrajectories, sizes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
+    """Lay trajectories out as in a block; return its bytes, and set sizes and offsets of their columns."""
+    nbytes: int = kernels.lay_out(run.extents, *run.schema.layout, sizes, places, ALIGNMENT)
+    return nbytes

@@ -21,7 +21,7 @@ from trajstore.core.columns.limits import (
 )
 from trajstore.core.columns.schema import Extent, dtypes, intern_schema
 from trajstore.core.columns.values import NewColumn, as_tensor, document_column, document_of
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError, counted
 from trajstore.trajectory import get_model_weights_id
 
 
@@ -157,7 +157,8 @@ def _axis_among(name: str, rows: int, steps: int, extra: int, extra_field: str) 
     axis, more = axis_of(name, rows, steps)
     if extra and more != extra:
         raise InvalidTrajectoryError(
-            f"field {name}: has {rows} rows = T + {more}, but {extra_field} has {steps + extra} = T + {extra}"
+            f"field {name}: has {counted(rows, 'row')} = T + {more}, but {extra_field} has {steps + extra} "
+            f"= T + {extra}"
         )
     return axis, more, name
 

@@ -35,7 +35,7 @@ from trajstore.core.feeding.source import Source, still_there
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """
         if 0 < length <= self._tokens or (length and self._long == "alone"):
             return True
-        problem = f"has {length} tokens, the budget is {self._tokens}" if length else "has no tokens"
+        problem = f"has {counted(length, 'token')}, the budget is {self._tokens}" if length else "has no tokens"
         if self._long != "skip":
             more, alone = ("allow more tokens, ", " or long='alone'") if length else ("", "")
             raise ConfigurationError(

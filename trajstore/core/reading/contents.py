@@ -22,7 +22,7 @@ from trajstore.core.base.clock import microseconds
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.fields import VALID
-from trajstore.core.columns.flat import Block, FlatTrajectory
+from trajstore.core.columns.flat import Block, Copied
 from trajstore.core.columns.schema import Extent, Schema
 from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard
 from trajstore.core.reading.cache import TrajectoryCache
@@ -182,8 +182,7 @@ class Contents:
 
     def add(
         self,
-        blocks: Sequence[Block],
-        flats: Sequence[FlatTrajectory],
+        copies: Sequence[Copied],
         ids: Sequence[int],
         uuids: bytes,
         *,
@@ -194,14 +193,14 @@ class Contents:
         All become visible at once. If this raises, call :meth:`retract`.
 
         Args:
-            blocks: the copied trajectories, in order.
-            flats: the trajectories.
+            copies: the trajectories, in order.
             ids: their ids.
             uuids: 16 bytes for each.
             pending: whether they will be written.
         """
         with self.lock:
-            entries = NewEntries.of(flats, ids, uuids, self.index.texts, microseconds())
+            entries = NewEntries.of([run for run, _ in copies], ids, uuids, self.index.texts, microseconds())
+            blocks = [block for _, block in copies]
             slots = [slot for block in blocks for slot in [self.addresses.add_memory(block, len(block))] * len(block)]
             columns = {**entries.columns, "slot": np.array(slots, np.int32), **_starts_in(blocks, entries.extents)}
             if pending:
@@ -214,12 +213,12 @@ class Contents:
             self._trim()
             return entries
 
-    def retract(self, blocks: Sequence[Block], ids: Sequence[int]) -> None:
+    def retract(self, copies: Sequence[Copied], ids: Sequence[int]) -> None:
         """Remove trajectories after a partial :meth:`add`."""
         with self.lock:
             positions = self.index.find_many(ids)
             self.drop(positions[positions >= 0])
-            self.addresses.withdraw(blocks)  # rows not in the index yet
+            self.addresses.withdraw([block for _, block in copies])  # rows not in the index yet
             self._pending.difference_update(ids)
             if self.cache is not None:
                 for number in ids:

@@ -18,7 +18,7 @@ from trajstore.core.store.log_records import LOG_FOLDER
 from trajstore.core.store.rlinf_layout import INDEX_NAMES
 from trajstore.core.store.run_ids import RANK_LIMIT
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, listed
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, counted, listed
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
 
@@ -193,7 +193,7 @@ def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]
     if not above:
         return []
     names_in_words = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
-    return [f"{names_in_words} absent: the newest saved point is of {above.stop:,} ranks"]
+    return [f"{names_in_words} absent: the newest saved point is of {counted(above.stop, 'rank')}"]
 
 
 def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:

@@ -100,9 +100,10 @@ class RLinfSource(Source):
     def unwritten_in_words(self) -> str:
         """Return the message about absent files that are no damage."""
         ids = ids_in_words([entry.trajectory_id for entry in self.unwritten])
+        noun = "id" if len(self.unwritten) == 1 else "ids"
         return (
-            f"{trajectories(len(self.unwritten))}, the oldest of the index, without a file (ids {ids}), as in RLinf's "
-            "checkpoints of a buffer in memory; where all had been written, they were deleted"
+            f"{trajectories(len(self.unwritten))}, the oldest of the index, without a file ({noun} {ids}), as in "
+            "RLinf's checkpoints of a buffer in memory; where all had been written, they were deleted"
         )
 
     @classmethod

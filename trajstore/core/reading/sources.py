@@ -44,8 +44,9 @@ class Lost:
     files: tuple[str, ...]
 
     def __str__(self) -> str:
-        count, be = len(self.ids), "is" if len(self.ids) == 1 else "are"
-        return f"{trajectories(count)} (ids {ids_in_words(self.ids)}) {be} lost: {listed(self.files)}"
+        ids = ids_in_words(self.ids)
+        known = f"trajectory {ids} is" if len(self.ids) == 1 else f"{trajectories(len(self.ids))} (ids {ids}) are"
+        return f"{known} lost: {listed(self.files)}"
 
 
 class Source(ABC):

@@ -117,7 +117,7 @@ class Draws:
             raise _empty(window)
         if count > total and not self._clamp_told:
             self._clamp_told = True
-            logger.warning("%d samples requested, but the window has only %d, which are drawn", count, total)
+            logger.warning("samples: %d requested, but the window has only %d, which are drawn", count, total)
         drawn: npt.NDArray[np.int64] = torch.randint(0, total, (min(count, total),), generator=self.generator).numpy()
         if window.skipped:
             drawn[drawn >= window.before] += window.skipped

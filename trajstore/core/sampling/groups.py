@@ -19,7 +19,7 @@ from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit, uniform
 from trajstore.core.sampling.states import OF_WHOM, check_sampler_state, described, whole_in
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.errors import ConfigurationError, EmptyBufferError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -116,16 +116,17 @@ class GroupSampler(Sampler):
                     break
         if not groups:
             raise EmptyBufferError(
-                f"cannot sample: none of {len(self._tasks)} tasks has {self._least} rollouts to draw"
+                f"cannot sample: none of {counted(len(self._tasks), 'task')} has {counted(self._least, 'rollout')} to "
+                "draw"
             )
         if len(groups) < count and not self._told_few:
             self._told_few = True
             logger.warning(
-                "groups: %d tasks requested, but only %d of %d have %d rollouts, which are drawn",
-                count,
+                "groups: %s requested, but only %d of %d have %s to draw",
+                counted(count, "task"),
                 len(groups),
                 len(self._tasks),
-                self._least,
+                counted(self._least, "rollout"),
             )
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))
@@ -165,7 +166,7 @@ class GroupSampler(Sampler):
         newest = whole_in(state, "newest", UNKNOWN_VERSION)
         known = dict.fromkeys(task for task in tasks if task in self._rollouts)
         if tasks and self._tasks and not known:
-            logger.warning("state: none of the %d tasks that it names is here", len(tasks))
+            logger.warning("state: it names %s, none of which is here", counted(len(tasks), "task"))
         self._tasks = [*known, *(task for task in self._tasks if task not in known)]
         self._place = {task: at for at, task in enumerate(self._tasks)}
         self._inside = None

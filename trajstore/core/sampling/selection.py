@@ -187,7 +187,8 @@ def selected(
             return selection
         raise ConfigurationError(
             f"sampler: it draws with where={selection.where!r} and "
-            f"{'all' if selection.only is None else len(selection.only)} ids; make a sampler for each selection"
+            f"{'all ids' if selection.only is None else counted(len(selection.only), 'id')}; make a sampler for each "
+            "selection"
         )
     inner.selection = made = Selection(inner, where, only)
     return made

@@ -17,7 +17,7 @@ import torch
 from trajstore.core.base.arguments import INT64_MAX, check_instance, whole
 from trajstore.core.columns.limits import shown
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, trajectories
 
 IntArray = npt.NDArray[np.int64]
 
@@ -124,9 +124,9 @@ def tell_gone(what: str, ids: IntArray, here: int) -> None:
     """Warn if none of the state's ``ids`` are among the ``here`` present trajectories."""
     if len(ids):
         logger.warning(
-            "state: none of the %d trajectories of %s is here; their entries have no effect%s",
-            len(ids),
+            "state: %s has entries of %s, none of which is here; they have no effect%s",
             what,
+            trajectories(len(ids)),
             "" if here else " (the sampler has no trajectories: call buffer.follow(sampler) first)",
         )
 

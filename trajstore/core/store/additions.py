@@ -12,22 +12,18 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.flat import FlatTrajectory
+from trajstore.core.columns.flat import NUMBERS, FlatTrajectories
 from trajstore.core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION, shown
 from trajstore.core.columns.schema import Extent, Kind
 from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.facts import fact_columns, facts_to_json, joined
+from trajstore.core.store.facts import AGENT, fact_columns, joined
 from trajstore.core.store.index import COLUMNS, renumbered
 from trajstore.core.store.log_records import integers, parse_ranges, ranges_of
 from trajstore.core.store.packing import StringTable
 from trajstore.core.store.row_location import STARTS
 from trajstore.errors import CorruptStoreError, trajectories
 
-_NUMBERS = (
-    *("num_samples", "steps", "batch", "extra", "document", "nbytes"),
-    *("max_episode_length", "version_low", "version_high"),
-)
-_EXTENT = _NUMBERS[1:5]
+_EXTENT = NUMBERS[1:5]
 
 
 @dataclass(slots=True, eq=False)
@@ -38,17 +34,17 @@ class NewEntries:
         columns: by name, except row locations; texts are numbers of ``texts``.
         texts: the string table.
         weights: ``model_weights_id`` of each.
-        facts: of each rollout; None for step trajectories.
+        facts: by name, one value per trajectory; None for step trajectories and where a rollout lacks the fact.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
     texts: StringTable
     weights: Sequence[str]
-    facts: Sequence[Mapping[str, Any] | None]
+    facts: Mapping[str, Sequence[Any]]
 
     @staticmethod
     def of(
-        flats: Sequence[FlatTrajectory],
+        runs: Sequence[FlatTrajectories],
         ids: Sequence[int],
         uuids: bytes,
         texts: StringTable,
@@ -57,22 +53,17 @@ class NewEntries:
         """Return the entries of trajectories.
 
         Args:
-            flats: the trajectories.
+            runs: the trajectories.
             ids: their ids.
             uuids: 16 bytes for each.
             texts: string table that receives their texts.
             committed: time in µs since 1970; for trajectories in memory, when they were added.
         """
-        unknown = (UNKNOWN_VERSION, UNKNOWN_VERSION)
-        numbers = [
-            (flat.num_samples, *flat.extent, flat.nbytes, flat.max_episode_length, *(flat.versions or unknown))
-            for flat in flats
-        ]
-        weights, facts = [flat.model_weights_id for flat in flats], [flat.facts for flat in flats]
-        columns = columns_of(np.array(numbers, np.int64), weights, ids, uuids, texts, committed)
-        if facts.count(None) < len(facts):
-            columns |= fact_columns(_facts_by_kind(facts), texts)
-        return NewEntries(columns, texts, weights, facts)
+        weights = [text for run in runs for text in run.weights]
+        columns = columns_of(np.concatenate([run.numbers for run in runs]), weights, ids, uuids, texts, committed)
+        columns |= fact_columns([(run.facts, len(run)) for run in runs], texts)
+        counted = [(run.facts or {}, len(run)) for run in runs]
+        return NewEntries(columns, texts, weights, _joined_facts(counted))
 
     @staticmethod
     def joined(parts: Sequence[NewEntries]) -> NewEntries:
@@ -84,7 +75,7 @@ class NewEntries:
             joined([renumbered(part.columns, part.texts, texts) for part in parts]),
             texts,
             [text for part in parts for text in part.weights],
-            [facts for part in parts for facts in part.facts],
+            _joined_facts([(part.facts, len(part)) for part in parts]),
         )
 
     def __len__(self) -> int:
@@ -92,7 +83,8 @@ class NewEntries:
 
     def __getitem__(self, part: slice) -> NewEntries:
         columns = {name: column[part] for name, column in self.columns.items()}
-        return NewEntries(columns, self.texts, self.weights[part], self.facts[part])
+        facts = {name: values[part] for name, values in self.facts.items()}
+        return NewEntries(columns, self.texts, self.weights[part], facts)
 
     @property
     def ids(self) -> list[int]:
@@ -140,24 +132,28 @@ def columns_of(
     """
     return {
         "trajectory_id": np.array(ids, np.int64),
-        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(_NUMBERS)},
+        **{name: numbers[:, at].astype(COLUMNS[name]) for at, name in enumerate(NUMBERS)},
         "committed": np.full(len(numbers), committed, np.int64),
         "weights": np.array([*map(texts.add, weights)], np.int32),
         "uuid": np.frombuffer(uuids, "V16"),
     }
 
 
-def _facts_by_kind(every: Sequence[Mapping[str, Any] | None]) -> list[tuple[Any, int]]:
-    """Return the facts (None for step trajectories) and the length of each run of one kind."""
-    runs = [list(run) for _, run in groupby(every, key=lambda facts: facts is not None)]
-    return [(None if run[0] is None else facts_to_json([item or {} for item in run]), len(run)) for run in runs]
+def _joined_facts(parts: Sequence[tuple[Mapping[str, Sequence[Any]], int]]) -> Mapping[str, Sequence[Any]]:
+    """Return the facts of several lists of trajectories, given with their lengths."""
+    if len(parts) == 1:
+        return parts[0][0]
+    names = dict.fromkeys(name for facts, _ in parts for name in facts)
+    return {name: [value for facts, count in parts for value in facts.get(name, [None] * count)] for name in names}
 
 
 def entries_to_json(entries: NewEntries) -> dict[str, Any]:
     """Return a shard's trajectories as JSON values for a log record; ids ascend."""
     columns = entries.columns
     every = columns["steps"].astype(np.int64) * columns["batch"]
-    partial = entries.facts[0] is None and not np.array_equal(columns["num_samples"], every)
+    of_rollouts = AGENT in columns and bool(columns[AGENT][0])
+    partial = not of_rollouts and not np.array_equal(columns["num_samples"], every)
+    facts = {name: values for name, values in entries.facts.items() if values.count(None) < len(values)}
     bounds = zip(columns["version_low"].tolist(), columns["version_high"].tolist(), strict=True)
     return {
         "ids": ranges_of(entries.ids),
@@ -167,7 +163,7 @@ def entries_to_json(entries: NewEntries) -> dict[str, Any]:
         "weights": entries.weights,
         "uuids": columns["uuid"].tobytes().hex(),
         **({"valid": columns["num_samples"].tolist()} if partial else {}),
-        **({"facts": facts_to_json([facts or {} for facts in entries.facts])} if entries.facts[0] is not None else {}),
+        **({"facts": facts} if of_rollouts else {}),
     }
 
 

@@ -6,7 +6,6 @@ An index has only the fact columns for which some entry has a value. Unknown val
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -60,9 +59,6 @@ NOTE_ROWS, NOTE_START = "rows:", "start:"
 MOST_SCORES = 64
 """Maximum number of score names in an index; further ones are stored only in the rollouts."""
 
-Facts = Mapping[str, Any]
-"""Known facts of a rollout, by name."""
-
 
 def is_fact(name: str) -> bool:
     """Return whether this is the name of a fact."""
@@ -97,16 +93,11 @@ def unknown(name: str, count: int) -> npt.NDArray[Any]:
     return np.full(count, 0 if name == AGENT else np.nan if dtype.kind == "f" else -1, dtype)
 
 
-def facts_to_json(facts: Sequence[Facts]) -> dict[str, list[Any]]:
-    """Return the facts of a shard's rollouts as JSON values by name; None where a rollout lacks one."""
-    return {name: [rollout.get(name) for rollout in facts] for name in dict.fromkeys(chain.from_iterable(facts))}
-
-
 def fact_columns(facts_of_shards: Sequence[tuple[Any, int]], table: StringTable) -> dict[str, npt.NDArray[Any]]:
     """Return the fact columns of the trajectories of several shards; names that are not facts are ignored.
 
     Args:
-        facts_of_shards: per shard, the result of :func:`facts_to_json` (None for step trajectories), and its number of
+        facts_of_shards: per shard, the facts of its rollouts by name (None for step trajectories), and its number of
             trajectories.
         table: string table that receives the texts.
 

@@ -223,8 +223,7 @@ class SalvagedCatalog(Catalog):
                 else:
                     self.segment_torn = len(data) - self.segment_end  # left by a crash
             if bad:
-                damaged = "1 record is" if bad == 1 else f"{bad:,} records are"
-                damage = self._warn(f"{source}: {damaged} damaged")
+                damage = self._warn(f"{source}: {counted(bad, 'record', 'is', 'are')} damaged")
                 if bad > last and place == len(segments) - 1:  # no later record bounds their ids
                     self._lost.missing(damage)
 

@@ -22,7 +22,7 @@ from trajstore.core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore.core.store.saved_points import PINS_FOLDER
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
 from trajstore.core.store.shard_table import shard_number
-from trajstore.errors import CorruptStoreError, listed, written
+from trajstore.errors import CorruptStoreError, counted, listed, written
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +98,9 @@ class Garbage:
         shards = [name for name in names if name.startswith(SHARDS_FOLDER)]
         logger.log(
             logging.WARNING if shards else logging.INFO,
-            "%s: deletes %d files of shards that no commit names, and %d unfinished ones (%s), as interrupted "
-            "writers leave them",
+            "%s: deletes %s of shards that no commit names, and %d unfinished (%s), as interrupted writers leave them",
             self._directory.url,
-            len(shards),
+            counted(len(shards), "file"),
             len(names) - len(shards),
             listed(sorted(names), 3),
         )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from trajstore.core.base import locks
 from trajstore.core.base.interrupts import WaitList, seconds_until
-from trajstore.core.columns.flat import Block
+from trajstore.core.columns.flat import Copied
 from trajstore.core.store.additions import NewEntries
 from trajstore.core.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore.core.writing.options import WriterOptions
@@ -150,13 +150,13 @@ class WriteQueue:
             self._next_id = ids[-1] + self._stride
             return ids, uuids
 
-    def submit(self, batch: Batch, blocks: Sequence[Block], entries: NewEntries) -> None:
+    def submit(self, batch: Batch, copies: Sequence[Copied], entries: NewEntries) -> None:
         """Queue trajectories whose bytes are reserved, in the order of their ids.
 
         Raises:
             StoreClosedError: the writer was closed meanwhile.
         """
-        batch.runs = runs_of(blocks, entries)
+        batch.runs = runs_of([block for _, block in copies], entries)
         batch.since = time.monotonic()
         with self._lock:
             if self._closing:

@@ -20,7 +20,7 @@ from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, seg
 from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.core.writing.commit_log import CommitLog
-from trajstore.errors import ConfigurationError, StoreError, listed
+from trajstore.errors import ConfigurationError, StoreError, counted, listed
 from trajstore.remote.mirror.ledger import Ledger, crc_of
 from trajstore.remote.mirror.source import Line, Picture, strange_id
 
@@ -114,7 +114,7 @@ class Replica:
             needed = catalog.needed_shards()
         unneeded = self._adopt(log.catalog, needed, there, ledger or {}, sizes)
         self._dead = dict.fromkeys(unneeded, max(0, there.generation))
-        logger.info("%s: %d shards are there already", self.target.url, int(self._there.sum()))
+        logger.info("%s: %s there already", self.target.url, counted(int(self._there.sum()), "shard", "is", "are"))
 
     def _keep_others_out(self) -> Catalog:
         """Fence off frozen former writers of the mirror, and return its catalog.
@@ -211,7 +211,7 @@ class Replica:
                 manifest = catalog.shards.manifest(row)
                 self._there[row] = crc_of(manifest) == crc and is_whole(manifest)
         if lost:
-            logger.warning("%s: files of %d shards are absent or cut; they are copied again", self.target.url, lost)
+            logger.warning("%s: absent or cut, so copied again: files of %s", self.target.url, counted(lost, "shard"))
             self.whole_due = True
         wanted = {name for _, names, _ in catalog.shards.file_sizes(np.flatnonzero(needed)) for name in names}
         return [name for name in sizes if name not in wanted]

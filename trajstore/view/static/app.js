@@ -4,7 +4,7 @@ import { ask } from "./api.js";
 import { bundle, isBundle } from "./bundle.js";
 import { fill, make, visible } from "./dom.js";
 import "./theme.js";
-import { count, time } from "./numbers.js";
+import { ZONE, count, several, time } from "./numbers.js";
 import * as beside from "./beside.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
@@ -92,7 +92,7 @@ function say(trajectories) {
     const more = state.trajectories - saidCount;
     if (!more) return;
     [saidCount, saidAt] = [state.trajectories, performance.now()];
-    fill(document.getElementById("said"), `${count(Math.abs(more))} trajectories ${more > 0 ? "more" : "fewer"}, ${count(saidCount)} now`);
+    fill(document.getElementById("said"), `${several(Math.abs(more), "trajectory", "trajectories")} ${more > 0 ? "more" : "fewer"}, ${count(saidCount)} now`);
   }, Math.max(0, saidAt + QUIET - performance.now()));
 }
 
@@ -104,7 +104,8 @@ function follow() {
     const told = JSON.parse(event.data);
     state = told;
     live.dataset.live = "yes";
-    fill(live, make("span", { class: "wide" }, "following · "), count(told.trajectories), make("span", { class: "wide" }, " trajectories"));
+    live.classList.toggle("partial", told.trouble !== null);
+    fill(live, `live · ${several(told.trajectories, "trajectory", "trajectories")}`);
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);
@@ -120,9 +121,9 @@ function follow() {
 /** Says of what a bundle is, and which of its trajectories could not be read. */
 async function tellBundle() {
   const { about, where, written, problems } = await bundle();
-  fill(document.getElementById("live"), `written ${time(written)} · ${count(about.trajectories)} trajectories`, where ? ` where ${where}` : "");
+  fill(document.getElementById("live"), `written ${time(written)} ${ZONE} · ${several(about.trajectories, "trajectory", "trajectories")}`, where ? ` where ${where}` : "");
   const ids = Object.keys(problems);
-  const unread = ids.length ? `${count(ids.length)} could not be read when this was written: ${ids.slice(0, 20).join(", ")}${ids.length > 20 ? " …" : ""}` : null;
+  const unread = ids.length ? `${several(ids.length, "trajectory", "trajectories")} unreadable when this was written: ${ids.slice(0, 20).join(", ")}${ids.length > 20 ? " …" : ""}` : null;
   const said = [unread, about.trouble].filter(Boolean).join(". ");
   document.getElementById("trouble").hidden = said === "";
   fill(document.getElementById("trouble"), said);
@@ -131,7 +132,7 @@ async function tellBundle() {
 const KEYS = [
   ["/", "filter, or find in messages"], ["arrows", "next and previous row, token or point"], ["j, k", "next and previous row of the table"],
   ["n, p", "next and previous trajectory of the list"],
-  ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"],
+  ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"], ["Escape", "close this"],
 ];
 
 /** Shows the keys in a dialog, which Escape closes. */
@@ -143,6 +144,7 @@ function showKeys() {
   dialog.showModal();
 }
 
+document.getElementById("keys").addEventListener("click", showKeys);
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, textarea, select");
   if (typing || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog")) return;

@@ -5,7 +5,8 @@ import { fill, keyOf, make } from "./dom.js";
 import { short } from "./numbers.js";
 
 const FIRST = ["rewards", "prev_values", "prev_logprobs", "actions", "versions"];
-const ENDS = ["dones", "terminations", "truncations"];
+const ENDS = { terminations: "terminated", truncations: "truncated", dones: "done" };
+const ABOUT = { prev_values: "the critic's estimates", prev_logprobs: "log-probs of the actions", return: "sum of the rewards since the episode began" };
 const THUMBS = 12;
 const MOST_CURVES = 12;
 const AHEAD = 24; // frames asked for at a time while it plays
@@ -148,16 +149,18 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     if (!signal.aborted) fill(says, error.message);
   }
 
-  const endsAt = () => ENDS.map((name) => told.arrays.find((array) => array.name === name)).filter(Boolean).map((array) => ({
-    name: array.name, steps: curvesOf(array, batch, environment).reduce((all, curve) => [...all, ...curve.flatMap((value, at) => (value ? [at] : []))], []),
+  /** Returns how episodes end, by step; what only says that they do counts last. */
+  const endings = () => new Map(Object.keys(ENDS).reverse().flatMap((name) => {
+    const array = told.arrays.find((one) => one.name === name);
+    return array ? curvesOf(array, batch, environment).flatMap((curve) => curve.flatMap((value, at) => (value ? [[at, ENDS[name]]] : []))) : [];
   }));
 
   /** Says which step is chosen, and marks it in all curves. */
   function mark() {
-    const ends = endsAt().filter((end) => end.steps.includes(step)).map(({ name }) => name);
+    const ending = endings().get(step);
     const rewards = told.arrays.find(({ name }) => name === "rewards");
     const reward = rewards ? curvesOf(rewards, batch, environment).reduce((sum, curve) => sum + (curve[step] ?? NaN), 0) : null;
-    fill(says, `step ${step} (0 to ${steps - 1})`, reward === null ? "" : ` · reward ${short(reward)}`, ends.length ? ` · ${ends.join(", ")}` : "");
+    fill(says, `step ${step} (0 to ${steps - 1})`, reward === null ? "" : ` · reward ${short(reward)}`, ending ? ` · ${ending}` : "");
     for (const plot of plots) plot.redraw(false);
   }
 
@@ -167,11 +170,12 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const color = (name) => style.getPropertyValue(name).trim();
     const order = (array) => (FIRST.includes(array.name) ? FIRST.indexOf(array.name) : FIRST.length);
     const isSaid = ({ name, values }) => name === "versions" && values.every((value) => value === values[0]); // in the facts
-    const drawn = told.arrays.filter((array) => !ENDS.includes(array.name) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
-    const ends = [...new Set(endsAt().flatMap((end) => end.steps))];
+    const drawn = told.arrays.filter((array) => !(array.name in ENDS) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
+    const endingOf = endings();
+    const ends = [...endingOf.keys()].sort((a, b) => a - b);
     const rewards = drawn.find(({ name }) => name === "rewards");
-    if (rewards) drawn.splice(1, 0, { name: "return", of: "sum of the rewards since the episode began", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
-    fill(curves, drawn.map(({ name, of }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, of)))));
+    if (rewards) drawn.splice(1, 0, { name: "return", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
+    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, ABOUT[name])))));
     const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
@@ -202,9 +206,9 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         axes: [axisOf({ label: "step", labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
         series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
-          const lefts = ends.sort((a, b) => a - b).map((at) => shown.valToPos(at, "x", true));
-          const isFar = (at) => Math.min(lefts[at] - (lefts[at - 1] ?? -Infinity), (lefts[at + 1] ?? Infinity) - lefts[at]) > 60 * devicePixelRatio;
-          ends.forEach((at, number) => line(shown, at, color("--bad"), [4, 4], !number || isFar(number) ? "end" : "")); // no text over the next line
+          const lefts = ends.map((at) => shown.valToPos(at, "x", true));
+          const isFar = (at) => Math.min(lefts[at] - (lefts[at - 1] ?? -Infinity), (lefts[at + 1] ?? Infinity) - lefts[at]) > 80 * devicePixelRatio;
+          ends.forEach((at, number) => line(shown, at, color("--bad"), [4, 4], !number || isFar(number) ? endingOf.get(at) : "")); // no text over the next line
           line(shown, step, color("--ink"), []);
         }] },
       }, [x, ...lines], figure);

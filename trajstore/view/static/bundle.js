@@ -10,7 +10,7 @@ export const isBundle = document.querySelector("meta[name=trajstore-bundle]") !=
 /** Returns the content of a file of the bundle. */
 async function file(path, signal) {
   const answer = await fetch(path, { signal });
-  if (!answer.ok) throw new Refused(`${path}: ${answer.status} ${answer.statusText}; this folder is not whole, or not all of it was copied`);
+  if (!answer.ok) throw new Refused(`${path}: ${answer.status} ${answer.statusText}; the folder is incomplete; copy all of it`);
   return answer;
 }
 
@@ -46,7 +46,7 @@ const CONDITIONS = [
   [/^task = '((?:[^']|'')*)'(?: and version_high = (-?\d+))?$/, (row, task, version) => row.task === task.replaceAll("''", "'") && (version === undefined || row.version_high === Number(version))],
 ];
 
-const unanswered = (where) => new Refused(`where: '${where}': this page is of a folder that was written ahead, which answers no conditions`);
+const unanswered = (where) => new Refused(`where: '${where}': a bundle answers no conditions; use trajstore view`);
 
 function chosen(rows, where) {
   if (!where) return rows;
@@ -84,11 +84,11 @@ function group({ about, rows }, { task, version }) {
   const versions = [...new Set(all.map((row) => row.version_high))].filter((one) => one !== null).sort((a, b) => a - b);
   const newest = about.pool ? null : versions.at(-1) ?? null;
   const wanted = version === "all" ? null : version === null || version === undefined ? newest : Number(version);
-  return { task, versions, version: wanted, rollouts: wanted === null ? all : all.filter((row) => row.version_high === wanted) };
+  return { task, versions, version: wanted, rollouts: wanted === null ? all.reverse() : all.filter((row) => row.version_high === wanted) };
 }
 
 function placeOf({ places, problems }, id) {
-  if (!places.has(id)) throw new Refused(`trajectory ${id}: it is none of this page's`);
+  if (!places.has(id)) throw new Refused(`trajectory ${id}: not in this bundle`);
   if (id in problems) throw new Refused(problems[id]);
   return places.get(id);
 }
@@ -120,7 +120,7 @@ const ANSWERS = {
 /** Returns an answer of JSON. */
 export async function answerOf(path, parameters) {
   const all = await bundle();
-  if (!ANSWERS[path]) throw new Refused(`${path}: this page is of a folder that was written ahead, which has no such answer`);
+  if (!ANSWERS[path]) throw new Refused(`${path}: not available in a bundle; use trajstore view`);
   return { ...ANSWERS[path](all, parameters), state: all.about.state };
 }
 

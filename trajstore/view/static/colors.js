@@ -22,7 +22,7 @@ export function scaleOf(name, values) {
   const isMask = name.includes("mask") || (finite.length > 0 && finite.every((value) => value === 0 || value === 1));
   if (finite.length === 0) return { kind: "none", least: null, most: null, background: () => "" };
   if (isMask) {
-    return { kind: "mask", least, most, background: (value) => (value ? `rgba(${COOL}, .32)` : "") };
+    return { kind: "mask", least, most, background: (value) => (value ? `rgba(${COOL}, .5)` : "") };
   }
   // One value far out must not wash out all others: what lies beyond 2 and 98 of 100 has the colour of these.
   const low = quantile(finite, 0.02), high = quantile(finite, 0.98);
@@ -44,15 +44,15 @@ export function scaleOf(name, values) {
 const FULL = "The colour has its full strength at the 98th percentile: at 98 of 100 values. Those beyond have the same colour.";
 
 /** Colour of strips where the model wrote nothing, in light and dark. */
-export const TOLD = "rgba(128, 132, 136, .32)";
+export const UNWRITTEN = "rgba(128, 132, 136, .32)";
 
 /** Says what the colours of a scale stand for, and the grey of strips where they have it. */
-export function fillLegend(legend, scale, values, hasTold) {
-  const grey = make("span", { class: "ramp told" });
-  grey.style.background = TOLD;
-  const told = hasTold ? make("span", { class: "quiet" }, grey, " grey: not written by the model") : null;
-  if (scale.kind === "none") fill(legend, "no finite value", told);
-  else if (scale.kind === "mask") fill(legend, make("span", { class: "ramp mask" }), "not 0", told);
+export function fillLegend(legend, scale, values, hasGrey) {
+  const sample = make("span", { class: "ramp unwritten" });
+  sample.style.background = UNWRITTEN;
+  const grey = hasGrey ? make("span", { class: "quiet" }, sample, " grey: prompt and observations") : null;
+  if (scale.kind === "none") fill(legend, "no finite value", grey);
+  else if (scale.kind === "mask") fill(legend, make("span", { class: "ramp mask" }), "not 0", grey);
   else {
     const bar = make("span", { class: "ramp" });
     const ends = scale.kind === "both" ? [scale.center - scale.reach, scale.center + scale.reach] : [scale.center, scale.least < scale.center ? scale.center - scale.reach : scale.center + scale.reach];
@@ -65,6 +65,6 @@ export function fillLegend(legend, scale, values, hasTold) {
       odd ? `${count(odd)} not finite` : null,
     ].filter(Boolean);
     fill(legend, make("span", { title: FULL }, sayEnd(ends[0])), bar, make("span", { title: FULL }, sayEnd(ends[1])),
-      beyond.length ? make("span", { class: "quiet", title: FULL }, `· ${beyond.join(" · ")}`) : null, told);
+      beyond.length ? make("span", { class: "quiet", title: FULL }, `· ${beyond.join(" · ")}`) : null, grey);
   }
 }

@@ -14,18 +14,17 @@ export const amongOf = (where, order) => {
 
 /**
  * Returns { element, condition, suggest }: what stands in the bar of a view, what gives the condition as it is, and
- * what makes an example of a task that exists, by `example` of its name in SQL. `asked` is called when there is another
- * condition.
+ * what makes an example of a task that exists. `asked` is called when there is another condition.
  */
-export function conditionField(where, example, asked) {
+export function conditionField(where, asked) {
   if (isBundle) {
     const element = make("p", { class: "question" }, where
       ? ["where ", make("code", {}, where), " ", make("a", { href: location.hash.split("?")[0] }, "Show all")]
-      : make("span", { class: "quiet" }, "Written ahead: conditions, and what came later, are shown by trajstore view."));
+      : make("span", { class: "quiet" }, "A bundle: for filters and newer trajectories, use trajstore view."));
     return { element, condition: () => where, suggest() {} };
   }
   const filter = make("input", {
-    type: "search", id: "filter", spellcheck: "false", autocomplete: "off", value: where, placeholder: "for example version_high > 0", "aria-describedby": "refused",
+    type: "search", id: "filter", spellcheck: "false", autocomplete: "off", value: where, placeholder: "e.g. version_high > 0", "aria-describedby": "refused",
   });
   const condition = () => filter.value.trim();
   const element = make("form", { class: "question", role: "search", "aria-label": "Condition", submit: (event) => {
@@ -33,6 +32,6 @@ export function conditionField(where, example, asked) {
     asked();
   } }, make("label", { for: "filter" }, "Filter"), filter, make("button", { type: "submit" }, "Apply"));
   filter.addEventListener("search", () => filter.value === "" && element.requestSubmit());
-  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", `for example ${visible(example(`'${task.replaceAll("'", "''")}'`))}`);
+  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", `e.g. task = '${visible(task.replaceAll("'", "''"))}'`);
   return { element, condition, suggest };
 }

@@ -96,7 +96,7 @@ export function messageOf(message, number, link = null) {
   });
   return make("article", { class: `message ${known}`, "aria-label": `message ${number}, ${asText(role)}`, "data-number": number },
     make("header", {}, make("span", { class: "role" }, asText(role)), name ? make("span", {}, asText(name)) : null,
-      author ? make("span", { class: "author" }, asText(author)) : null, link, make("span", { class: "number" }, number)),
+      author ? make("span", { class: "author" }, asText(author)) : null, link, make("span", { class: "number" }, `message ${number}`)),
     said, Array.isArray(calls) ? calls.map(callOf) : null,
     Object.keys(more).length ? folded(Object.keys(more).join(", "), asText(more)) : null);
 }

@@ -6,9 +6,9 @@ import { fillLegend, nameOf, scaleOf } from "./colors.js";
 import { messageOf, showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
 import { showGiving } from "./late.js";
-import { count, short } from "./numbers.js";
+import { count, several, short } from "./numbers.js";
 import { tokenLink } from "./rollout.js";
-import { PREFERRED, columnsOf, drawStrip, hasTold, placesOf } from "./tokens.js";
+import { PREFERRED, columnsOf, drawStrip, hasUnwritten, placesOf } from "./tokens.js";
 
 const AT_ONCE = 8; // rollouts read at a time
 const VERSIONS = 30; // policy versions with a link each, around the one that is shown
@@ -65,16 +65,20 @@ export async function show(main, { parameters, keep, signal }) {
 
   /** Says the outcomes and what follows from them. */
   function judge() {
-    const { mean, deviation } = spread(told.rollouts.map((row) => row.outcome).filter((value) => typeof value === "number"));
-    fill(summary, [`${count(told.rollouts.length)} ${told.rollouts.length === 1 ? "rollout" : "rollouts"}`,
+    const spreadOf = (rows) => spread(rows.map((row) => row.outcome).filter((value) => typeof value === "number"));
+    const { mean, deviation } = spreadOf(told.rollouts);
+    const groups = Map.groupBy(told.rollouts, (row) => row.version_high); // in which rewards are compared
+    const spreads = new Map([...groups].map(([version, rows]) => [version, spreadOf(rows)]));
+    fill(summary, [`${several(told.rollouts.length, "rollout")}${told.version === null && all > 1 ? ", newest first" : ""}`,
       mean === null ? "no outcome is known" : `mean outcome ${short(mean)}`, deviation === null ? null : `standard deviation ${short(deviation)}`,
       told.version === null || all > 1 ? null : `policy version ${told.version}`].filter(Boolean).join(" · "));
     read.forEach(({ judged }, at) => {
-      const { outcome } = told.rollouts[at];
-      const advantage = typeof outcome === "number" && deviation ? (outcome - mean) / deviation : null;
+      const { outcome, version_high: version } = told.rollouts[at];
+      const group = spreads.get(version);
+      const advantage = typeof outcome === "number" && group.deviation ? (outcome - group.mean) / group.deviation : null;
       const mood = outcome > 0.5 ? "good" : outcome <= 0 ? "bad" : "middling";
       fill(judged, outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(outcome)),
-        fact("advantage in group", advantage === null ? null : make("span", { title: "(outcome − mean) ÷ standard deviation of these rollouts" }, short(advantage))));
+        advantage === null ? null : make("span", { class: "pair", title: "(outcome − mean) ÷ standard deviation, of the task's rollouts of this policy version" }, make("span", { class: "quiet" }, "advantage in group"), " ", short(advantage)));
     });
   }
 
@@ -91,12 +95,12 @@ export async function show(main, { parameters, keep, signal }) {
     const judged = make("span", { class: "judged" });
     const strip = make("canvas", { class: "map", height: 16, "aria-hidden": "true" });
     const said = make("div", { class: "said-by" });
-    const among = amongOf(`task = '${task.replaceAll("'", "''")}'${told.version === null ? "" : ` and version_high = ${told.version}`}`, "trajectory_id");
+    const among = amongOf(`task = '${task.replaceAll("'", "''")}'${told.version === null ? "" : ` and version_high = ${told.version}`}`, told.version === null ? "trajectory_id desc" : "trajectory_id");
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
       make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}${among}` }, row.trajectory_id), judged),
-      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response", row.response ? count(row.response) : null), fact("turns", row.turns),
+      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response tokens", row.response ? count(row.response) : null), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
-        fact("drawn", row.uses ? `${count(row.uses)} ${row.uses === 1 ? "time" : "times"}` : null), row.demonstration ? fact("a demonstration", "") : null),
+        fact("drawn", row.uses ? several(row.uses, "time") : null), row.demonstration ? fact("a demonstration", "") : null),
       rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
     return { id: row.trajectory_id, rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
   }
@@ -110,7 +114,7 @@ export async function show(main, { parameters, keep, signal }) {
     for (const { rollout, said, id } of read) {
       fill(said);
       if (rollout.error) continue;
-      if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "It ends with the common messages above."));
+      if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "No further messages."));
       else {
         const places = placesOf(rollout);
         showConversation(said, rollout.messages, (number) => tokenLink(id, places[number]), shared);
@@ -130,13 +134,13 @@ export async function show(main, { parameters, keep, signal }) {
     if (!shown.length) return;
     const values = shown.flatMap(({ column }) => Array.from(column.values));
     const scale = scaleOf(select.value, values);
-    fillLegend(legend, scale, values, shown.some(({ rollout }) => hasTold(rollout)));
+    fillLegend(legend, scale, values, shown.some(({ rollout }) => hasUnwritten(rollout)));
     for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout);
   }
 
   judge();
   if (told.rollouts.length) await more();
-  else fill(siblings, make("p", { class: "nothing" }, "No rollout of this task is here."));
+  else fill(siblings, make("p", { class: "nothing" }, "No rollouts of this task."));
   const idsOf = ({ rollouts }) => rollouts.map((row) => row.trajectory_id).join();
   return {
     async changed(state) {

@@ -1,13 +1,13 @@
-// The values of a trajectory that came late; where the server takes them, a form that gives one or many trajectories more.
+// Late values of a trajectory; with --write, a form that sets values for one or many trajectories.
 
 import { ask, change } from "./api.js";
 import { Refused } from "./bundle.js";
 import { fill, make } from "./dom.js";
-import { count, time } from "./numbers.js";
+import { ZONE, count, several, time } from "./numbers.js";
 
 const PATIENCE = 2000; // ms between two looks while something waits: the writer may also drop it, which is no commit
 
-const PLACES = { store: "", inbox: "waits for the writer", refused: "not taken in" };
+const PLACES = { store: "", inbox: "waits for the writer", refused: "refused by the writer" };
 
 /** Shows the values in a section; `changed` is called when there are others than before. */
 export function showLate(section, { id, signal, changed }) {
@@ -15,7 +15,7 @@ export function showLate(section, { id, signal, changed }) {
   const list = make("div", { class: "given" });
   const status = make("p", { class: "quiet", role: "status" });
   const refused = make("p", { class: "refused", role: "alert" });
-  const form = formOf("Give", [], give);
+  const form = formOf("Set", [], give);
   const details = make("details", {}, title, list, form.element, refused, status);
   let told = { state: "", values: [], names: [], earlier: 0 };
   let write = null;
@@ -40,12 +40,11 @@ export function showLate(section, { id, signal, changed }) {
     if (signal.aborted || number !== asked) return;
     const waiting = countOf(now, "inbox");
     if (waiting) {
-      fill(status, waiting === 1 ? "One value waits in the store's inbox until its writer takes it in."
-        : `${count(waiting)} values wait in the store's inbox until its writer takes them in.`);
+      fill(status, `${several(waiting, "value")} in the store's inbox, until the writer stores ${waiting === 1 ? "it" : "them"}.`);
       later = setTimeout(() => look(), PATIENCE);
     } else if (given || countOf(told, "inbox")) {
       const isRefused = countOf(now, "refused") > countOf(told, "refused");
-      fill(status, given ? `${given} ` : null, isRefused ? "The writer does not take it in." : "It is in the store.");
+      fill(status, given ? `${given} ` : null, isRefused ? "The writer refused it." : "It is stored.");
     }
     told = now;
     tell();
@@ -60,16 +59,16 @@ export function showLate(section, { id, signal, changed }) {
     else details.open = Boolean(write);
     shown = text;
     const held = list.contains(document.activeElement);
-    const latest = told.values.filter((one) => one.latest && one.value !== null);
+    const latest = told.values.filter((one) => one.latest && one.value !== null).reverse();
     fill(title, "Late values", latest.map((one) => make("span", { class: "chip" }, make("span", { class: "quiet" }, one.name), " ", short(one.value))));
     fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, write && take) : []);
     if (held) form.focus();
   }
 
-  /** Gives a value; returns whether it was given. */
+  /** Sets a value; returns whether it was accepted. */
   async function give(name, kind, value) {
     fill(refused);
-    fill(status, "Giving it.");
+    fill(status, "Saving …");
     try {
       await change("annotate", { ids: [id], name, kind, value });
     } catch (error) {
@@ -79,7 +78,7 @@ export function showLate(section, { id, signal, changed }) {
       return false;
     }
     if (signal.aborted) return false;
-    await look(`${kind === "nothing" ? "Taken away" : "Given"}: ${name}.`);
+    await look(`${kind === "nothing" ? "Removed" : "Set"} ${name}.`);
     return true;
   }
 
@@ -90,28 +89,27 @@ export function showLate(section, { id, signal, changed }) {
 }
 
 /**
- * Shows a form that gives all trajectories of a view the same value, or takes theirs back. `ids` returns theirs: { ids, gone },
- * `gone` being how many are there no longer. The form's
- * `tell` is told of how many the view is.
+ * Shows a form that sets or removes a value for all trajectories of a view. `ids` returns { ids, gone }: theirs, and the
+ * number that left the store. Call `tell` with the view's number of trajectories.
  */
 export function showGiving(section, { columns, write, ids, signal }) {
   const title = make("summary", {});
   const status = make("p", { class: "quiet", role: "status" });
   const refused = make("p", { class: "refused", role: "alert" });
-  const form = formOf("Give to all", [make("option", { value: "nothing" }, "taken away")], give);
+  const form = formOf("Set for all", [make("option", { value: "nothing" }, "none: remove it")], give);
   let later = null;
   signal.addEventListener("abort", () => clearTimeout(later));
   fill(section, make("details", {}, title, form.element, refused, status));
-  form.tell(write, columns.filter(({ note }) => note === "came late").map(({ name, type }) => [name, type]));
+  form.tell(write, columns.filter(({ note }) => note === "late value").map(({ name, type }) => [name, type]));
 
   async function give(name, kind, value) {
     clearTimeout(later);
     fill(refused);
-    fill(status, "Giving it.");
+    fill(status, "Saving …");
     let all, gone;
     try {
       ({ ids: all, gone } = await ids());
-      if (!all.length) throw new Refused("Nothing was given: all of them have left the store.");
+      if (!all.length) throw new Refused("Nothing was set: all of them have left the store.");
       await change("annotate", { ids: all, name, kind, value });
     } catch (error) {
       if (!signal.aborted) {
@@ -120,32 +118,32 @@ export function showGiving(section, { columns, write, ids, signal }) {
       }
       return false;
     }
-    await follow(all.at(-1), name, `${kind === "nothing" ? "Taken away from" : "Given to"} ${count(all.length)}: ${name}.${gone ? ` ${count(gone)} others have left the store.` : ""}`);
+    await follow(all.at(-1), name, `${kind === "nothing" ? "Removed" : "Set"} ${name} for ${several(all.length, "trajectory", "trajectories")}.${gone ? ` ${several(gone, "other has", "others have")} left the store.` : ""}`);
     return !signal.aborted;
   }
 
-  /** Says whether what was given has arrived, by the last of its trajectories. */
+  /** Reports whether the value is stored, by the last of its trajectories. */
   async function follow(id, name, said) {
     try {
       const { values } = await ask("notes", { id }, signal);
       const last = values.findLast((one) => one.name === name);
-      if (last?.place === "refused") fill(refused, `The writer does not take it in: ${last.why}`);
+      if (last?.place === "refused") fill(refused, `The writer refused it: ${last.why}`);
       const waits = last?.place === "inbox";
-      fill(status, said, waits ? " It waits in the store's inbox until its writer takes it in." : last?.place === "store" ? " It is in the store." : null);
+      fill(status, said, waits ? " It waits in the store's inbox for the writer." : last?.place === "store" ? " It is stored." : null);
       if (waits) later = setTimeout(() => follow(id, name, said), PATIENCE);
     } catch (error) {
-      if (!signal.aborted) fill(status, said, ` Whether it is in the store is not known: ${error.message}`);
+      if (!signal.aborted) fill(status, said, ` Not known whether it is stored: ${error.message}`);
     }
   }
 
   return { tell: (many) => {
-    section.hidden = many === 0 && !status.textContent; // what was given may be why the condition holds of none
-    fill(title, `Give all ${count(many)} a value`);
+    section.hidden = many === 0 && !status.textContent; // the value may be why no trajectory matches any more
+    fill(title, `Set a value for ${several(many, "trajectory", "trajectories")}`);
   } };
 }
 
 const sentenceOf = (error) => (error instanceof Refused ? error.message
-  : `No answer (${error.message}). If it was given, it is shown once the server answers again.`);
+  : `No answer (${error.message}). If the value was stored, it is shown once the server answers again.`);
 
 const countOf = (told, place) => told.values.filter((one) => one.place === place).length;
 
@@ -154,32 +152,32 @@ const short = (value) => (String(value).length > 40 ? `${String(value).slice(0, 
 function tableOf(told, take) {
   const row = (one) => make("tr", { class: `${one.place} ${one.latest ? "latest" : ""}` },
     make("th", { scope: "row" }, one.name),
-    make("td", { class: typeof one.value === "number" ? "exact" : "said", dir: "auto" }, one.value === null ? make("i", {}, "taken away") : String(one.value)),
+    make("td", { class: typeof one.value === "number" ? "exact" : "said", dir: "auto" }, one.value === null ? make("i", {}, "removed") : String(one.value)),
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
-    make("td", {}, PLACES[one.place], one.why ? `: ${one.why}` : null,
+    make("td", { class: one.why ? null : "quiet" }, one.place === "store" && !one.latest ? "replaced" : PLACES[one.place], one.why ? `: ${one.why}` : null,
       take && one.latest && one.value !== null
-        ? make("button", { type: "button", "aria-label": `Take ${one.name} away`, click: () => take(one.name) }, "Take away") : null));
+        ? make("button", { type: "button", "aria-label": `Remove ${one.name}`, click: () => take(one.name) }, "Remove") : null));
   return [
-    told.earlier ? make("p", { class: "note" }, `${count(told.earlier)} earlier values: trajstore inspect --trajectory shows them.`) : null,
+    told.earlier ? make("p", { class: "note" }, `${several(told.earlier, "earlier value")}: see trajstore inspect --trajectory.`) : null,
     make("table", {}, make("caption", { class: "unseen" }, "Late values, the latest first"),
-      make("thead", {}, make("tr", {}, ["name", "value", "given by", "when", ""].map((name) => make("th", { scope: "col" }, name)))),
+      make("thead", {}, make("tr", {}, ["name", "value", "author", `time, ${ZONE}`, ""].map((name) => make("th", { scope: "col" }, name)))),
       make("tbody", {}, [...told.values].reverse().map(row))),
   ];
 }
 
-/** Returns the form: its element, `tell` who gives and which names there are, with their kinds, and `focus`. */
+/** Returns the form: its element, `tell` with the author and the known names and kinds, and `focus`. */
 function formOf(title, kindsMore, give) {
   const name = make("input", { id: "late-name", list: "late-names", autocomplete: "off", spellcheck: "false", autocapitalize: "off", size: "16" });
   const names = make("datalist", { id: "late-names" });
-  const kind = make("select", { id: "late-kind" }, make("option", { value: "number" }, "a number"), make("option", { value: "text" }, "a text"), kindsMore);
+  const kind = make("select", { id: "late-kind" }, make("option", { value: "number" }, "number"), make("option", { value: "text" }, "text"), kindsMore);
   const value = make("textarea", { id: "late-value", rows: "1", "aria-describedby": "late-keys", autocomplete: "off" });
   const button = make("button", { type: "submit" }, title);
   const who = make("span", { class: "quiet" });
-  const element = make("form", { class: "give", "aria-label": "Give a value", novalidate: true, hidden: true, submit: send },
-    make("label", { for: "late-name" }, "Name"), name, names, make("label", { for: "late-kind" }, "is"), kind,
+  const element = make("form", { class: "give", "aria-label": "Set a value", novalidate: true, hidden: true, submit: send },
+    make("label", { for: "late-name" }, "Name"), name, names, make("label", { for: "late-kind" }, "Type"), kind,
     make("label", { for: "late-value" }, "Value"), value, button, who,
-    make("span", { class: "unseen", id: "late-keys" }, "Enter gives it, Shift and Enter begin a new line"));
+    make("span", { class: "unseen", id: "late-keys" }, "Enter sets it, Shift and Enter begin a new line"));
   let kinds = new Map();
   let busy = false;
 
@@ -211,7 +209,7 @@ function formOf(title, kindsMore, give) {
       element.hidden = false;
       kinds = new Map(known);
       fill(names, known.map(([one]) => make("option", { value: one })));
-      fill(who, write.who ? `as ${write.who}` : "by nobody in particular: --who NAME says who");
+      fill(who, write.who ? `author: ${write.who}` : "without an author: --who NAME sets one");
     },
   };
 }

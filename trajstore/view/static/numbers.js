@@ -25,19 +25,32 @@ export function exact(value, type) {
   return String(value);
 }
 
+export const size = (bytes) => {
+  const unit = Math.min(4, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
+  return `${short(Number((bytes / 1024 ** unit).toPrecision(3)))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+};
+
 const TIME = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "medium" });
+
+/** Time zone of all times on the page. */
+export const ZONE = TIME.resolvedOptions().timeZone;
+
+const milliseconds = (second) => `.${String(Math.round(1000 * second) % 1000).padStart(3, "0")}`;
+
+/** Returns a time in seconds since 1970, with milliseconds where points are less than a second apart. */
+export const moment = (second, apart) => time(1000 * second) + (apart < 1 ? milliseconds(second) : "");
 
 /** Returns texts for points of an axis of time, in seconds since 1970, as short as their distance allows. */
 export const ticks = (seconds, apart) => seconds.map((second) => {
   const text = time(1000 * second);
   if (apart >= 86400) return text.slice(5, 10);
   if (apart >= 60) return seconds.at(-1) - seconds[0] > 86400 ? text.slice(5, 16) : text.slice(11, 16);
-  return apart >= 1 ? text.slice(11) : `${text.slice(14)}.${String(Math.round(1000 * (second % 1))).padStart(3, "0")}`;
+  return text.slice(11) + (apart < 1 ? milliseconds(second) : "");
 });
 
-/** Returns a time of day here, of milliseconds since 1970. */
-export function time(milliseconds) {
-  if (milliseconds === null) return "";
-  const date = new Date(milliseconds);
-  return Number.isNaN(date.getTime()) ? String(milliseconds) : TIME.format(date); // a clock may say anything
+/** Returns a time in the browser's zone, of milliseconds since 1970. */
+export function time(value) {
+  if (value === null) return "";
+  const date = new Date(value);
+  return Number.isNaN(date.getTime()) ? String(value) : TIME.format(date); // a clock may say anything
 }

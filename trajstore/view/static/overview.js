@@ -3,14 +3,14 @@
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
-import { count, several, short, ticks, time } from "./numbers.js";
+import { ZONE, count, moment, several, short, size, ticks, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
   { name: "success_rate", title: "Mean success rate" },
   { name: "response", title: "Mean response tokens" },
   { name: "turns", title: "Mean turns" },
-  { name: "count", title: "Trajectories" },
+  { name: "count", title: "Number of trajectories" },
 ];
 /** Curves for which trajectories are read, at most 8 per point. */
 const SAMPLED = [
@@ -21,20 +21,17 @@ const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "tu
 
 const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
 
-const size = (bytes) => {
-  const unit = Math.min(4, Math.floor(Math.log2(Math.max(1, bytes)) / 10));
-  return `${short(Number((bytes / 1024 ** unit).toPrecision(3)))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
-};
-
 const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 174, padding: [8, 12, 0, 0] });
 
-/** Returns the two axes of a curve; the lower one has a title, and `more`. */
-function axes(label, more = {}) {
+/** Returns the two axes of a curve; the lower one has a title, and `more`; the other one `more` of its own. */
+function axes(label, more = {}, upright = {}) {
   const all = { stroke: styleOf("--soft"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))) }];
+  return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))), ...upright }];
 }
+
+const meanOf = (mean, deviation, n) => `${short(mean)}${deviation === null ? "" : ` ± ${short(deviation)}`}${n === null ? "" : `, n = ${count(n)}`}`;
 
 const numberOf = (value) => (typeof value === "number" ? value : null);
 
@@ -68,11 +65,11 @@ export async function show(main, { parameters, keep, signal }) {
   const read = {}; // the last sampled curves told, by name and what they are over
   let isReading = false;
   const chosen = {}; // by curve: which point the keyboard is at; the last one unless it was moved
-  const field = conditionField(parameters.get("where") ?? "", (task) => `task = ${task}`, () => {
+  const field = conditionField(parameters.get("where") ?? "", () => {
     keep({ where: field.condition() });
     start();
   });
-  const axis = make("div", { class: "switch", role: "group", "aria-label": "Curves over" },
+  const axis = make("div", { class: "switch", role: "group", "aria-label": "Curves over" }, make("span", { class: "quiet" }, "Curves over"),
     [["version", "Policy version"], ["time", "Time"]].map(([name, title]) => make("button", {
       type: "button", "data-over": name, click: () => {
         over = name;
@@ -86,7 +83,7 @@ export async function show(main, { parameters, keep, signal }) {
   const compared = make("div", { class: "compared quiet" });
   const lacking = make("ul", { class: "lacking" });
   const curves = make("div", { class: "curves" });
-  const help = make("p", { class: "note", hidden: true }, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. Point at a curve for its values; click a point or a bar to see its trajectories.");
+  const help = make("p", { class: "note", hidden: true });
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
   fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, curves, help, pool, tasks);
@@ -139,32 +136,32 @@ export async function show(main, { parameters, keep, signal }) {
   const within = (condition) => (told.where ? `(${told.where}) and ${condition}` : condition);
 
   function lay() {
-    axis.hidden = !hasTimes();
-    for (const button of axis.children) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
+    axis.hidden = !hasTimes() || told.trajectories === 0;
+    for (const button of axis.querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
     const pairsOf = (told) => [
       ["trajectories", count(told.trajectories)],
-      ["mean outcome", told.outcome === null || isSaid() ? null : short(told.outcome)],
+      ["mean outcome", told.outcome === null || isSaid() ? null : meanOf(told.outcome, told.outcome_sd, told.outcome_n === told.trajectories ? null : told.outcome_n)],
       ["tasks", told.tasks ? count(told.tasks) : null],
-      ["policy versions", told.by_version.x.length ? `${short(told.by_version.x[0])} to ${short(told.by_version.x.at(-1))}` : null],
-      ["samples", told.agents < told.trajectories ? count(told.samples) : null],
+      ["policy versions", told.by_version.x.length ? [...new Set([told.by_version.x[0], told.by_version.x.at(-1)])].map(short).join(" to ") : null],
+      ["samples (steps × environments)", told.agents < told.trajectories ? count(told.samples) : null],
       ["size", size(told.bytes)],
-      ["first commit", told.begun === null ? null : time(told.begun)],
-      ["last commit", told.ended === null ? null : time(told.ended)],
+      [`first commit, ${ZONE}`, told.begun === null ? null : time(told.begun)],
+      [`last commit, ${ZONE}`, told.ended === null ? null : time(told.ended)],
     ];
     const others = told.other && pairsOf(told.other);
     fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
     fill(figures, pairsOf(told).map(([name, value], at) => [name, value, others?.[at][1] ?? null]).filter(([, ...values]) => values.some((value) => value !== null))
       .map(([name, value, other]) => make("div", {}, make("dt", {}, name), make("dd", {}, value ?? "–"), others && make("dd", { class: "other" }, other ?? "–"))));
-    const say = (number, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, count(number)), ` ${text}`) : null);
+    const say = (number, noun, text, where) => (number ? make("li", {}, make("a", { href: linkTo(within(where)), "data-focus": where }, several(number, ...noun)), ` ${text}`) : null);
+    const all = ["trajectory", "trajectories"];
     fill(lacking, ...[
       told.pool && told.outcomes[0] !== null ? make("li", { class: "quiet" }, isSaid()
         ? "A pool keeps rollouts that succeeded: the outcome of all of these is 1."
-        : `A pool keeps rollouts whose outcome is high enough: that of these is ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
-      say(told.unreadable_count, "cannot be read: their facts are unknown (trajstore verify says more)", "not readable"),
-      say(told.without_outcome, "rollouts have no outcome", "kind = 'agent' and outcome is null"),
-      told.agents < told.trajectories ? make("li", { class: "quiet" }, "Rewards of blocks are not among the facts: the curve reads some blocks, and each block shows its own.") : null,
+        : `A pool keeps rollouts with a high outcome: from ${short(told.outcomes[0])} to ${short(told.outcomes[1])}.`) : null,
+      say(told.unreadable_count, all, "unreadable, with unknown facts (see trajstore verify)", "not readable"),
+      say(told.without_outcome, ["rollout"], "without an outcome", "kind = 'agent' and outcome is null"),
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
-      say(told.without_version, "have no policy version and are in no curve over versions", "version_high is null")].flat());
+      say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
     fill(tasks, told.by_task.length ? [make("h2", {}, isSaid() ? "Tasks" : "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);
@@ -186,10 +183,12 @@ export async function show(main, { parameters, keep, signal }) {
     const [data, other] = runs().map((one) => (isOver() === "version" ? one.by_version : one.by_time));
     const kept = CURVES.filter(({ name }) => known(name, data) && !(name === "outcome" && isSaid()));
     const sampled = kept.length ? kindsOf(told).filter((curve) => !readOf(curve, 0) || known(curve.name, readOf(curve, 0))) : [];
-    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."),
+    fill(curves, data.x.length ? null : make("p", { class: "nothing" }, isOver() === "version" ? "No policy version is known." : told.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."),
       kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
       Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
+    fill(help, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. ",
+      isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
     for (const curve of kept) drawCurve(curve, data, other);
     for (const curve of sampled) if (readOf(curve, 0)) drawSampled(curve, readOf(curve, 0));
   }
@@ -239,8 +238,7 @@ export async function show(main, { parameters, keep, signal }) {
       const at = points.real.indexOf(point);
       if (point < 0 || points.lines.at(-1)[point] === null) return "";
       if (!hasBand) return short(points.lines[0][point]);
-      const deviation = data[`${name}_sd`][at];
-      return `${short(data[name][at])}${deviation === null ? "" : ` ± ${short(deviation)}`}, n = ${count(data[`${name}_n`][at])}`;
+      return meanOf(data[name][at], data[`${name}_sd`][at], data[`${name}_n`][at]);
     };
     return { ...points, said };
   }
@@ -254,24 +252,27 @@ export async function show(main, { parameters, keep, signal }) {
     curves.querySelector(`[data-curve=${name}]`).replaceWith(figure);
     const hasBand = name !== "count";
     const drawn = [data, other].filter(Boolean).map((one) => lineOf(one, name));
-    const [x, ...lines] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
+    const [x, ...joined] = uPlot.join(drawn.map((one) => [one.x, ...one.lines]));
+    const each = hasBand ? 3 : 1; // arrays of a run, its line the last
+    const [edges, lines] = [true, false].map((isEdge) => joined.filter((_, at) => (at % each < each - 1) === isEdge)); // all lines are drawn over all bands
     const places = new Map(x.map((value, at) => [value, at]));
     const real = drawn[0].real.map((point) => places.get(drawn[0].x[point])); // where the first run has points
-    const seriesOf = ({ said }, run) => [
-      ...(hasBand ? ["high", "low"] : []).map((label) => ({ label, stroke: "transparent", class: "unseen", points: { show: false } })),
-      { class: run ? "other" : null, label: run ? "other" : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, fill: hasBand || run ? undefined : styleOf("--accent-back"), spanGaps: false,
-        points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : "") },
-    ];
+    const seriesOf = ({ said }, run) => ({
+      class: run ? "other" : null, label: other ? runs()[run].path : hasBand ? "mean" : name, stroke: styleOf(run ? "--other" : "--accent"), width: 1.75, spanGaps: false,
+      points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, __, ___, at) => (Number.isInteger(at) ? said(x[at]) : ""),
+    });
     const last = x.length - 1;
+    const momentOf = (at) => moment(at, (x[last] - x[0]) / 60);
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
-      axes: isVersion ? axes("policy version", { incrs: WHOLE }) : axes("time", { space: 84, values: (_, at, __, ___, apart) => ticks(at, apart) }),
+      axes: axes(...(isVersion ? ["policy version", { incrs: WHOLE }] : [`time, ${ZONE}`, { space: 96, values: (_, at, __, ___, apart) => ticks(at, apart) }]), hasBand ? {} : { incrs: WHOLE }),
       hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
-      series: [{ label: isVersion ? "version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : time(1000 * at)) }, ...drawn.flatMap(seriesOf)],
-      bands: hasBand ? drawn.map((_, run) => ({ series: [3 * run + 1, 3 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
-    }, [x, ...lines], figure);
+      series: [{ label: isVersion ? "policy version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : momentOf(at)) },
+        ...edges.map(() => ({ stroke: "transparent", class: "unseen", points: { show: false } })), ...drawn.map(seriesOf)],
+      bands: hasBand ? drawn.map((_, run) => ({ series: [2 * run + 1, 2 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
+    }, [x, ...edges, ...lines], figure);
     plot.setLegend({ idx: last });
     const open = (point) => {
       const at = real.indexOf(point);
@@ -281,11 +282,11 @@ export async function show(main, { parameters, keep, signal }) {
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, real, name, title, isVersion, open, drawn);
+    atKeys(plot, real, name, title, (at) => (isVersion ? `policy version ${at}` : momentOf(at)), open, drawn);
     plots.set(name, plot);
   }
 
-  /** Shows what a pool holds: how many tasks are how difficult, now and over the steps that its journal or files tell. */
+  /** Shows a pool's tasks by difficulty, now and over the steps in its journal or files. */
   function drawPool({ histories, tasks: held, demonstrations, skipped, difficulties, steps, by_step: counts }) {
     const most = Math.max(1, ...difficulties.map(([, number]) => number));
     const [begin, end] = styleOf("--dark") === "1" ? [[0.56, 270], [0.93, 75]] : [[0.66, 75], [0.3, 270]]; // lightness, hue: 3:1 or more on the ground
@@ -298,33 +299,34 @@ export async function show(main, { parameters, keep, signal }) {
       const bar = make("span", { class: "bar-of" });
       bar.style.setProperty("--share", number / most);
       if (steps.length > 1) bar.style.setProperty("--accent", shades[at]);
-      return make("a", { class: "task of-pool", "data-focus": `difficulty ${difficulty}`, href: linkTo(`difficulty = ${difficulty}`) },
+      return make(number ? "a" : "span", { class: "task of-pool", "data-focus": number ? `difficulty ${difficulty}` : null, href: number ? linkTo(`difficulty = ${difficulty}`) : null },
         make("span", { class: "of" }, named(difficulty)), bar, make("span", { class: "number" }, several(number, "task")));
     });
-    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Number of tasks with N successes, by training step, ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Number of tasks with N successes, by training step"));
+    const figure = make("figure", { "data-curve": "difficulty", role: "img", "aria-label": `Number of tasks with N successes, by training step, ${steps[0]} to ${steps.at(-1)}` }, make("figcaption", {}, "Number of tasks with N successes, by training step", make("span", { class: "of" }, "stacked: the top line is the number of tasks")));
     fill(pool, make("h2", {}, "Successes per task"), make("p", { class: "note" },
       `${several(histories, "rollout")}${demonstrations ? ` (${several(demonstrations, "demonstration")} among them)` : ""} of ${several(held, "task")}`,
-      skipped ? `; ${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept` : null, `. Counted in each task's newest step.`), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
+      skipped ? `; ${count(skipped)} more ${skipped === 1 ? "task is" : "tasks are"} solved and no longer kept` : null, ". Successes are counted among the n_rollout rollouts of a task's newest step."), rows, steps.length > 1 ? make("div", { class: "curves" }, figure) : null);
     if (steps.length < 2) return;
     const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
+    const sums = lines.map((_, last) => steps.map((_, at) => lines.slice(0, last + 1).reduce((sum, [, , line]) => sum + line[at], 0)));
     plots.set("difficulty", new uPlot({
-      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false } }, axes: axes("training step", { incrs: WHOLE }),
-      series: [{ label: "step" }, ...lines.map(([label, stroke]) => ({ label, stroke, width: 2, points: { show: steps.length < 80, size: 5, fill: styleOf("--card") } }))],
-    }, [steps, ...lines.map(([, , line]) => line)], figure));
+      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false }, y: { range: (_, __, high) => [0, high * 1.08] } }, axes: axes("training step", { incrs: WHOLE }, { incrs: WHOLE }),
+      series: [{}, ...lines.map(([, fill]) => ({ fill, stroke: styleOf("--card"), width: 1, points: { show: false } })).reverse()], // the lower ones are drawn over the higher
+    }, [steps, ...sums.reverse()], figure));
     figure.append(keyOf(lines));
   }
 
   /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, real, name, title, isVersion, open, drawn) {
-    const x = plot.data[0], y = plot.data[name === "count" ? 1 : 3];
-    const saidAt = (at) => drawn.map(({ said }) => said(x[at])).map((text, run) => (run ? `; other run ${text || "unknown"}` : text || "unknown")).join("");
+  function atKeys(plot, real, name, title, placeOf, open, drawn) {
+    const x = plot.data[0], y = plot.data.at(-drawn.length);
+    const saidAt = (at) => drawn.map(({ said }) => said(x[at]) || "unknown").map((text, run) => (run ? `; ${told.other.path} ${text}` : text)).join("");
     const last = real.length - 1;
     const go = (at) => {
       const number = Math.max(0, Math.min(at, last));
       const here = real[number];
       plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
       plot.over.setAttribute("aria-valuenow", number);
-      plot.over.setAttribute("aria-valuetext", `${isVersion ? `version ${x[here]}` : time(1000 * x[here])}: ${saidAt(here)}`);
+      plot.over.setAttribute("aria-valuetext", `${placeOf(x[here])}: ${saidAt(here)}`);
     };
     const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
     for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);

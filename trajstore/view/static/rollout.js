@@ -63,8 +63,6 @@ export function showRollout(place, told, { parameters, keep, id }) {
     return { leave: leaveFinding, tell };
   }
   view = showTokens(tokens, told, { parameters, keep });
-  tokens.append(make("p", { class: "note" }, told.texts
-    ? `${count(told.tokens)} tokens`
-    : `${count(told.tokens)} tokens, shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text.`));
+  if (!told.texts) tokens.append(make("p", { class: "note" }, "Tokens are shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text."));
   return { leave: () => (view.leave(), leaveFinding()), tell };
 }

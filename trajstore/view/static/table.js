@@ -5,15 +5,25 @@ import { Refused } from "./bundle.js";
 import { NEWEST, amongOf, conditionField } from "./condition.js";
 import { fill, keepingFocus, make } from "./dom.js";
 import { showGiving } from "./late.js";
-import { count, short, time } from "./numbers.js";
+import { ZONE, count, several, short, time } from "./numbers.js";
 
 const ROW = 34; // height of a row, as in style.css
 const PAGE = 100; // rows asked for at a time
 const MOST_HIGH = 12_000_000; // pixels; browsers have a limit, beyond which the bar is scaled
 const PREFERRED = ["trajectory_id", "task", "kind", "outcome", "difficulty", "pool_entropy", "uses", "demonstration", "turns", "steps", "batch", "response", "version_high", "committed"];
-const TITLES = { trajectory_id: "id", version_high: "version", version_low: "version, lowest", response: "response tokens" };
+const TITLES = {
+  trajectory_id: "id", version_high: "policy version", version_low: "lowest policy version", response: "response tokens", batch: "environments",
+  committed: `committed, ${ZONE}`, model_weights_id: "weights id",
+};
 
-const titleOf = (name) => TITLES[name] ?? name.replaceAll("_", " ");
+/** Returns the function that names facts, for a store with these columns: steps are tokens where all trajectories are rollouts. */
+export function titlesOf(columns) {
+  const isKnown = (name) => columns.some((column) => column.name === name && column.known);
+  return (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : TITLES[name] ?? name.replaceAll("_", " "));
+}
+
+/** Describes an order: "by response tokens, descending". */
+export const orderText = (order, title) => `by ${order.replace(/\w+/, title)}`.replace(/ desc$/, ", descending");
 
 /** Returns which columns are shown unless the URL says it: those with values, a kind only where there are two. */
 function chosen(columns, told) {
@@ -42,19 +52,18 @@ export async function show(main, { parameters, keep, signal }) {
   const { pool, write } = about;
   let { columns } = about;
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
-  const title = (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : titleOf(name)); // of rollouts alone
+  const title = (name) => titlesOf(columns)(name);
   const factOf = (name) => (title(name) === name ? null : make("code", {}, name)); // what conditions call it
   const question = { where: parameters.get("where") ?? "", order: parameters.get("order") };
   const asking = () => ({ where: question.where, order: question.order ?? NEWEST });
-  const inOrder = () => (question.order ? `by ${question.order.replace(/\w+/, title)}`.replace(/ desc$/, ", descending")
-    : isKnown("committed") ? "newest commit first" : "newest first");
+  const inOrder = () => (question.order ? orderText(question.order, title) : isKnown("committed") ? "newest commit first" : "newest first");
   let visible = chosen(columns, parameters.get("columns"));
   let pages = new Map(); // number of a page: its rows, or null while it is on its way
   let answer = null; // { state, total }
   let selected = Number(parameters.get("row") ?? 0);
   let asked = 0; // counts questions: late answers to others are not shown
 
-  const field = conditionField(question.where, (task) => `outcome > 0 and task = ${task}`, () => {
+  const field = conditionField(question.where, () => {
     question.where = field.condition();
     keep({ where: question.where, row: null });
     selected = 0;
@@ -80,7 +89,7 @@ export async function show(main, { parameters, keep, signal }) {
     const told = await ask("ids", { ...answer.asking, state: answer.state }, signal);
     if (told.state === answer.state) return told;
     start();
-    throw new Refused("Nothing was given: what was shown is kept no longer. Look at these first.");
+    throw new Refused("Nothing was set: the rows shown were outdated. Check the new ones first.");
   } }) : null;
 
   function offer() {
@@ -96,7 +105,7 @@ export async function show(main, { parameters, keep, signal }) {
     const widths = visible.map((name) => {
       const type = columns.find((column) => column.name === name).type;
       const [least, share] = name === "task" ? [9, 2] : type === "text" ? [7, 1] : type === "time" ? [11, 0] : [5.5, 0.6];
-      return [Math.max(least, 0.55 * title(name).length + 3, 0.45 * name.length + 1.7), share];
+      return [Math.max(least, 0.47 * title(name).length + 2.8, 0.45 * name.length + 1.7), share];
     });
     grid.style.setProperty("--columns", widths.map(([least, share]) => (share ? `minmax(${least}rem, ${share}fr)` : `${least}rem`)).join(" "));
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
@@ -138,7 +147,7 @@ export async function show(main, { parameters, keep, signal }) {
       answer = { ...told, asking: wanted };
       field.suggest(told.rows.find(({ task }) => task)?.task);
       pages = new Map([[first / PAGE, told.rows]]);
-      fill(total, told.total === 1 ? "1 trajectory" : `${count(told.total)} trajectories, ${inOrder()}`);
+      fill(total, several(told.total, "trajectory", "trajectories"), told.total > 1 ? `, ${inOrder()}` : null);
       grid.setAttribute("aria-rowcount", told.total + 1);
       form?.tell(told.total);
       selected = Math.max(0, Math.min(selected, told.total - 1));
@@ -191,7 +200,7 @@ export async function show(main, { parameters, keep, signal }) {
     if (answer.total) grid.setAttribute("aria-activedescendant", `row-${selected}`);
     else {
       grid.removeAttribute("aria-activedescendant");
-      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory is like that." : "No trajectories yet: they appear here once they are committed."));
+      fill(body, make("p", { class: "nothing" }, question.where ? "No trajectory matches the filter." : "No trajectories yet: they appear here once they are committed."));
     }
   }
 
@@ -274,7 +283,7 @@ export async function show(main, { parameters, keep, signal }) {
       if (!answer || told.state === answer.state) return;
       if (grid.scrollTop === 0 && selected === 0) start(false);
       else {
-        fill(news, "Show what is new");
+        fill(news, "Show new trajectories");
         news.hidden = false;
       }
     },

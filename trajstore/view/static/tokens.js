@@ -1,12 +1,12 @@
 // Tokens, coloured by a column. Rows are laid out once; only those in sight are elements, so that 200,000 tokens scroll.
 
-import { TOLD, fillLegend, nameOf, scaleOf } from "./colors.js";
+import { UNWRITTEN, fillLegend, nameOf, scaleOf } from "./colors.js";
 import { fill, make, visible } from "./dom.js";
 import { count, exact } from "./numbers.js";
 
 const ROW = 24; // height of a row, as in style.css
 const LONGEST = 160; // characters of one token that are shown in the text
-const PARTS = { prompt: "prompt", model: "written by the model", told: "told to the model", tokens: "token" };
+const PARTS = { prompt: "prompt", model: "written by the model", observation: "observation", tokens: "token" };
 const WIDE = /[\u1100-\u115f\u2e80-\ua4cf\uac00-\ud7a3\uf900-\ufaff\ufe30-\ufe6f\uff00-\uff60\uffe0-\uffe6\u{1f000}-\u{1faff}\u{20000}-\u{3fffd}]/u;
 export const PREFERRED = ["notes.advantages", "metadata.advantages", "metadata.advantage", "old_log_probs", "rollout_log_probs", "entropys", "loss_mask", "response_mask"];
 
@@ -55,10 +55,10 @@ function partAt(parts, at) {
   return parts[part]?.[0] ?? "tokens";
 }
 
-const isTold = (part) => part === "prompt" || part === "told";
+const isUnwritten = (part) => part === "prompt" || part === "observation";
 
 /** Whether a rollout has tokens that the model did not write. */
-export const hasTold = ({ parts }) => parts.some(([name]) => isTold(name));
+export const hasUnwritten = ({ parts }) => parts.some(([name]) => isUnwritten(name));
 
 const NEEDLE = 60; // characters of a message by which its tokens are found
 
@@ -100,7 +100,7 @@ export function placesOf(told) {
     if (needle === "") token = (isModels[number] ? models.find((first) => (ends[first - 1] ?? 0) >= from) : null) ?? null; // it only calls
     else for (let place = all.indexOf(needle, from); place >= 0 && token === null; place = all.indexOf(needle, place + 1)) {
       const found = tokenAt(place);
-      if (partAt(told.parts, found) !== (isModels[number] ? "told" : "model")) token = found;
+      if (partAt(told.parts, found) !== (isModels[number] ? "observation" : "model")) token = found;
     }
     if (token !== null) from = ends[token];
     return token;
@@ -120,12 +120,12 @@ export function drawStrip(canvas, column, scale, { tokens, parts }) {
     const to = Math.max(from + 1, Math.floor(((x + 1) * tokens) / width));
     let most = 0, value = 0, isGrey = true;
     for (let at = from; at < to; at += Math.max(1, (to - from) >> 6)) {
-      isGrey = isGrey && isTold(partAt(parts, at));
+      isGrey = isGrey && isUnwritten(partAt(parts, at));
       const here = valueAt(column, at);
       if (here === undefined || !Number.isFinite(here) || Math.abs(here - center) < most) continue;
       [most, value] = [Math.abs(here - center), here];
     }
-    pen.fillStyle = (most && scale.background(value)) || (isGrey ? TOLD : "transparent");
+    pen.fillStyle = (most && scale.background(value)) || (isGrey ? UNWRITTEN : "transparent");
     pen.fillRect(x, 0, 1, canvas.height);
   }
 }
@@ -253,7 +253,7 @@ export function showTokens(place, told, { parameters, keep }) {
     if (!column) return;
     scale = scaleOf(column.name, column.values);
     for (const element of canvas.querySelectorAll(".token")) dye(element, Number(element.dataset.at));
-    fillLegend(legend, scale, column.values, hasTold(told));
+    fillLegend(legend, scale, column.values, hasUnwritten(told));
     drawStrip(map, column, scale, told);
   }
 

@@ -3,15 +3,15 @@
 import { ask, askTrajectory } from "./api.js";
 import { NEWEST } from "./condition.js";
 import { fill, make } from "./dom.js";
-import { count, short, time } from "./numbers.js";
+import { count, short, size, time } from "./numbers.js";
 import { showBlock } from "./block.js";
 import { showLate } from "./late.js";
 import { showRollout } from "./rollout.js";
+import { orderText, titlesOf } from "./table.js";
 
-const SHOWN = {
-  outcome: "outcome", success_rate: "success rate", difficulty: "difficulty", pool_entropy: "entropy when it entered", uses: "uses", turns: "turns", steps: "steps", batch: "environments", response: "response tokens",
-  version_high: "policy version", committed: "committed", model_weights_id: "weights", data_id: "data", rollout_id: "rollout",
-};
+const SHOWN = [
+  "outcome", "success_rate", "difficulty", "pool_entropy", "uses", "turns", "steps", "batch", "response", "version_high", "committed", "model_weights_id", "data_id", "rollout_id",
+];
 
 export async function show(main, { of: id, parameters, keep, signal }) {
   const facts = make("dl", { class: "facts" });
@@ -22,10 +22,10 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, late, place);
   const where = parameters.get("where") ?? "", order = parameters.get("order") ?? NEWEST;
   /** Links to the trajectories before and after this one in the list that it was opened from. */
-  const askAround = () => ask("around", { id, where, order }, signal).then(({ at, total, previous, next }) => {
+  const askAround = () => Promise.all([ask("around", { id, where, order }, signal), ask("about", {}, signal)]).then(([{ at, total, previous, next }, { columns }]) => {
     fill(neighbours, neighbour(previous, "p", "‹ Previous"), neighbour(next, "n", "Next ›"),
       at === null ? null : make("span", { class: "quiet" }, `${count(at + 1)} of ${count(total)}`, where ? [" where ", make("code", {}, where)] : null,
-        order === NEWEST ? ", newest first" : `, by ${order.replace(/ desc$/, ", descending")}`));
+        order === NEWEST ? ", newest first" : `, ${orderText(order, titlesOf(columns))}`));
   }, (error) => !signal.aborted && fill(neighbours, make("span", { class: "refused" }, error.message)));
   askAround();
   const askFacts = () => ask("facts", { id }, signal).then((told) => {
@@ -61,24 +61,22 @@ function neighbour(id, key, title) {
 
 function tell(facts, told) {
   const pairs = [];
+  const titleOf = titlesOf([{ name: told.kind === "agent" ? "response" : "batch", known: true }]);
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
   if (told.task !== null) {
     const group = new URLSearchParams(told.version_high === null || "pool_entropy" in told ? { task: told.task } : { task: told.task, version: told.version_high });
     add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task));
   }
-  for (const [name, title] of Object.entries(SHOWN)) {
-    const value = told[name] ?? null;
+  for (const name of [...SHOWN, ...Object.keys(told).filter((name) => name.startsWith("reward_"))]) {
+    const [value, title] = [told[name] ?? null, titleOf(name)];
     if (value === null || (told.kind === "agent" && name === "batch") || (name === "response" && value === 0)) continue;
     if (name === "outcome") {
       const mood = value > 0.5 ? "good" : value <= 0 ? "bad" : "middling";
       add(title, make("span", { class: `outcome ${mood}` }, short(value)));
-    } else add(told.kind === "agent" && name === "steps" ? "tokens" : title, name === "committed" ? time(value) : short(value));
-  }
-  for (const [name, value] of Object.entries(told)) {
-    if (name.startsWith("reward_") && value !== null) add(name.slice(7), short(value));
+    } else add(title, name === "committed" ? time(value) : short(value));
   }
   if ("demonstration" in told) add("demonstration", told.demonstration ? "yes" : "no");
   if (told.terminated !== null) add("terminated", told.terminated ? "yes" : "no");
-  add("size", `${count(told.bytes)} B`);
+  add("size", make("span", { title: `${count(told.bytes)} bytes` }, size(told.bytes)));
   fill(facts, pairs);
 }

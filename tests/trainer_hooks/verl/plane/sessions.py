@@ -18,6 +18,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
+from tests import rays
 from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
@@ -147,13 +148,19 @@ def shown(row: Row, mode: TrainMode) -> Row:
 @contextmanager
 def own_plane() -> Iterator[None]:
     """Run a data plane in a separate Ray instance."""
-    if ray.is_initialized():
-        pytest.skip("needs a Ray of its own, and one runs in this process already")
+    rays.stop()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # a worker for every CPU would take long to start
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("OMP_NUM_THREADS", "1")
-        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
+        runtime_env = {"py_executable": rays.executable("ray", "verl.trainer.ppo.v1", "trainer_hooks.verl.session")}
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=150_000_000,
+            runtime_env=runtime_env,
+        )
         try:
             storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
             tq.init(OmegaConf.create({"backend": {"storage_backend": BACKEND, "SimpleStorage": storage}}))

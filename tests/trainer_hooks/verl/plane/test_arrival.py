@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -112,7 +111,7 @@ def test_rows_that_are_no_rollouts_are_reported_and_cost_only_themselves(
     recorder: RecorderHandle, tmp_path: Path
 ) -> None:
     row = fresh_row("u")
-    add_rows([replace(row, key="u_with_underscores_0_0")], TRAINING)
+    add_rows([fresh_row("u_with_underscores")], TRAINING)
     add_rows([row], TRAINING)
     status = recorder.flush()
     assert (status.recorded, status.lost, status.waiting) == (1, 1, 0)

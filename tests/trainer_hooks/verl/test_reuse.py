@@ -1,0 +1,100 @@
+"""After a crash, prompts are matched with the finished rollouts of the interrupted step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
+
+from tests.trainer_hooks.verl.builders import fresh_row
+from trainer_hooks.transfer_queue import Row
+from trainer_hooks.verl.arrival import TRAINED_STEP, VerlRollouts
+from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.reading import RunTokenizer
+from trainer_hooks.verl.reuse import REUSE_LOOP, Finished, Reuse
+from trainer_hooks.verl.reused_loop import outputs_of
+from trainer_hooks.verl.rows import REUSE
+from trajstore import TrajectoryReplayBuffer, annotate
+
+STEP = 4
+"""Step of the checkpoint."""
+
+
+def sampled(uid: str, session: int, *, index: int = 0, weights: tuple[int, int] = (STEP, STEP), output: int = 0) -> Row:
+    """Return a row whose rollout these weights began and ended."""
+    row = fresh_row(uid, session, index=index, seed=index, response=3 + session, output=output)
+    versions = dict(zip(("min_global_steps", "max_global_steps"), weights, strict=True))
+    extra = {**row.columns["extra_fields"], **versions, "own": 1}
+    return Row(row.key, {**row.tag, **versions}, {**row.columns, "extra_fields": extra})
+
+
+def prompts(*indices: int, content: str = "task") -> TensorDict:
+    columns: dict[str, list[Any]] = {
+        "uid": [f"new{place}" for place in range(len(indices))],
+        "index": list(indices),
+        "data_source": ["sums"] * len(indices),
+        "raw_prompt": [[{"role": "user", "content": f"{content} {index}"}] for index in indices],
+    }
+    return TensorDict({name: NonTensorStack(*values) for name, values in columns.items()}, batch_size=len(indices))
+
+
+def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def records(run: str, sampling: str = "options") -> VerlRollouts:
+        return VerlRollouts(OutcomeRule(), RunTokenizer("tokens"), run, text=False, sampling=sampling)
+
+    two = [sampled("u1", 0, index=1), sampled("u1", 0, index=1, output=1)]
+    rows = [[sampled("u0", 0)], [sampled("u0", 2)], two, [sampled("u2", 0, index=2)]]
+    finished = [rollout for put in rows for rollout, _ in records("run-a").rollouts(put)]
+    others = [
+        *records("run-b").rollouts([sampled("u3", 0, index=3)]),
+        *records("run-a", "other").rollouts([sampled("u4", 0, index=3)]),
+        *records("run-a").rollouts([sampled("u5", 0, index=3, weights=(STEP, STEP + 1))]),
+        *records("run-a").rollouts([sampled("u6", 0, index=3, weights=(STEP + 1, STEP + 1))]),
+    ]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format="pt") as buffer:
+        ids = buffer.add_trajectories([*finished, *(rollout for rollout, _ in others)])
+        annotate(buffer, ids[1:2], {TRAINED_STEP: [STEP + 1]})
+
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        reuse = Reuse("options", "usual")
+        reuse.find(reader, STEP, {"run-a"})
+        with caplog.at_level(logging.INFO):
+            named = reuse.named(prompts(3, 0, 1, 0), STEP + 1)
+        assert list(named["uid"]) == ["new0", "u0", "u1", "new3"], "a group has one prompt"
+        message = caplog.messages[-1]
+        assert message.startswith("step 5: 3 finished rollouts of 2 prompts are in the store")
+        for reason in ("newer weights", "another run", "other options", "several steps", "prompts that are not in the"):
+            assert reason in message
+
+        offered = reuse.offered(named)
+        assert list(offered["agent_name"]) == ["usual", REUSE_LOOP, REUSE_LOOP, "usual"]
+        texts = [Finished.of_text(text) for text in list(offered[REUSE]) if text]
+        assert texts == [Finished("usual", {0: ids[0], 2: ids[1]}), Finished("usual", {0: ids[2]})]
+        again = prompts(2)
+        assert reuse.offered(again) is again
+        assert list(reuse.named(prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
+        assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
+        kept = Reuse("options", "usual")
+        kept.find(reader, STEP, None, unfinished=True)
+        kept.named(prompts(0), STEP + 1)
+        assert [group.sessions for group in kept._offers.values()] == [{0: ids[0]}]
+
+        # The agent loop's outputs are those of the first time, bit by bit.
+        for put, number in zip(rows, ids, strict=False):
+            outputs = outputs_of(reader.get(number))
+            for row, output in zip(put, outputs, strict=True):
+                columns = output.as_dict()
+                assert columns["extra_fields"].pop(REUSE)
+                for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"):
+                    assert torch.equal(columns[name], row.columns[name]), name
+                    assert columns[name].dtype == row.columns[name].dtype
+                extra = {"turn_scores": [], "tool_rewards": [], **row.columns["extra_fields"]}
+                assert columns["extra_fields"] == extra
+        unrated = dataclasses.replace(reader.get(ids[0]), reward=None)
+        assert outputs_of(unrated)[0].reward_score is None

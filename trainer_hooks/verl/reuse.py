@@ -1,0 +1,196 @@
+"""Finished rollouts of an interrupted step take the place of ones to be generated.
+
+A prompt gets the ``uid`` of its interrupted group, so its missing sessions complete this group; the agent loop
+``trajstore_reuse`` returns a finished session from the store.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
+
+from trainer_hooks.guidance.context import GUIDANCE
+from trainer_hooks.replay.rows import row_count
+from trainer_hooks.verl.arrival import DROPPED_STEP, TRAINED_STEP
+from trainer_hooks.verl.asking import column_of
+from trainer_hooks.verl.rows import REUSE, SAMPLING, messages_of
+from trainer_hooks.verl.tasks import task_name
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.columns.facts import GIVEN
+from trajstore.core.reading.contents import Contents
+from trajstore.errors import TrajectoryUnavailableError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+REUSE_LOOP = "trajstore_reuse"
+"""Name of the agent loop of reused rollouts in verl's registry."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Finished rollouts of a prompt, as sent to its agent loop."""
+
+    loop: str
+    """Agent loop of the other rollouts."""
+    sessions: dict[int, int]
+    """Trajectory id by session."""
+
+    def to_text(self) -> str:
+        """Return the column's text; inverse of :meth:`of_text`."""
+        return json.dumps([self.loop, list(self.sessions.items())])
+
+    @classmethod
+    def of_text(cls, text: str) -> Finished:
+        """Return the finished rollouts in a column's text."""
+        loop, sessions = json.loads(text)
+        return cls(loop, dict(sessions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A prompt's rollouts in the store."""
+
+    uid: str
+    task: str
+    messages: list[dict[str, Any]]
+    """Of the prompt, and of a response."""
+    sessions: dict[int, int] = field(default_factory=dict)
+    """Trajectory id by session."""
+
+    def answers(self, messages: list[dict[str, Any]]) -> bool:
+        """Return whether these are the prompt's messages; those of a response have an author."""
+        count = len(messages)
+        return self.messages[:count] == messages and all("author" in more for more in self.messages[count:])
+
+
+class Reuse:
+    """The rollouts of the step that a crash interrupted. Not thread-safe.
+
+    Args:
+        sampling: digest of the options that rollouts depend on.
+        agent_loop: agent loop of prompts that name none.
+    """
+
+    def __init__(self, sampling: str, agent_loop: str) -> None:
+        self._sampling = sampling
+        self._agent_loop = agent_loop
+        self._groups: list[_Group] = []
+        """Groups without a prompt."""
+        self._offers: dict[str, _Group] = {}
+        """Groups of prompts that are not generated yet, by ``uid``."""
+        self._step = -1
+        self._refused: Counter[str] = Counter()
+
+    def find(self, reader: Reader, step: int, runs: Container[str] | None, *, unfinished: bool = False) -> None:
+        """Find the rollouts that the weights of a checkpoint sampled.
+
+        Args:
+            reader: of the recorded rollouts.
+            step: step of the checkpoint; 0 = none.
+            runs: ids of the processes that sampled with these weights; ``None`` = all.
+            unfinished: leave out rollouts of steps that finished.
+        """
+        ids, versions = reader.live.locked(_ids_and_versions)
+        self._step = step + 1
+        self._refused = Counter({"sampled by newer weights than the checkpoint's": int((versions > step + 1).sum())})
+        groups: dict[str, _Group] = {}
+        for number, rollout in _rollouts(reader, ids[versions == step + 1].tolist()):
+            late = rollout.metadata.get(GIVEN, {})
+            finished = unfinished and (TRAINED_STEP in late or DROPPED_STEP in late)
+            if reason := "of finished steps, in the pool" if finished else self._refusal(rollout, runs):
+                self._refused[reason] += 1
+                continue
+            uid, session = rollout.rollout_id.split("_")[:2]
+            group = groups.setdefault(uid, _Group(uid, rollout.task_id, rollout.messages))
+            group.sessions.setdefault(int(session), number)
+        self._groups = list(groups.values())
+
+    def _refusal(self, rollout: AgentTrajectory, runs: Container[str] | None) -> str:
+        """Return why a rollout of the right version is not reused; empty if it is."""
+        metadata = rollout.metadata
+        if runs is not None and metadata.get("run") not in runs:
+            return "sampled by weights of another run"
+        if metadata.get("min_global_steps") != metadata.get("max_global_steps"):
+            return "sampled by weights of several steps"
+        if metadata.get(SAMPLING) != self._sampling:
+            return "sampled with other options"
+        if GUIDANCE in metadata or metadata.get("outputs") != row_count(rollout):
+            return "guided, or incomplete"
+        return ""
+
+    def named(self, prompts: TensorDict, step: int) -> TensorDict:
+        """Return new prompts; those with finished rollouts have the ``uid`` of these.
+
+        Args:
+            prompts: of the training data.
+            step: that they are for.
+        """
+        if step != self._step:
+            self._groups = []
+        if not self._groups:
+            return prompts
+        uids = list(prompts["uid"])
+        sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")
+        messages = column_of(prompts, "raw_prompt", ())
+        for place, task in enumerate(task_name(*names) for names in zip(sources, indices, strict=True)):
+            asked = messages_of(messages[place])
+            fits = [group for group in self._groups if group.task == task and asked and group.answers(asked)]
+            if fits:
+                uids[place] = fits[0].uid
+                self._offers[fits[0].uid] = fits[0]
+                self._groups.remove(fits[0])
+        self._log()
+        result = prompts.copy()
+        result["uid"] = NonTensorStack(*uids)
+        return result
+
+    def _log(self) -> None:
+        waiting = sum(len(group.sessions) for group in self._groups)
+        reasons = self._refused + Counter({"of prompts that are not in the step, or were changed": waiting})
+        logger.info(
+            "step %d: %d finished rollouts of %d prompts are in the store and are not generated again; not reused: %s",
+            self._step,
+            sum(len(group.sessions) for group in self._offers.values()),
+            len(self._offers),
+            ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none",
+        )
+        self._refused.clear()
+
+    def offered(self, prompts: TensorDict) -> TensorDict:
+        """Return prompts whose finished rollouts come from the store; see :class:`Finished`."""
+        groups = [self._offers.pop(uid, None) for uid in column_of(prompts, "uid", "")] if self._offers else []
+        if not any(groups):
+            return prompts
+        loops = column_of(prompts, "agent_name", self._agent_loop)
+        texts = [""] * len(groups)
+        for place, group in enumerate(groups):
+            if group is not None:
+                texts[place], loops[place] = Finished(loops[place], group.sessions).to_text(), REUSE_LOOP
+        result = prompts.copy()
+        result["agent_name"] = NonTensorStack(*loops)
+        result[REUSE] = NonTensorStack(*texts)
+        return result
+
+
+def _ids_and_versions(contents: Contents) -> tuple[Any, Any]:
+    index = contents.index
+    readable = slice(max(contents.start - index.first, 0), None)
+    return index["trajectory_id"][readable].copy(), index["version_low"][readable].copy()
+
+
+def _rollouts(reader: Reader, ids: list[int]) -> Iterator[tuple[int, AgentTrajectory]]:
+    for number in ids:
+        try:
+            rollout = reader.get(number)
+        except TrajectoryUnavailableError:  # evicted by the capacity
+            continue
+        if isinstance(rollout, AgentTrajectory):
+            yield number, rollout

@@ -1,0 +1,84 @@
+"""The agent loop of prompts with finished rollouts, in verl's workers: returns these, and generates the others."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import hydra
+import ray
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    _agent_loop_registry,
+    register,
+)
+
+from trainer_hooks.replay.compact import with_usual_columns
+from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.transfer_queue import RecorderHandle
+from trainer_hooks.verl.reuse import REUSE_LOOP, Finished
+from trainer_hooks.verl.rows import REUSE
+from trajstore.errors import InvalidTrajectoryError, TrajstoreError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+
+@register(REUSE_LOOP)
+class ReusingAgentLoop:
+    """Returns finished sessions from the store; runs the prompt's own loop for the others.
+
+    Has the constructor and ``run`` of verl's ``AgentLoopBase``. A rollout that cannot be read is generated.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        self._given = given
+
+    async def run(self, sampling_params: dict[str, Any], **named: Any) -> Any:
+        """Return the outputs of one session."""
+        finished = Finished.of_text(named.pop(REUSE))
+        number = finished.sessions.get(int(named["session_id"]))
+        if number is not None:
+            try:
+                if (rollout := await RecorderHandle().recall(number)) is not None:
+                    return outputs_of(rollout)
+            except (ray.exceptions.RayError, TrajstoreError) as error:
+                logger.warning("rollout %d is generated again, it cannot be read: %s", number, error)
+        loop = hydra.utils.instantiate(config=_agent_loop_registry[finished.loop], **self._given)
+        return await loop.run(sampling_params, **named)
+
+
+def outputs_of(rollout: AgentTrajectory) -> list[AgentLoopOutput]:
+    """Return a stored rollout as its agent loop returned it. A reward that is no number is computed again.
+
+    Raises:
+        InvalidTrajectoryError: it has no tokens.
+    """
+    return [_output_of(row) for row in rows_of(rollout)]
+
+
+def _output_of(row: AgentTrajectory) -> AgentLoopOutput:
+    row, metadata = with_usual_columns(row), row.metadata
+    ids, start, mask, log_probs = row.input_ids, row.response_start, row.response_mask, row.rollout_log_probs
+    if ids is None or start is None or mask is None:
+        raise InvalidTrajectoryError(f"rollout {row.rollout_id!r}: lacks tokens or mask")
+    reward = {} if row.reward is None else row.reward.metadata
+    score = reward.get("score")
+    rated = isinstance(score, int | float)
+    return AgentLoopOutput(
+        prompt_ids=ids[:start].tolist(),
+        response_ids=ids[start:].tolist(),
+        response_mask=mask.tolist(),
+        response_logprobs=None if log_probs is None else log_probs.tolist(),
+        reward_score=score if rated else None,
+        num_turns=int(metadata.get("num_turns", 0)),
+        metrics=AgentLoopMetrics(),
+        extra_fields={
+            **metadata.get("extra_fields", {}),
+            **{name: metadata.get(name, []) for name in ("turn_scores", "tool_rewards")},
+            **{name: metadata.get(name) for name in ("min_global_steps", "max_global_steps")},
+            **({"reward_extra_info": dict(reward.get("extra", {}))} if rated else {}),
+            REUSE: True,
+        },
+    )
