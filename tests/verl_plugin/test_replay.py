@@ -108,8 +108,10 @@ def test_resuming_goes_on_as_if_nothing_had_happened(replaying: Training, train:
     for ours, theirs in zip(resumed.steps, replaying.steps[SAVED:], strict=True):
         assert comparable(ours) == pytest.approx(comparable(theirs), rel=TOLERANCE, abs=TOLERANCE)
     replayed_rows(resumed)
-    made = sum(record["recording/rollouts"] for record in resumed.steps)
-    assert len(resumed.rollouts) == before + made, "rollouts recorded before and after the checkpoint remain"
+    first, second = ((record["recording/rollouts"], record["recording/reused"]) for record in resumed.steps)
+    assert first[0] == first[1] > 0, "the rollouts of the step after the checkpoint are in the store"
+    assert second[1] == 0
+    assert len(resumed.rollouts) == before + second[0], "rollouts recorded before and after the checkpoint remain"
 
 
 @pytest.mark.campaign

@@ -5,6 +5,7 @@ A child that may be interrupted, or whose memory is watched, imports it too befo
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def _use_kernels() -> None:
 
 
 torch.set_num_threads(1)  # a child is forked from this process: it must have no threads
+# Torch renews its thread pool at the first use in a child; threads that do so at once get "Invalid thread pool".
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 for _form in list(FORMATS):
     get_format(_form)
     with tempfile.TemporaryDirectory() as _folder:
