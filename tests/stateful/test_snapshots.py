@@ -101,7 +101,7 @@ class Model:
             self.drop(self.on_no_line([point for point in self.snapshots if point.startswith("step-")]))
 
     def differs(self, state: State) -> bool:
-        """Return whether a state differs from the head in what is visible or in the history of values."""
+        """Return whether visible contents or value histories of a state differ from the head's."""
         head, state = self.shown(self.head), self.shown(state)
         return head != state or head.given != state.given
 

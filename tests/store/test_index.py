@@ -234,7 +234,7 @@ def test_threads_add_to_one_table_while_another_reads() -> None:
     sys.setswitchinterval(1e-6)  # a few rounds without the lock give wrong texts
     try:
         for _ in range(6):
-            add_and_read(StringTable(), Barrier(3))
+            add_and_read(StringTable(), Barrier(3))  # asserts all texts
     finally:
         sys.setswitchinterval(interval)
 

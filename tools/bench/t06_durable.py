@@ -87,7 +87,7 @@ def _joined(pool: Sequence[AgentTrajectory]) -> dict[str, Any]:
 
 
 def _add_steps(buffer: Any, step: Mapping[str, Any], total: int) -> None:
-    """Add so many rollouts, a step's with one call, and flush."""
+    """Add this number of rollouts, one call per step, and flush."""
     count = len(step["lengths"])
     for start in range(0, total, count):
         stop = min(count, total - start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from trainer_hooks.verl.tasks import task_name
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import GIVEN
 from trajstore.core.reading.contents import Contents
-from trajstore.errors import TrajectoryUnavailableError
+from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,15 @@ class Reuse:
         self._step = step + 1
         self._refused = Counter({"sampled by newer weights than the checkpoint's": int((versions > step + 1).sum())})
         groups: dict[str, _Group] = {}
-        for number, rollout in _rollouts(reader, ids[versions == step + 1].tolist()):
+        for number in ids[versions == step + 1].tolist():
+            try:
+                rollout = reader.get(number)
+            except (TrajstoreError, OSError) as error:
+                logger.warning("rollout %d is generated again, it cannot be read: %s", number, error)
+                self._refused["unreadable"] += 1
+                continue
+            if not isinstance(rollout, AgentTrajectory):
+                continue
             late = rollout.metadata.get(GIVEN, {})
             finished = unfinished and (TRAINED_STEP in late or DROPPED_STEP in late)
             if reason := "of finished steps, in the pool" if finished else self._refusal(rollout, runs):
@@ -184,13 +192,3 @@ def _ids_and_versions(contents: Contents) -> tuple[Any, Any]:
     index = contents.index
     readable = slice(max(contents.start - index.first, 0), None)
     return index["trajectory_id"][readable].copy(), index["version_low"][readable].copy()
-
-
-def _rollouts(reader: Reader, ids: list[int]) -> Iterator[tuple[int, AgentTrajectory]]:
-    for number in ids:
-        try:
-            rollout = reader.get(number)
-        except TrajectoryUnavailableError:  # evicted by the capacity
-            continue
-        if isinstance(rollout, AgentTrajectory):
-            yield number, rollout

@@ -344,8 +344,8 @@ def test_document_000_verbatim_is_accepted_with_warnings(
 
 def test_kept_experience_goes_with_losses_of_verl(override_verl: Compose) -> None:
     kept = (*SHOWS, "+exp_manager.train_sample_expmode=allkeep")
-    block_of(override_verl, *kept, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo")
-    block_of(override_verl, *kept, "algorithm.rollout_correction.bypass_mode=true")
+    assert block_of(override_verl, *kept, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo").guidance.is_on
+    assert block_of(override_verl, *kept, "algorithm.rollout_correction.bypass_mode=true").guidance.is_on
 
 
 def test_a_trainer_that_ignores_guidance_is_told_of_before_anything_starts(override_verl: Compose) -> None:

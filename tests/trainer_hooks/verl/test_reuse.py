@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,9 @@ from trainer_hooks.verl.reuse import REUSE_LOOP, Finished, Reuse
 from trainer_hooks.verl.reused_loop import outputs_of
 from trainer_hooks.verl.rows import REUSE
 from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.core.buffer.reader import Reader
+from trajstore.errors import CorruptStoreError
+from trajstore.trajectory import AnyTrajectory
 
 STEP = 4
 """Step of the checkpoint."""
@@ -84,6 +88,20 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         kept.find(reader, STEP, None, unfinished=True)
         kept.named(prompts(0), STEP + 1)
         assert [group.sessions for group in kept._offers.values()] == [{0: ids[0]}]
+
+        get = Reader.get
+
+        def damaged(self: Reader, number: int) -> AnyTrajectory:
+            if number == ids[0]:
+                raise CorruptStoreError("shard_00000000.pt: is damaged")
+            return get(self, number)
+
+        with mock.patch.object(Reader, "get", damaged), caplog.at_level(logging.INFO):
+            reuse.find(reader, STEP, {"run-a"})
+            reuse.named(prompts(0), STEP + 1)
+        assert f"rollout {ids[0]} is generated again, it cannot be read: shard_00000000.pt" in caplog.text
+        assert "1 unreadable" in caplog.messages[-1]
+        assert [group.sessions for group in reuse._offers.values()] == [{2: ids[1]}]
 
         # The agent loop's outputs are those of the first time, bit by bit.
         for put, number in zip(rows, ids, strict=False):
