@@ -27,6 +27,16 @@ class SharedFiles(dict[str, Any]):
         return self.copy().items()
 
 
+def open_own(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+    """Open a file for reading at a position of its own: readers of fsspec's memory share one."""
+    if mode != "rb":
+        return SHARED_OPEN(self, path, mode, **options)
+    return MemoryFile(self, path, self.cat_file(path))
+
+
+SHARED_OPEN = MemoryFileSystem._open
+
+
 class Place:
     """A folder for stores: a local one, or one of a bucket in memory.
 
@@ -39,6 +49,7 @@ class Place:
         self.folder, self.bucket = folder, bucket
         if bucket and not isinstance(MemoryFileSystem.store, SharedFiles):
             MemoryFileSystem.store = SharedFiles(MemoryFileSystem.store)
+            MemoryFileSystem._open = open_own
         self.root = f"memory://{folder.name}" if bucket else str(folder)
         self.numbers = iter(range(10_000))
 
