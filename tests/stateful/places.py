@@ -26,6 +26,9 @@ class SharedFiles(dict[str, Any]):
     def items(self) -> Any:
         return self.copy().items()
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
 
 def open_own(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
     """Open a file for reading at a position of its own: readers of fsspec's memory share one."""
