@@ -20,24 +20,37 @@ HELD = ("rename", "unlink", "remove_folder")
 LEFT_OUT = ("readers", "writer.lock")
 
 
-class SharedFiles(dict[str, Any]):
-    """Files of fsspec's memory, which other threads may change while they are listed."""
+ONE = threading.RLock()
+"""Held by each call of fsspec's memory, which expects a single thread: listing it while files change fails."""
 
-    def items(self) -> Any:
-        return self.copy().items()
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.copy())
+def one_at_a_time(genuine: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of fsspec's memory that holds ``ONE``."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with ONE:
+            return genuine(*arguments, **options)
+
+    return call
 
 
 def open_own(self: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
-    """Open a file for reading at a position of its own: readers of fsspec's memory share one."""
+    """Open a file; readers get a position each, where fsspec's memory gives all of them one."""
     if mode != "rb":
         return SHARED_OPEN(self, path, mode, **options)
     return MemoryFile(self, path, self.cat_file(path))
 
 
 SHARED_OPEN = MemoryFileSystem._open
+CALLS = ("ls", "info", "pipe_file", "_rm", "cat_file", "_open")
+
+
+def make_shareable() -> None:
+    """Let the threads of this process share fsspec's memory."""
+    if MemoryFileSystem._open is SHARED_OPEN:
+        MemoryFileSystem._open = open_own
+        for name in CALLS:
+            setattr(MemoryFileSystem, name, one_at_a_time(getattr(MemoryFileSystem, name)))
 
 
 class Place:
@@ -50,9 +63,8 @@ class Place:
 
     def __init__(self, folder: Path, bucket: bool) -> None:
         self.folder, self.bucket = folder, bucket
-        if bucket and not isinstance(MemoryFileSystem.store, SharedFiles):
-            MemoryFileSystem.store = SharedFiles(MemoryFileSystem.store)
-            MemoryFileSystem._open = open_own
+        if bucket:
+            make_shareable()
         self.root = f"memory://{folder.name}" if bucket else str(folder)
         self.numbers = iter(range(10_000))
 
@@ -66,7 +78,7 @@ class Place:
             prefix = path.removeprefix("memory:/") + "/"
             store = {
                 key.removeprefix(prefix): file
-                for key, file in list(MemoryFileSystem.store.items())
+                for key, file in MemoryFileSystem.store.copy().items()
                 if key.startswith(prefix)
             }
             return {name: file.getvalue() for name, file in store.items() if not set(name.split("/")) & set(LEFT_OUT)}
@@ -86,7 +98,7 @@ class Place:
 
     def remove(self) -> None:
         """Remove everything."""
-        for key in [key for key in MemoryFileSystem.store if key.startswith(f"/{self.folder.name}/")]:
+        for key in [key for key in MemoryFileSystem.store.copy() if key.startswith(f"/{self.folder.name}/")]:
             del MemoryFileSystem.store[key]
         shutil.rmtree(self.folder)
 
