@@ -47,6 +47,7 @@ PAGES = [
             "agents",
             "annotating",
             "asking",
+            "converting",
             "copies",
             "curve-broke",
             "damage",
