@@ -71,7 +71,8 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
         kept = Reuse("options", "usual")
         kept.find(reader, STEP, None, unfinished=True)
-        kept.named(new_prompts(0, 1), STEP + 1)
+        with caplog.at_level(logging.INFO):
+            kept.named(new_prompts(0, 1), STEP + 1)
         assert [group.sessions for group in kept._offers.values()] == [{0: ids[2]}], "a reported group is left out"
         assert "2 of groups that the pool knows" in caplog.messages[-1]
 
