@@ -12,7 +12,7 @@ import ray
 import torch
 import transfer_queue as tq
 
-from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.transfer_queue import RecorderHandle
@@ -185,6 +185,29 @@ def test_what_the_pool_had_not_committed_yet(
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_group_in_the_pool_is_not_reused(
+    reported: bool, make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash before the first checkpoint: the pool committed a step, and the rollouts' store its report, or not."""
+    weights = (0, 0)  # the first ones
+    session = make_session(store={"path": str(tmp_path / "pool")})
+    set_values = RecorderHandle.set_values
+    if not reported:
+        monkeypatch.setattr(RecorderHandle, "set_values", lambda *_: None)
+    plane.train(session, [*rollouts("first0", N, 0, weights=weights)], 1)
+    plane.put(rollouts("next1", 2, 1, weights=weights))  # of a process that has not finished its step
+    session.close()
+    monkeypatch.setattr(RecorderHandle, "set_values", set_values)
+
+    resumed = make_session(store={"path": str(tmp_path / "pool")})
+    resumed.resume(None, 0)
+    asked = {planned.task: planned.histories for planned in resumed.plan(TASKS, 0.5, 1)}
+    assert [history.rollout_id for history in asked["sums:0"]] == ["first0_1_0"]
+    named = resumed.reuse.named(new_prompts(0, 1), 1)
+    assert list(named["uid"]) == ["new0", "next1"]
 
 
 # -- A pool file damaged on disk during training --
