@@ -81,10 +81,11 @@ class RecordingWorker:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of the wrapped worker: TRL keeps the place in the data set only for its own worker's class."""
+        """Return the class of the wrapped worker: TRL keeps the place in the data set only for its own class."""
         return type(self.worker)
 
     def update_model_version(self, model_version: int) -> None:
+        """Take over the version of the trainer's weights, and pass it on."""
         self.rollout_buffer.version = model_version
         self.worker.update_model_version(model_version)
 
