@@ -144,16 +144,12 @@ class ReferenceTrainer(Closing):
         step = self.step + 1
         if step == 1:
             self._fill()
-        mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
-        plan = self.hook.before_rollout(mixed)
-        fresh = self._roll_out(plan, step)
-        fresh += self._roll_out(self.hook.replacements(plan, fresh), step, len(fresh))
-        rows = self.hook.batch_rows(plan, fresh)
+        rows, fresh = self._rows(step)
         batch = self._batch(rows)
 
-        parts = torch.randperm(len(rows), generator=self._order).chunk(self.config.minibatches)
+        parts = self._parts(len(rows))
         current, entropys = self._log_probs(batch, parts)
-        old_log_probs = self.hook.log_probs_computed(batch, current)
+        old_log_probs = self._old_log_probs(batch, current)
         advantages = self._advantages(batch, [_outcome(row.trajectory) for row in rows])
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
         position = step * self.config.tasks_per_step
@@ -258,6 +254,22 @@ class ReferenceTrainer(Closing):
         chosen = self._waiting[: self.config.tasks_per_step]
         del self._waiting[: self.config.tasks_per_step]
         return [self._tasks[name] for name in chosen]
+
+    def _rows(self, step: int) -> tuple[list[BatchRow], list[AgentTrajectory]]:
+        """Return the rows of the step's batch, and its fresh rollouts."""
+        mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
+        plan = self.hook.before_rollout(mixed)
+        fresh = self._roll_out(plan, step)
+        fresh += self._roll_out(self.hook.replacements(plan, fresh), step, len(fresh))
+        return self.hook.batch_rows(plan, fresh), fresh
+
+    def _parts(self, rows: int) -> Sequence[Tensor]:
+        """Return the row numbers of each minibatch."""
+        return torch.randperm(rows, generator=self._order).chunk(self.config.minibatches)
+
+    def _old_log_probs(self, batch: Batch, current: Tensor) -> Tensor:
+        """Return the log-probabilities that the ratios of the loss are relative to, [B, R]."""
+        return self.hook.log_probs_computed(batch, current)
 
     def _roll_out(
         self, plan: Sequence[PlannedTask[TextTask]], step: int, first_number: int = 0

@@ -526,6 +526,11 @@ class ExperienceManager:
         """Return the tasks with trajectories in the pool."""
         return list(self._state.entries)
 
+    def rollout_ids(self, policy_version: int) -> frozenset[str]:
+        """Return the ``rollout_id`` of the trajectories that a policy version sampled."""
+        sampled = [entry for entry in self._state.all_entries() if entry.policy_version == policy_version]
+        return frozenset(record.rollout_id for _, record in self._ledger.read(sampled))
+
     @property
     def waiting_tasks(self) -> dict[str, None]:
         """Training tasks displaced by tasks with history, longest waiting first.
