@@ -441,11 +441,13 @@ class ReplaySession:
             ConfigurationError: the cut was made with another tokenizer.
             StoreWriteError: the pool's store could not write; the message names the option.
         """
-        self._find_finished(folder, step)
         if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
             self.guided.load_state(found.guidance)
-        if self._hook.manager is None:
-            return
+        if self._hook.manager is not None:
+            self._resume_pool(folder, step)
+        self._find_finished(folder, step)
+
+    def _resume_pool(self, folder: Path | None, step: int) -> None:
         keeps = self._block.on_resume == "keep"
         try:
             cut = self._go_back(folder, step)
@@ -479,10 +481,12 @@ class ReplaySession:
             except StoreWriteError as error:
                 logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
         with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
-            # A pool that does not go back to the checkpoint has those of finished steps, and could add them to their
-            # own group.
-            keeps = self._block.on_resume == "keep" or folder is None
-            self.reuse.find(reader, step, runs, unfinished=keeps and self.replays)
+            # A pool that does not go back to the checkpoint has rollouts of scored steps, and could add them to their
+            # own group. A crash may have left the pool's commit without the report of the step.
+            manager = self._hook.manager
+            keeps = manager is not None and (self._block.on_resume == "keep" or folder is None)
+            pooled = frozenset[str]() if manager is None else manager.rollout_ids(step + 1)
+            self.reuse.find(reader, step, runs, unfinished=keeps, pooled=pooled)
 
     def close(self) -> None:
         """Flush and close the stores. Idempotent.

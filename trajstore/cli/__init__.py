@@ -19,6 +19,7 @@ from typing import cast
 from trajstore.cli import (
     annotate,
     audit,
+    completion,
     convert,
     copy,
     inspect,
@@ -57,6 +58,7 @@ _BUILT_IN: tuple[Command, ...] = (
     move.MERGE,
     move.SPLIT,
     convert.COMMAND,
+    completion.COMMAND,
 )
 
 

@@ -12,7 +12,7 @@ import ray
 import torch
 import transfer_queue as tq
 
-from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.transfer_queue import RecorderHandle
@@ -185,6 +185,51 @@ def test_what_the_pool_had_not_committed_yet(
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+@pytest.mark.parametrize(
+    ("on_resume", "checkpoint", "reported", "reused"),
+    [
+        ("exact", 0, False, False),
+        ("exact", 0, True, False),
+        ("exact", 1, False, True),
+        ("exact", 1, True, True),
+        ("keep", 1, False, True),
+        ("keep", 1, True, False),
+    ],
+)
+def test_a_rollout_is_reused_or_in_the_pool(
+    on_resume: OnResume,
+    checkpoint: int,
+    reported: bool,
+    reused: bool,
+    make_session: MakeSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A crash after the pool committed a step; the rollouts' store has its report, or not.
+
+    The next process is killed while it generates, and the one after it resumes.
+    """
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    folder, weights, step = tmp_path / "global_step_1", (checkpoint, checkpoint), checkpoint + 1
+    session = make_session(on_resume=on_resume, **pool)
+    if checkpoint:
+        session.save(folder, 1)
+    set_values = RecorderHandle.set_values
+    if not reported:
+        monkeypatch.setattr(RecorderHandle, "set_values", lambda *_: None)
+    plane.train(session, rollouts("scored", N, 0, weights=weights), step)
+    plane.put(rollouts("arrived", 2, 1, weights=weights))
+    session.close()
+    monkeypatch.setattr(RecorderHandle, "set_values", set_values)
+
+    resumed = make_session(on_resume=on_resume, **pool)
+    resumed.resume(folder if checkpoint else None, checkpoint)
+    (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
+    assert bool(history) != reused
+    named = resumed.reuse.named(new_prompts(0, 1), step)
+    assert list(named["uid"]) == ["scored" if reused else "new0", "arrived"]
 
 
 # -- A pool file damaged on disk during training --
