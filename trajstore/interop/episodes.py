@@ -29,6 +29,9 @@ def episodes_of(trajectory: Trajectory) -> Iterator[Trajectory]:
     Raises:
         InvalidTrajectoryError: a field has neither T nor T + E rows.
     """
+    ended, cut = trajectory.terminations, trajectory.truncations
+    if trajectory.dones is None and ended is not None and cut is not None:
+        trajectory = replace(trajectory, dones=ended | cut)
     steps = steps_of(trajectory)
     tensors = {name: value for name in TENSOR_FIELDS if (value := getattr(trajectory, name)) is not None}
     epochs = max((axis_of(name, len(value), steps)[1] for name, value in tensors.items()), default=0) or 1

@@ -62,7 +62,7 @@ class Source:
 class Writer(Protocol):
     """Writes files of a format. Made with the mark of the last durable portion, or None, it removes later data."""
 
-    def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> Any:
+    def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
         """Return the content of a trajectory as it is written.
 
         Args:

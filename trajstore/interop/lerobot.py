@@ -71,8 +71,16 @@ class _Writer(FilesWriter):
     def __init__(self, path: Path, mark: dict[str, Any] | None) -> None:
         _pyarrow()  # a missing package is reported before anything is written
         self._path = path
-        new = {"files": 0, "episodes": 0, "frames": 0, "tasks": [], "features": None, "fps": None, "stats": {}}
-        self._mark: dict[str, Any] = mark or new
+        new: dict[str, Any] = {
+            "files": 0,
+            "episodes": 0,
+            "frames": 0,
+            "tasks": [],
+            "features": None,
+            "fps": None,
+            "stats": {},
+        }
+        self._mark = mark or new
         for folder in ("data", "meta/episodes"):
             (path / folder).mkdir(parents=True, exist_ok=True)
             for number, file in enumerate(sorted((path / folder).rglob("*.parquet"))):

@@ -123,6 +123,11 @@ class _Writer(FilesWriter):
             observations = observations[_STATES]
         columns = {name: arrays_of(getattr(trajectory, name), name).reshape(-1) for name in _NEEDED}
         steps = len(columns["rewards"])
+        ended = columns["terminations"] | columns["truncations"]
+        if not np.array_equal(arrays_of(trajectory.dones, "dones").reshape(-1)[-steps:], ended):
+            raise InvalidTrajectoryError(
+                "dones: differ from terminations or truncations, which are all this format has"
+            )
         spaces = {"observation_space": _space(observations), "action_space": _space(actions)}
         if self._mark["spaces"] is None:
             self._mark["spaces"] = spaces
@@ -191,15 +196,11 @@ def _read(path: Path) -> Source:
     def episode(number: int) -> Trajectory:
         try:
             return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, *_errors()) as error:
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, polars().exceptions.PolarsError) as error:
             raise CorruptStoreError(f"is no episode of Minari: {error!r}") from error
 
     items = (Item(f"episode {n}", lambda n=n: episode(n), n + 1) for n in range(count))  # type: ignore[misc]
     return Source(items, count)
-
-
-def _errors() -> tuple[type[Exception], ...]:
-    return (polars().exceptions.PolarsError,)
 
 
 Loaded = tuple[dict[str, Any], dict[str, Any]]
