@@ -51,7 +51,7 @@ def episodes_of(trajectory: Trajectory) -> Iterator[Trajectory]:
         batch == 1
         and bool(valid.all())
         and not bool(ends[:-1].any())
-        and tensors.get("rewards") is plain.get("rewards")
+        and all(tensors.get(name) is plain.get(name) for name in ("rewards", *_FLAGS))
     ):
         yield replace(trajectory, valid=None)
         return
