@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.stores import stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import command, main
-from trajstore.errors import StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.interop import convert
 from trajstore.interop.convert import FORMATS, convert_from, convert_to, differences, format_named
 from trajstore.trajectory import AnyTrajectory
@@ -94,7 +94,7 @@ def test_the_command_line_has_all_formats() -> None:
     assert command.FOREIGN == FORMATS
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if format_named(name).write])
 def test_a_format_loses_what_it_declares(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_steps = format_named(name).kind == "episodes"
     path = stored(tmp_path / "store", [full_episode() if of_steps else full_rollout()])
@@ -135,7 +135,7 @@ ROLLOUTS = st.builds(
 )
 
 
-@pytest.mark.parametrize("name", ["jsonl", *CONVERSATIONS])
+@pytest.mark.parametrize("name", ["jsonl", "atif", *CONVERSATIONS])
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
 def test_any_rollout_comes_back(
@@ -171,7 +171,7 @@ def blocks(draw: st.DrawFn) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if format_named(name).kind == "episodes"])
+@pytest.mark.parametrize("name", ["minari", "lerobot"])
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(block=blocks())
 def test_any_steps_become_episodes(name: str, block: Trajectory, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -267,6 +267,78 @@ def test_written_conversations_are_read_by_other_programs(tmp_path: Path) -> Non
     assert row["completion"][0]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
     row = load("parquet", data_dir=str(tmp_path / "verl"))[1]
     assert (row["data_source"], row["extra_info"]["index"], row["reward_model"]["ground_truth"]) == ("gsm8k", "1", "12")
+
+
+def atif_step(number: int, prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any]:
+    metrics = {"prompt_token_ids": prompt, "completion_token_ids": completion, "logprobs": [-0.5] * len(completion)}
+    return {"step_id": number, "source": "agent", "message": "m", "metrics": metrics, **more}
+
+
+def test_tokens_of_steps_are_joined_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts repeat the history; steps copied as context are in the prompt of the next one."""
+    first: dict[str, Any] = {"step_id": 1, "source": "user", "message": "do"}
+    member = {
+        "schema_version": "ATIF-v1.8",
+        "trajectory_id": "b",
+        "agent": {"name": "a", "version": "1"},
+        "steps": [first, atif_step(2, [9], [8], is_copied_context=True), atif_step(3, [9, 8, 7], [6])],
+    }
+    call = {"tool_call_id": "c", "function_name": "f", "arguments": {"x": 1}}
+    results = {"results": [{"source_call_id": "c", "content": "ok"}]}
+    steps = [first, atif_step(2, [1, 2], [3], tool_calls=[call], observation=results), atif_step(3, [1, 2, 3, 4], [5])]
+    document = {**member, "session_id": "s", "steps": steps, "subagent_trajectories": [member]}
+    other = {**member, "steps": [first, atif_step(2, [1], [2]), atif_step(3, [7, 7], [5])]}
+    (tmp_path / "in").mkdir()
+    for name, content in (("0", json.dumps(document)), ("1", json.dumps(other)), ("2", json.dumps(member)[:-9])):
+        (tmp_path / "in" / f"{name}.json").write_text(content)
+    done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
+    assert (done.written, list(done.problems)) == (3, ["2.json"])
+    whole, copied, broken = (part for part in read_all(tmp_path / "store") if isinstance(part, AgentTrajectory))
+    assert whole.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert whole.messages[2] == {"role": "tool", "content": "ok", "tool_call_id": "c"}
+    assert whole.rollout_id == "s"
+    for part, ids, mask, start in (
+        (whole, [1, 2, 3, 4, 5], [0, 0, 1, 0, 1], 2),
+        (copied, [9, 8, 7, 6], [0, 0, 0, 1], 3),
+    ):
+        assert part.input_ids is not None
+        assert part.loss_mask is not None
+        assert (part.input_ids.tolist(), part.loss_mask.tolist(), part.response_start) == (ids, mask, start)
+        assert part.rollout_log_probs is not None
+    assert broken.input_ids is None
+    assert (
+        "1.json: the prompt of step 3 does not repeat the tokens before it, so all tokens are left out" in caplog.text
+    )
+
+
+@pytest.mark.campaign
+def test_the_package_of_atif_accepts_what_is_written(tmp_path: Path) -> None:
+    atif = pytest.importorskip("atif")
+    convert_to(stored(tmp_path / "store", [full_rollout()]), tmp_path / "out", "atif", check=True)
+    read = atif.Trajectory.model_validate_json((tmp_path / "out" / "00000000.json").read_bytes())
+    assert [step.source for step in read.steps] == ["system", "user", "agent", "agent"]
+    assert read.steps[2].metrics.completion_token_ids == [2, 3]
+    assert read.steps[2].metrics.logprobs == pytest.approx([-0.1, -0.2], abs=1e-2)
+    assert read.final_metrics.total_completion_tokens == 3
+
+
+@pytest.mark.campaign
+def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "demos.hdf5", "w") as file:
+        for number in range(12):
+            group = file.create_group(f"data/demo_{number}")
+            group["actions"] = np.full((3, 2), number, np.float32)
+            group["rewards"], group["dones"] = np.zeros(3), np.array([0, 0, 1])
+            group["obs/eef"] = np.zeros((3 if number != 5 else 2, 4))
+        file["mask/valid"] = np.array([b"demo_10", b"demo_2"])
+    done = convert_from(tmp_path / "demos.hdf5", tmp_path / "store", "robomimic", check=True)
+    assert list(done.problems) == ["demo_5"]
+    parts = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
+    assert [int(part.actions[0, 0, 0]) for part in parts] == [*range(5), *range(6, 12)]
+    assert [number for number, part in enumerate(parts) if part.forward_inputs["splits"]] == [2, 9]
+    with pytest.raises(ConfigurationError, match="robomimic can only be read"):
+        convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
 
 
 class Counter(gymnasium.Env[Any, Any]):

@@ -55,7 +55,7 @@ Progress = Callable[[int, int], None]
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
-    **{"minari": "minari", "lerobot": "lerobot"},
+    **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic"},
 }
 
 FORMATS = tuple(_MODULES)

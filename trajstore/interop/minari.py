@@ -234,11 +234,21 @@ def _nested(series: Any) -> Any:
     return np.stack(series.to_list()) if series.dtype == pl.List else np.array(series.to_numpy())
 
 
-def _hdf5(path: Path) -> Callable[[int], Loaded]:
+def h5py_module() -> Any:
+    """Return the module of HDF5 files.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
     try:
         import h5py
     except ImportError as error:
         raise MissingDependencyError("h5py", "convert") from error
+    return h5py
+
+
+def _hdf5(path: Path) -> Callable[[int], Loaded]:
+    h5py = h5py_module()
 
     def tree(node: Any) -> Any:
         if isinstance(node, h5py.Group):
