@@ -158,7 +158,8 @@ class Sampling:
         """Return a query over the trajectories, see :meth:`Reader.query`."""
         if self._queries is None:
             # The query package is above the core, so it is imported on first use.
-            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self._view.locked))
+            queries = import_module("trajstore.query.reader").Queries
+            self._queries = cast("Queries", queries(self._view.locked, self._view.directories_by_rank))
         return self._queries.query(relation)
 
     def _evaluate(self, selection: Selection) -> None:
