@@ -165,7 +165,7 @@ class DrawnBatch:
             self.demos, ids=np.full(len(self.demos), NO_TRAJECTORY), names=np.zeros(len(self.demos), np.int64)
         )
         parts = [(part, part.arrays) for part in (self.replay, unnamed)]
-        filled = {
+        filled: dict[str, Any] = {
             name: np.concatenate([here.get(name, np.full(len(part), absent)) for part, here in parts])
             for name, absent in _ABSENT.items()
             if any(name in here for _, here in parts)
