@@ -48,6 +48,7 @@ PAGES = [
             "agents",
             "annotating",
             "asking",
+            "converting",
             "copies",
             "curve-broke",
             "damage",
