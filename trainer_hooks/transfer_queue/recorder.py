@@ -273,7 +273,6 @@ class Recorder:
         buffer, background = self._buffer, self._background
         if buffer is None or background is None:
             return
-        self._rollouts = None
         try:
             background.submit(self._set_late)
             background.close()
@@ -284,7 +283,7 @@ class Recorder:
             try:
                 buffer.close()
             finally:
-                self._buffer = self._background = None
+                self._rollouts = self._buffer = self._background = None
                 exits.forget(self)
         error, self._error = self._error, None
         if error is not None:

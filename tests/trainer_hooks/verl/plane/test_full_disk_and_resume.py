@@ -187,27 +187,49 @@ def test_what_the_pool_had_not_committed_yet(
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
 
-@pytest.mark.parametrize("reported", [False, True])
-def test_a_group_in_the_pool_is_not_reused(
-    reported: bool, make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("on_resume", "checkpoint", "reported", "reused"),
+    [
+        ("exact", 0, False, False),
+        ("exact", 0, True, False),
+        ("exact", 1, False, True),
+        ("exact", 1, True, True),
+        ("keep", 1, False, True),
+        ("keep", 1, True, False),
+    ],
+)
+def test_a_rollout_is_reused_or_in_the_pool(
+    on_resume: OnResume,
+    checkpoint: int,
+    reported: bool,
+    reused: bool,
+    make_session: MakeSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A crash before the first checkpoint: the pool committed a step, and the rollouts' store its report, or not."""
-    weights = (0, 0)  # the first ones
-    session = make_session(store={"path": str(tmp_path / "pool")})
+    """A crash after the pool committed a step; the rollouts' store has its report, or not.
+
+    The next process is killed while it generates, and the one after it resumes.
+    """
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    folder, weights, step = tmp_path / "global_step_1", (checkpoint, checkpoint), checkpoint + 1
+    session = make_session(on_resume=on_resume, **pool)
+    if checkpoint:
+        session.save(folder, 1)
     set_values = RecorderHandle.set_values
     if not reported:
         monkeypatch.setattr(RecorderHandle, "set_values", lambda *_: None)
-    plane.train(session, [*rollouts("first0", N, 0, weights=weights)], 1)
-    plane.put(rollouts("next1", 2, 1, weights=weights))  # of a process that has not finished its step
+    plane.train(session, rollouts("scored", N, 0, weights=weights), step)
+    plane.put(rollouts("arrived", 2, 1, weights=weights))
     session.close()
     monkeypatch.setattr(RecorderHandle, "set_values", set_values)
 
-    resumed = make_session(store={"path": str(tmp_path / "pool")})
-    resumed.resume(None, 0)
-    asked = {planned.task: planned.histories for planned in resumed.plan(TASKS, 0.5, 1)}
-    assert [history.rollout_id for history in asked["sums:0"]] == ["first0_1_0"]
-    named = resumed.reuse.named(new_prompts(0, 1), 1)
-    assert list(named["uid"]) == ["new0", "next1"]
+    resumed = make_session(on_resume=on_resume, **pool)
+    resumed.resume(folder if checkpoint else None, checkpoint)
+    (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
+    assert bool(history) != reused
+    named = resumed.reuse.named(new_prompts(0, 1), step)
+    assert list(named["uid"]) == ["scored" if reused else "new0", "arrived"]
 
 
 # -- A pool file damaged on disk during training --
