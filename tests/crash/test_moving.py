@@ -17,7 +17,7 @@ import torch
 
 from tests.stores import opened
 from tools.crash.forked import forking
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, saved_points
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.cli import main
 from trajstore.core.store.facts import NOTE
 from trajstore.interop import convert
@@ -122,7 +122,13 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("form", ["jsonl", pytest.param("parquet", marks=pytest.mark.campaign), "store"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("jsonl", "store"),
+        *(pytest.param(form, marks=pytest.mark.campaign) for form in ("parquet", "atif", "minari", "lerobot")),
+    ],
+)
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
 def test_a_conversion_that_was_killed_continues(
     tmp_path: Path, form: str, kills: int, monkeypatch: pytest.MonkeyPatch
@@ -131,7 +137,13 @@ def test_a_conversion_that_was_killed_continues(
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)
     with opened(tmp_path / "store") as store:
-        store.add_trajectories([AgentTrajectory(input_ids=torch.arange(at + 1)) for at in range(11)])
+        said = [{"role": "user", "content": "do"}]
+        rollouts = [AgentTrajectory(messages=said, input_ids=torch.arange(at + 1)) for at in range(11)]
+        steps = torch.arange(12.0).reshape(12, 1, 1)
+        ends = torch.ones(12, 1, 1, dtype=torch.bool)
+        seen: dict[str, Any] = {"curr_obs": {"x": steps}, "next_obs": {"x": steps + 1}}
+        episodes = Trajectory(actions=steps, rewards=steps, terminations=ends, truncations=~ends, **seen)
+        store.add_trajectories([episodes] if form in ("minari", "lerobot") else rollouts)
     words, draw = ("convert", str(tmp_path / "store"), "out", "--to", form, "--check"), random.Random(form)
     if form == "store":
         convert.convert_to(tmp_path / "store", tmp_path / "lines", "jsonl")

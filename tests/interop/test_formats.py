@@ -7,6 +7,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -95,18 +96,28 @@ def test_the_command_line_has_all_formats() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if format_named(name).write])
-def test_a_format_loses_what_it_declares(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_format_loses_what_it_declares(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk is full after the files were completed, and the same conversion is run again."""
     of_steps = format_named(name).kind == "episodes"
     path = stored(tmp_path / "store", [full_episode() if of_steps else full_rollout()])
     with writer_to(path) as writer:
         annotate(writer, 0, {"advantages": [torch.ones(3, 1) if of_steps else torch.ones(4)]})
         if not of_steps:
             annotate(writer, 0, {"judge": 0.5})
-    assert main(["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]) == 0
+    words = ["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_check_absent", mock.Mock(side_effect=OSError("full disk")))
+        assert main(words) == 2
+    assert "run the same conversion again to continue" in capsys.readouterr().err
+    assert main(words) == 0
     cannot_carry = format_named(name).cannot_carry
     kind = format_named(name).kind[:-1]
     said = f"{name} has no place for it: {', '.join(cannot_carry)}\n" if cannot_carry else ""
-    assert capsys.readouterr().out.endswith(f"{said}{tmp_path / 'out'}: 1 {kind}, 1 compared\n")
+    assert capsys.readouterr().out.endswith(
+        f"{said}{tmp_path / 'out'}: 1 {kind}, 1 of them by an interrupted conversion, 1 compared\n"
+    )
     done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
     assert (done.written, done.checked, done.is_whole) == (1, 1, True)
     (first,), (second,) = read_all(path), read_all(tmp_path / "back")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib
+import json
 import logging
 import os
 import shutil
@@ -20,7 +21,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import orjson
 import torch
 
 from trajstore.core.base.arguments import one_of
@@ -355,7 +355,7 @@ class _Staging:
             self.clear()
             lines = []
         if not lines:
-            append_durably(self._journal, [orjson.dumps(identity) + b"\n"])
+            append_durably(self._journal, [json.dumps(identity).encode() + b"\n"])
         for line in lines[1:]:
             self.mark = line["mark"]
             self.written += len(line["keys"])
@@ -372,13 +372,13 @@ class _Staging:
                         file.seek(-len(line), os.SEEK_END)
                         file.truncate()
                         break
-                    lines.append(orjson.loads(line))
+                    lines.append(json.loads(line))
         return lines
 
     def note(self, keys: Sequence[str], mark: Any, problems: Mapping[str, str]) -> None:
-        """Record a durable portion."""
+        """Record a durable portion; marks may have NaN."""
         line = {"keys": keys, "mark": mark, "problems": problems}
-        append_durably(self._journal, [orjson.dumps(line) + b"\n"])
+        append_durably(self._journal, [json.dumps(line).encode() + b"\n"])
         self.mark = mark
 
     def clear(self) -> None:

@@ -162,8 +162,9 @@ class PartsWriter(FilesWriter):
         self._schema = schema
         self._count = mark or 0
         path.mkdir(exist_ok=True)
-        for part in sorted(path.iterdir())[self._count :]:
-            part.unlink()
+        for part in path.iterdir():
+            if int(part.stem.removeprefix("part-")) >= self._count:
+                part.unlink()
 
     def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> Row:
         return self._row_of(trajectory, facts)

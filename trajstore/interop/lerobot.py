@@ -5,6 +5,7 @@ Images are written as PNG in the Parquet files; videos are read with PyAV.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
@@ -39,6 +40,9 @@ _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 """Features that LeRobot numbers frames with."""
 
 _FILE = "chunk-{:03d}/file-{:03d}.parquet"
+
+_META = ("info.json", "stats.json", "tasks.parquet")
+"""Files that complete a data set."""
 
 _CHUNK = 1000
 """Files in a chunk."""
@@ -86,6 +90,8 @@ class _Writer(FilesWriter):
             for number, file in enumerate(sorted((path / folder).rglob("*.parquet"))):
                 if number >= self._mark["files"]:
                     file.unlink()
+        for name in _META:
+            (path / "meta" / name).unlink(missing_ok=True)
 
     def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> dict[str, Any]:
         seen = dict(trajectory.curr_obs)
@@ -184,7 +190,7 @@ class _Writer(FilesWriter):
         }
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
         stats = {name: _summary(sums) for name, sums in mark["stats"].items()}
-        append_durably(meta / "stats.json", [orjson.dumps(stats, option=orjson.OPT_INDENT_2)])
+        append_durably(meta / "stats.json", [json.dumps(stats, indent=2).encode()])  # NaN stays, as LeRobot writes it
         part, (arrow, parquet) = BytesIO(), _pyarrow()
         tasks = arrow.table(
             {"task_index": range(len(mark["tasks"])), "task": arrow.array(mark["tasks"], arrow.string())}
