@@ -49,9 +49,10 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("ledger")
+    small = 900  # bytes: about every second step begins a file
     model: dict[int, TrainedStep] = {}
     pending: dict[int, TrainedStep] = {}
-    ledger = Ledger(path)
+    ledger = Ledger(path, segment_bytes=small)
     for place, (action, number) in enumerate(actions):
         if action == "record":
             made = step(max(pending, default=0) + 1, number, place)
@@ -60,7 +61,7 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
             model = dict(pending)
         elif action == "reopen":
             ledger.close()
-            ledger, pending = Ledger(path), dict(model)
+            ledger, pending = Ledger(path, segment_bytes=small), dict(model)
         elif number == 0 or number in pending or not pending:
             kept = {at: made for at, made in pending.items() if at <= number}
             if len(kept) < len(pending):
@@ -75,6 +76,8 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
         found = read(path).steps
         assert [*found] == [*model]
         assert all(same(found[number], model[number]) for number in model)
+        first, last = max(model) - 2, max(model) - 1
+        assert [*read(path, first, last).steps] == [number for number in model if first <= number <= last]
 
 
 def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: Path) -> None:
@@ -83,7 +86,7 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
         with pytest.raises(StoreLockedError):
             Ledger(tmp_path)
-    file = tmp_path / "steps.log"
+    file = tmp_path / "steps-000000-after-none.log"
     whole = file.read_bytes()
     first = whole.index(b"\n") + 1
     for end in (*range(first, len(whole) - 2, 13), len(whole) - 2, len(whole) - 1):
@@ -97,14 +100,23 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
     assert file.read_bytes() == whole
     file.write_bytes(whole.replace(b'"step":1', b'"step":3', 1))
-    with pytest.raises(CorruptStoreError, match=r"steps\.log: the record at byte 0 is damaged"):
+    with pytest.raises(CorruptStoreError, match=r"after-none\.log: the record at byte 0 is damaged"):
+        read(tmp_path)
+    file.write_bytes(whole)
+    for size in (0, first // 2):  # killed in the first record that replaces step 2
+        (tmp_path / "steps-000001-after-1.log").write_bytes(whole[:size])
+        assert ([*read(tmp_path).steps], read(tmp_path).replaced) == ([1, 2], ())
+    with pytest.warns(UserWarning, match="the record after step 1 is incomplete"), Ledger(tmp_path) as ledger:
+        assert ledger.last == 2
+    file.rename(tmp_path / "steps-000001-after-1.log")
+    with pytest.raises(CorruptStoreError, match=r"lacks the file steps-000000-after-\*\.log"):
         read(tmp_path)
 
 
 def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.record(step(1, 1024))
-    assert (tmp_path / "steps.log").stat().st_size <= 40 * 1024
+    assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 40 * 1024
 
 
 def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
@@ -122,10 +134,13 @@ def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
 def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.record(step(1))
+        unstored = step(2).rows
+        unstored["trajectory"][1:] = -1
         for wrong, message in (
             (step(1), "step 1 is not after step 1; a trainer that resumes calls continue_from first"),
             (replace(step(2), tasks=["a"], rows=step(2, 9).rows), "groups are 0 to 1, but there are 1 tasks"),
             (replace(step(2), rows=np.zeros(2)), "rows must be an array"),
+            (replace(step(2), rows=unstored), "row 0 of rollout -1 is there twice"),
             (replace(step(2), data={"at": float("nan")}), "data must be JSON values"),
         ):
             with pytest.raises(ConfigurationError, match=message):

@@ -77,6 +77,7 @@ class ReferenceTrainer(Closing):
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
             task_text=lambda task: self.environment.begin(task).first_message,
+            ledger=config.ledger_folder,
         )
         self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance), tokenizer=self.tokenizer)
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
@@ -151,7 +152,15 @@ class ReferenceTrainer(Closing):
         old_log_probs = self._old_log_probs(batch, current)
         advantages = self._advantages(batch, [_outcome(row.trajectory) for row in rows])
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
-        self.metrics = self.hook.step_done(batch, fresh, current, entropys)
+        position = step * self.config.tasks_per_step
+        self.metrics = self.hook.step_done(
+            batch,
+            fresh,
+            current,
+            entropys,
+            data={"name": self.environment.name, "tasks": len(self._tasks), "position": position},
+            seeds={"trainer": self.config.seed},
+        )
         self.metrics |= self.guidance.step_done(fresh, step)
         self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait
 

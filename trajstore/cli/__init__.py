@@ -19,6 +19,7 @@ from typing import cast
 from trajstore.cli import (
     annotate,
     audit,
+    completion,
     copy,
     export,
     inspect,
@@ -59,6 +60,7 @@ _BUILT_IN: tuple[Command, ...] = (
     move.MERGE,
     move.SPLIT,
     move.CONVERT,
+    completion.COMMAND,
 )
 
 

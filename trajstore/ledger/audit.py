@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import counted
@@ -81,20 +82,39 @@ def _problems(step: TrainedStep) -> list[str]:
 
 
 def first_difference(one: LedgerContents, other: LedgerContents) -> Difference | None:
-    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal."""
+    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal.
+
+    Each store numbers its own trajectories, so two ids are equal if they first occur in the same place.
+    """
+    places = [_first_places(one), _first_places(other)]
     for number in sorted(one.steps.keys() | other.steps.keys()):
         mine, its = one.steps.get(number), other.steps.get(number)
         if mine is None or its is None:
             return Difference(number, None, None)
-        if (found := _difference(mine, its)) is not None:
+        if (found := _difference(mine, its, *(of_steps[number] for of_steps in places))) is not None:
             return found
     return None
 
 
-def _difference(mine: TrainedStep, its: TrainedStep) -> Difference | None:
+def _first_places(ledger: LedgerContents) -> dict[int, npt.NDArray[np.int64]]:
+    """Return, for each row of each step, where its trajectory first occurs; ids below 0 are unchanged."""
+    parts = [step.rows["trajectory"] for step in ledger.steps.values()]
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    places = np.where(ids < 0, ids, first[inverse])
+    ends = np.cumsum([len(part) for part in parts])
+    return dict(zip(ledger.steps, np.split(places, ends[:-1]), strict=True)) if parts else {}
+
+
+def _difference(
+    mine: TrainedStep, its: TrainedStep, my_places: npt.NDArray[np.int64], its_places: npt.NDArray[np.int64]
+) -> Difference | None:
     both = min(len(mine.rows), len(its.rows))
-    # As bytes, so that NaN equals itself and -0.0 differs from 0.0.
-    raw = [step.rows[:both].tobytes() for step in (mine, its)]
+    raw = []
+    for step, places in ((mine, my_places), (its, its_places)):
+        rows = step.rows[:both].copy()
+        rows["trajectory"] = places[:both]
+        raw.append(rows.tobytes())  # so that NaN equals itself and -0.0 differs from 0.0
     if raw[0] != raw[1]:
         lines = [np.frombuffer(data, np.uint8).reshape(both, ROW.itemsize) for data in raw]
         row = int((lines[0] != lines[1]).any(axis=1).argmax())
@@ -102,7 +122,11 @@ def _difference(mine: TrainedStep, its: TrainedStep) -> Difference | None:
         return Difference(
             mine.step,
             row,
-            {name: (a.item(), b.item()) for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()},
+            {
+                name: (a.item(), b.item())
+                for name, (a, b) in pairs.items()
+                if (my_places[row] != its_places[row] if name == "trajectory" else a.tobytes() != b.tobytes())
+            },
         )
     if len(mine.rows) != len(its.rows):
         return Difference(mine.step, both, {"number of rows": (len(mine.rows), len(its.rows))})
