@@ -66,10 +66,13 @@ def step_of_rows(
     """
     ordered = sorted(rows, key=lambda row: (scored[row.key].task, *_parts(row.key)))
     facts = [scored[row.key] for row in ordered]
-    mask, advantages, old = (
+    mask, old, advantages = (
         pad_sequence([row.columns[name].float() for row in ordered], batch_first=True) for name in TRAINED[1:]
     )
-    own = [row.columns["old_log_probs"] if fact.actor is None else fact.actor for row, fact in zip(ordered, facts)]
+    own = [
+        row.columns["old_log_probs"] if fact.actor is None else fact.actor
+        for row, fact in zip(ordered, facts, strict=True)
+    ]
     actor = pad_sequence([log_probs.float() for log_probs in own], batch_first=True)
     weights = torch.tensor([_weight(row, scored[row.key], drops_negative=drops_negative) for row in ordered])
     return trained_step(
