@@ -218,7 +218,11 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             self.global_steps,
             bypass=bool((algorithm.get("rollout_correction") or {}).get("bypass_mode", False)),
             loss=loss_terms(metrics),
-            data={"files": files, "rows": len(self.train_dataset), "prompts": self._session.prompts},
+            data={
+                "files": [Path(name).name for name in files],
+                "rows": len(self.train_dataset),
+                "prompts": self._session.prompts,
+            },
             seeds=seeds,
         )
         return batch
