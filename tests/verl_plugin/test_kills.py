@@ -366,7 +366,7 @@ class Recorded:
 
 def trained_of(folder: Path) -> Recorded:
     """Return the first five steps of a ledger."""
-    contents = ledger.read(folder / "checkpoints" / "trajstore" / "ledger")
+    contents = ledger.read(rollouts_path(folder) / "ledger")
     with TrajectoryReplayBuffer.open(rollouts_path(folder)) as reader:
         rollouts = dict(zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True))
     return Recorded(

@@ -62,7 +62,7 @@ from trainer_hooks.verl.tasks import TaskTable, task_name
 from trainer_hooks.verl.trained import TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
-from trajstore.ledger import LEDGER_FOLDER, Ledger
+from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class ReplaySession:
                     max_response_length=block.max_response_length,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
-            self._ledger = Ledger(block.folder / LEDGER_FOLDER) if recording.enable else None
+            self._ledger = Ledger(block.ledger_folder) if recording.enable else None
         except BaseException:
             self.close()
             raise

@@ -20,8 +20,8 @@ from trajstore.cli import (
     annotate,
     audit,
     completion,
+    convert,
     copy,
-    export,
     inspect,
     mend,
     move,
@@ -49,8 +49,6 @@ _BUILT_IN: tuple[Command, ...] = (
     view.COMMAND,
     verify.COMMAND,
     audit.COMMAND,
-    export.COMMAND,
-    export.IMPORT,
     copy.COPY,
     copy.REPAIR,
     restore.COMMAND,
@@ -59,7 +57,7 @@ _BUILT_IN: tuple[Command, ...] = (
     mend.COMPACT,
     move.MERGE,
     move.SPLIT,
-    move.CONVERT,
+    convert.COMMAND,
     completion.COMMAND,
 )
 

@@ -128,7 +128,11 @@ def read(path: str | Path, first: int = 0, last: int | None = None, **options: A
         StoreNotFoundError: there is no ledger.
         CorruptStoreError: it is damaged; names the byte.
     """
-    directory = open_directory(path, **options)
+    return read_directory(open_directory(path, **options), first, last)
+
+
+def read_directory(directory: Directory, first: int = 0, last: int | None = None) -> LedgerContents:
+    """Read the ledger in a directory; see :func:`read`."""
     segments = segments_of(directory)
     if not segments:
         raise StoreNotFoundError(f"{directory.url}: there is no ledger (steps-000000-after-none.log)")

@@ -250,14 +250,14 @@ def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> 
     def replay(session: ReplaySession, uid: str) -> TrainedStep:
         session.expect({f"{uid}{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)})
         train(session, uid, N - 1, 2, -0.5)
-        return ledger.read(tmp_path / "ledger").steps[2]
+        return ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[2]
 
     session = make_session(**pool)
     train(session, "first", N, 1, -2.0)
     session.save(tmp_path / "global_step_1", 1)
     second = replay(session, "u")
     session.close()
-    first = ledger.read(tmp_path / "ledger").steps[1]
+    first = ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[1]
     assert first.tasks == second.tasks == tuple(TASKS)
     assert (first.policy_before, first.policy_after, second.loss, second.seeds) == (1, 2, {"pg_loss": 0.5}, {"data": 1})
     stored = {rollout.rollout_id: number for number, rollout in enumerate(plane.recorded(tmp_path))}
