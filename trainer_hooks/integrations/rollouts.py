@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.core.base.arguments import check_instance, whole_or_none
 from trajstore.core.sampling import Additions, Drawn, Sampler
 from trajstore.core.sampling.base import Fits, IntArray
-from trajstore.errors import EmptyBufferError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 
@@ -87,6 +88,15 @@ def agent_trajectory(
         metadata=dict(metadata or {}),
         **fields,
     )
+
+
+def json_of(value: Any) -> Any:
+    """Return a number, list or dict without NaN, which is no JSON: None in its place."""
+    if isinstance(value, Mapping):
+        return {name: json_of(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [json_of(item) for item in value]
+    return known(value) if isinstance(value, float) else value
 
 
 def _tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -163,16 +173,24 @@ class Recording:
         buffer: the store; the rollouts of an earlier process are drawn too.
         max_staleness: how many versions a drawn rollout may be behind the current one; None = any number.
         by_task: draw rollouts of one task at a time.
+        needs_reward: draw only rollouts with a known reward.
 
     Raises:
         ConfigurationError: an argument is out of range, or the buffer was opened for reading.
     """
 
     def __init__(
-        self, buffer: TrajectoryReplayBuffer, *, max_staleness: int | None = None, by_task: bool = False
+        self,
+        buffer: TrajectoryReplayBuffer,
+        *,
+        max_staleness: int | None = None,
+        by_task: bool = False,
+        needs_reward: bool = False,
     ) -> None:
         check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer, which can add rollouts")
-        self.buffer = buffer
+        self.buffer, self._needs_reward = buffer, needs_reward
+        self.newest = 0
+        """The newest policy version that was recorded in this process."""
         self._sampler = _Earlier(whole_or_none("max_staleness", max_staleness, 0), by_task=by_task)
 
     def record(self, rollouts: Sequence[AgentTrajectory]) -> list[int]:
@@ -183,7 +201,9 @@ class Recording:
             StoreWriteError: the store cannot be written, for example because its disk is full; nothing was added.
             StoreClosedError: the buffer is closed.
         """
-        return self.buffer.add_trajectories(rollouts)
+        ids = self.buffer.add_trajectories(rollouts)
+        self.newest = max([self.newest, *(rollout.policy_version or 0 for rollout in rollouts)])
+        return ids
 
     def draw(self, version: int, count: int = 1, task_id: str = "") -> list[AgentTrajectory]:
         """Return up to ``count`` different recorded rollouts of earlier versions.
@@ -203,13 +223,44 @@ class Recording:
             except EmptyBufferError:
                 return []
             pairs = zip(self._sampler.drawn, rollouts, strict=True)
-            if not (refused := [number for number, rollout in pairs if not _can_be_trained(rollout)]):
+            if not (refused := [number for number, rollout in pairs if not self._can_be_trained(rollout)]):
                 return cast(list[AgentTrajectory], rollouts)
             self._sampler.evicted(refused)
 
+    def draw_into_groups(self, keys: Sequence[str], version: int, count: int) -> dict[int, AgentTrajectory]:
+        """Return recorded rollouts for the last ``count`` places of each group, by place; one place stays free.
 
-def _can_be_trained(rollout: AnyTrajectory) -> bool:
-    if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None or rollout.rollout_log_probs is None:
-        return False
-    trained = rollout.rollout_log_probs[rollout.response_mask.bool()]
-    return len(trained) > 0 and bool(trained.isfinite().all())
+        Args:
+            keys: task of each place; equal ones are a group.
+            version: the current policy version.
+            count: places of a group; 0 = none.
+        """
+        drawn: dict[int, AgentTrajectory] = {}
+        for key, size in Counter(keys).items():
+            if part := min(count, size - 1):
+                places = [at for at, other in enumerate(keys) if other == key][-part:]
+                drawn |= zip(places, self.draw(version, part, key), strict=False)
+        return drawn
+
+    def _can_be_trained(self, rollout: AnyTrajectory) -> bool:
+        if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None:
+            return False
+        if self._needs_reward and (rollout.reward is None or rollout.reward.outcome is None):
+            return False
+        if (log_probs := rollout.rollout_log_probs) is None:
+            return False
+        trained = log_probs[rollout.response_mask.bool()]
+        return len(trained) > 0 and bool(trained.isfinite().all())
+
+
+def check_corrects(trainer: str, corrects: Any, remedy: str) -> None:
+    """Refuse replay in a trainer that ignores recorded log-probs.
+
+    Raises:
+        ConfigurationError: it does; says what to set.
+    """
+    if not corrects:
+        raise ConfigurationError(
+            f"replay: this {trainer} does not use recorded log-probs and would train replayed rollouts as its own,"
+            f" with a ratio of 1; set {remedy}"
+        )

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, known, prompt_key
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.core.base.arguments import finite, whole
 from trajstore.errors import ConfigurationError
@@ -192,9 +191,14 @@ class RecordingRollouts:
         if not trainer.model.training:
             return dict(self.rollout_func(prompts, trainer))
         if self.replay:
-            _check_corrects(trainer)
+            check_corrects(
+                "GRPOTrainer",
+                trainer.off_policy_mask_threshold is not None
+                or (trainer.use_vllm and trainer.vllm_importance_sampling_correction),
+                "use_vllm with vllm_importance_sampling_correction, or off_policy_mask_threshold",
+            )
         version, keys = int(trainer.state.global_step), [prompt_key(prompt) for prompt in prompts]
-        replayed = self._drawn(keys, version)
+        replayed = self.recording.draw_into_groups(keys, version, self.replay)
         fresh = [at for at in range(len(prompts)) if at not in replayed]
         output = dict(self.rollout_func([prompts[at] for at in fresh], trainer))
         if self.replay and output["logprobs"] is None:
@@ -227,24 +231,6 @@ class RecordingRollouts:
             return rewards
 
         return score
-
-    def _drawn(self, keys: Sequence[str], version: int) -> dict[int, AgentTrajectory]:
-        """Return the rollouts to replay, by place among the prompts: the last ones of each group."""
-        drawn: dict[int, AgentTrajectory] = {}
-        for key, size in Counter(keys).items():
-            if count := min(self.replay, size - 1):
-                places = [at for at, other in enumerate(keys) if other == key][-count:]
-                drawn |= zip(places, self.recording.draw(version, count, key), strict=False)
-        return drawn
-
-
-def _check_corrects(trainer: Any) -> None:
-    corrects = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    if not corrects and trainer.off_policy_mask_threshold is None:
-        raise ConfigurationError(
-            "replay: this GRPOTrainer does not use recorded log-probs and would train replayed rollouts as its own,"
-            " with a ratio of 1; set use_vllm with vllm_importance_sampling_correction, or off_policy_mask_threshold"
-        )
 
 
 def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, version: int) -> AgentTrajectory:
