@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import orjson
 
 from trajstore.core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, Selection, read_lines, read_parquet
+from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, read_lines, read_parquet
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
@@ -179,27 +178,29 @@ def _of_verl(row: Row) -> AgentTrajectory:
     return _rollout_of(_plain(messages or prompt, "user"), parts, _metadata_of(own, others))
 
 
-def _write_chat(path: Path, mark: Any, selection: Selection) -> LinesWriter:
-    return LinesWriter(path, mark, _line_of)
-
-
-def _write_trl(path: Path, mark: Any, selection: Selection) -> PartsWriter:
-    return PartsWriter(path, mark, _trl_row, _trl_schema())
-
-
-def _write_verl(path: Path, mark: Any, selection: Selection) -> PartsWriter:
-    return PartsWriter(path, mark, _verl_row, _verl_schema())
-
-
 FORMATS = (
-    Format("chat", "rollouts", _CANNOT_CARRY, (), partial(read_lines, trajectory_of=_of_line), _write_chat),
-    Format("trl", "rollouts", _CANNOT_CARRY, (), partial(read_parquet, trajectory_of=_of_trl), _write_trl),
+    Format(
+        "chat",
+        "rollouts",
+        _CANNOT_CARRY,
+        (),
+        partial(read_lines, trajectory_of=_of_line),
+        lambda path, mark, _: LinesWriter(path, mark, _line_of),
+    ),
+    Format(
+        "trl",
+        "rollouts",
+        _CANNOT_CARRY,
+        (),
+        partial(read_parquet, trajectory_of=_of_trl),
+        lambda path, mark, _: PartsWriter(path, mark, _trl_row, _trl_schema()),
+    ),
     Format(
         "verl",
         "rollouts",
         _CANNOT_CARRY,
         ("reward_model.style",),
         partial(read_parquet, trajectory_of=_of_verl),
-        _write_verl,
+        lambda path, mark, _: PartsWriter(path, mark, _verl_row, _verl_schema()),
     ),
 )

@@ -43,16 +43,20 @@ from trajstore.errors import (
     listed,
     written,
 )
-from trajstore.interop.formats import Format, Item, Selection, Source, Writer, append_durably
+from trajstore.interop.episodes import episodes_of
+from trajstore.interop.formats import Format, Item, Kind, Selection, Source, Writer, append_durably, damaged
 from trajstore.operations.opening import open_readable
-from trajstore.trajectory import AnyTrajectory
+from trajstore.trajectory import AnyTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (done, total), in units of the source."""
 
-_MODULES = {"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"}
+_MODULES = {
+    **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
+    **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic"},
+}
 
 FORMATS = tuple(_MODULES)
 """Names of the formats."""
@@ -158,12 +162,12 @@ def convert_to(
             rows = query.select("trajectory_id", "kind", "committed").rows()
             wanted = [row for row in rows if (row["kind"] == "agent") == (form.kind == "rollouts")]
             result.left_out = len(rows) - len(wanted)
-            items = Source(_stored(reader, wanted), len(wanted))
+            items = Source(_stored(reader, wanted, form.kind), len(wanted))
             with closing(write(staging.made, staging.mark, selection)) as writer:
                 _write(items, writer, staging, result, progress)
             if check and form.read is not None:
                 copies = form.read(staging.made).items
-                _check(_stored(reader, wanted), copies, result, form.cannot_carry)
+                _check(_stored(reader, wanted, form.kind), copies, result, form.cannot_carry)
         staging.publish()
     return result
 
@@ -220,18 +224,29 @@ def convert_from(
             )
         if check:
             with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
-                copies = _stored(reader, [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()])
+                rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
+                copies = _stored(reader, rows, "rollouts")  # episodes are whole trajectories here
                 _check(form.read(origin).items, copies, result, ())
         staging.publish()
     return result
 
 
-def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]]) -> Iterator[Item]:
-    """Yield the trajectories of a store."""
+def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
+    """Yield the rollouts of a store, or the episodes of its step trajectories."""
     for done, row in enumerate(rows, start=1):
-        number = row["trajectory_id"]
+        number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
         facts = {"trajectory_id": written_id(number), "committed": row.get("committed")}
-        yield Item(f"trajectory {shown_id(number)}", lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
+        if kind == "rollouts":
+            yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
+            continue
+        try:
+            whole = reader.get(number)
+            parts = list(episodes_of(whole)) if isinstance(whole, Trajectory) else []
+        except (TrajstoreError, OSError) as error:
+            yield damaged(key, str(error), done)
+            continue
+        for at, part in enumerate(parts):
+            yield Item(f"{key}, episode {at}", lambda part=part: part, done, facts)  # type: ignore[misc]
 
 
 # -- writing ------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class Source:
 class Writer(Protocol):
     """Writes files of a format. Made with the mark of the last durable portion, or None, it removes later data."""
 
-    def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> Any:
+    def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
         """Return the content of a trajectory as it is written.
 
         Args:
@@ -126,7 +126,17 @@ def append_durably(path: Path, pieces: Iterable[Buffer]) -> None:
         os.fsync(file.fileno())
 
 
-class LinesWriter:
+class FilesWriter:
+    """A writer without open files."""
+
+    def finish(self) -> None:
+        """Do nothing: each portion is complete."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LinesWriter(FilesWriter):
     """Writes JSON lines; the mark is the size of the file."""
 
     def __init__(self, path: Path, mark: int | None, row_of: Encode) -> None:
@@ -142,14 +152,8 @@ class LinesWriter:
         append_durably(self._path, encoded)
         return self._path.stat().st_size
 
-    def finish(self) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class PartsWriter:
+class PartsWriter(FilesWriter):
     """Writes a folder of Parquet files, one for each portion; the mark is their number."""
 
     def __init__(self, path: Path, mark: int | None, row_of: Encode, schema: dict[str, Any]) -> None:
@@ -170,12 +174,6 @@ class PartsWriter:
         append_durably(self._path / f"part-{self._count:05d}.parquet", [part.getbuffer()])
         self._count += 1
         return self._count
-
-    def finish(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def damaged(key: str, reason: str, done: int) -> Item:
