@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import Run
+from tests.stores import stored, writer_to
+from trajstore import AgentTrajectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
 from trajstore.ledger import ROW, Ledger, TrainedStep, first_difference, read
 
@@ -24,7 +27,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def step(number: int, rows: int = 3, seed: int = 0) -> TrainedStep:
     made = np.zeros(rows, ROW)
     random = np.random.default_rng([number, seed])
-    made["trajectory"] = np.where(np.arange(rows) % 8 == 7, random.integers(0, 1 << 45, rows), np.arange(rows))
+    fresh = 1000 * number + np.arange(rows)
+    made["trajectory"] = np.where(np.arange(rows) % 8 == 7, random.integers(0, 1 << 45, rows), fresh)
     made["group"] = np.arange(rows) // 8
     made["replayed"] = np.arange(rows) % 8 == 7
     for name in ("advantage", "ratio", "weight"):
@@ -177,9 +181,45 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
     code, out, _ = run("audit", one, "--against", same)
     assert code == 1
     assert out.splitlines() == [
-        "step 3: advantage is not finite in 1 row, first row 11 (trajectory 11)",
-        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 12)",
+        "step 3: advantage is not finite in 1 row, first row 11 (trajectory 3011)",
+        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 3012)",
         f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
         f"{same}: differs first in step 3, row 11",
         f"  advantage: nan here, {step(3, 20).rows['advantage'][11].item()!r} there",
     ]
+
+
+def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: Path, run: Run) -> None:
+    made = [AgentTrajectory(input_ids=torch.arange(3), task_id=task, policy_version=2) for task in "abb"]
+    path = stored(tmp_path / "store", made)
+    rows = np.zeros(3, ROW)
+    rows["trajectory"], rows["group"], rows["version"] = [0, 1, -3], [0, 1, 1], [2, 2, 3]
+    with Ledger(path / "ledger") as ledger:
+        ledger.record(TrainedStep(3, rows, ["a", "b"], policy_before=3))
+    assert run.out("audit", path, "--max-age", 1).splitlines() == [
+        f"{path}: 1 step, 3 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: each trajectory trained in at most 1 step; 1 trajectory of the store not trained, 0 trained ones "
+        "evicted since",
+    ]
+    bad = rows.copy()
+    bad["trajectory"], bad["version"] = [1, 5, 2], [1, 4, 2]
+    with Ledger(path / "ledger") as ledger:
+        ledger.record(TrainedStep(5, bad, ["a", "b"], policy_before=5))
+    with writer_to(path) as writer:
+        writer.evict([2])
+    code, out, _ = run("audit", path, "--max-age", 3)
+    assert code == 1
+    assert out.splitlines() == [
+        "step 5: follows step 3; steps between them are missing",
+        "step 5: age is above 3 in 1 row, first row 0 (trajectory 1)",
+        "1 trajectory fresh in several steps, first 1 in steps 3, 5",
+        "step 5: 1 row of which the trajectory was never committed; the store's next id is 3, first row 1 "
+        "(trajectory 5)",
+        "step 5: 1 row of which the trajectory has another task than its group, first row 0 (trajectory 1)",
+        "step 5: 1 row of which the trajectory was sampled by another policy version than the store says, first row 0 "
+        "(trajectory 1)",
+        f"{path}: 2 steps, 6 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: each trajectory trained in at most 2 steps; 0 trajectories of the store not trained, 1 trained ones "
+        "evicted since",
+    ]
+    assert "equal in every step" in run("audit", path, "--against", path / "ledger")[1]

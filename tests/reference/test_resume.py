@@ -18,6 +18,7 @@ from trainer_hooks.reference.model import ModelConfig
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.ledger import audit, first_difference, read
+from trajstore.operations.training import audit_store
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,9 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         ledgers = [read(tmp_path / name / "ledger") for name in ("whole", "parts")]
         assert first_difference(*ledgers) is None
         assert [audit(ledger).problems for ledger in ledgers] == [(), ()]
+        for name in ("whole", "parts"):
+            [of_store] = audit_store(tmp_path / name).values()
+            assert (of_store.problems, of_store.untrained, of_store.only_drawn) == ((), 0, 0)
         assert [ledger.replaced for ledger in ledgers] == [(), (half + 1, half + 2)]
         newest = ledgers[0].steps[config.steps]
         assert [len(newest.rows), newest.loss["pg_loss"]] == [24, whole.curve[-1].loss]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import counted
+from trajstore.errors import counted, listed
 from trajstore.ledger.contents import LedgerContents
 from trajstore.ledger.step import ROW, TrainedStep
 
@@ -47,15 +47,21 @@ class Difference:
     values: dict[str, tuple[object, object]] | None
 
 
-def audit(ledger: LedgerContents) -> Audit:
-    """Check a ledger: steps without gaps, ages of at least 0, finite advantages, ratios, weights and losses."""
+def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
+    """Check a ledger: no gaps, ages in bounds, finite numbers, and no rollout that is fresh in two steps.
+
+    Args:
+        ledger: the ledger.
+        max_age: highest age of a row in policy versions; None = any.
+    """
     problems: list[str] = []
     before: int | None = None
     for number, step in ledger.steps.items():
         if before is not None and number != before + 1:
             problems.append(f"step {number}: follows step {before}; steps between them are missing")
         before = number
-        problems += _problems(step)
+        problems += _problems(step, max_age)
+    problems += _fresh_twice(ledger)
     if ledger.torn:
         problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
     rows = sum(len(step.rows) for step in ledger.steps.values())
@@ -63,13 +69,31 @@ def audit(ledger: LedgerContents) -> Audit:
     return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), tuple(problems))
 
 
-def _problems(step: TrainedStep) -> list[str]:
+def _fresh_twice(ledger: LedgerContents) -> list[str]:
+    """Return a sentence on the stored rollouts that several steps trained as fresh ones."""
+    steps: dict[int, list[int]] = {}
+    for number, step in ledger.steps.items():
+        is_fresh = (step.rows["trajectory"] >= 0) & (step.rows["replayed"] == 0)
+        for trajectory in set(step.rows["trajectory"][is_fresh].tolist()):
+            steps.setdefault(trajectory, []).append(number)
+    twice = [(trajectory, numbers) for trajectory, numbers in steps.items() if len(numbers) > 1]
+    return [
+        f"{counted(len(twice), 'trajectory')} fresh in several steps, first {shown_id(trajectory)} in steps "
+        f"{listed(map(str, numbers))}"
+        for trajectory, numbers in twice[:1]
+    ]
+
+
+def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
     problems = [
         f"step {step.step}: loss {name} is {value}" for name, value in step.loss.items() if not np.isfinite(value)
     ]
     bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in ("advantage", "ratio", "weight")}
     if step.policy_before is not None:
         bad["version is after the policy's"] = step.rows["version"] > step.policy_before
+        if max_age is not None:
+            age = step.policy_before - step.rows["version"].astype(np.int64)
+            bad[f"age is above {max_age}"] = (step.rows["version"] >= 0) & (age > max_age)
     for reason, mask in bad.items():
         if mask.any():
             first = int(mask.argmax())
