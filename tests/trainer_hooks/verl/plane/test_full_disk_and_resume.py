@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
+from trajstore import ledger
 from trajstore.errors import StoreWriteError
+from trajstore.ledger import TrainedStep
 from trajstore.testing.faults import FaultPlan, failing_disk
 
 # ---- a disk that is full ----
@@ -230,6 +233,50 @@ def test_a_rollout_is_reused_or_in_the_pool(
     assert bool(history) != reused
     named = resumed.reuse.named(new_prompts(0, 1), step)
     assert list(named["uid"]) == ["scored" if reused else "new0", "arrived"]
+
+
+def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+
+    def train(session: ReplaySession, uid: str, count: int, step: int, value: float) -> None:
+        joined, _ = plane.train(
+            session, [row for i in range(4) for row in rollouts(f"{uid}{i}", count, i)], step, value
+        )
+        advantages = [torch.full((tag["response_len"],), 0.5 - tag["response_len"]) for tag in joined.tags]
+        plane.write_column(joined.keys, TRAINING, "advantages", advantages)
+        session.trained(joined, step, bypass=False, loss={"pg_loss": 0.5}, data={"rows": 4}, seeds={"data": 1})
+        tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
+
+    def replay(session: ReplaySession, uid: str) -> TrainedStep:
+        session.expect({f"{uid}{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)})
+        train(session, uid, N - 1, 2, -0.5)
+        return ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[2]
+
+    session = make_session(**pool)
+    train(session, "first", N, 1, -2.0)
+    session.save(tmp_path / "global_step_1", 1)
+    second = replay(session, "u")
+    session.close()
+    first = ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[1]
+    assert first.tasks == second.tasks == tuple(TASKS)
+    assert (first.policy_before, first.policy_after, second.loss, second.seeds) == (1, 2, {"pg_loss": 0.5}, {"data": 1})
+    stored = {rollout.rollout_id: number for number, rollout in enumerate(plane.recorded(tmp_path))}
+    assert first.rows["trajectory"].tolist() == [stored[f"first{i}_{j}_0"] for i in range(4) for j in range(N)]
+    assert (first.rows["ratio"] == 1.0).all()
+    assert first.rows["tokens"].tolist() == [2, 2, 3, 4] * 4, "one token of longer responses is not the model's"
+    assert first.rows["advantage"].tolist() == [-1.5, -2.5, -3.5, -4.5] * 4
+    replayed = second.rows[second.rows["replayed"] == 1]
+    assert replayed["group"].tolist() == [0, 1, 2, 3]
+    assert set(replayed["trajectory"]) <= {stored[f"first{i}_{j}_0"] for i in range(4) for j in range(2)}
+    assert replayed["ratio"] == pytest.approx(math.exp(1.5))
+
+    resumed = make_session(run="run-a", **pool)
+    with pytest.warns(UserWarning, match="1 step after step 1 will be replaced"):
+        resumed.resume(tmp_path / "global_step_1", 1)
+    again = replay(resumed, "v")
+    names = [name for name in again.rows.dtype.names if name != "trajectory"]
+    assert (again.rows[names] == second.rows[names]).all()
+    assert again.rows["trajectory"][again.rows["replayed"] == 1].tolist() == replayed["trajectory"].tolist()
 
 
 # -- A pool file damaged on disk during training --
