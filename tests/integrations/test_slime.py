@@ -50,7 +50,7 @@ class Sample:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Sample:
-        known = {one.name for one in fields(Sample)}
+        known = {item.name for item in fields(Sample)}
         return Sample(
             **{name: value for name, value in data.items() if name in known} | {"status": Status(data["status"])}
         )
@@ -139,7 +139,7 @@ def test_a_step_is_recorded_and_replayed_in_a_later_one(arguments: Callable[...,
     assert len(recording_of(args).buffer) == 12
     for group in groups:
         assert [sample.status for sample in group] == [Status.PENDING, Status.PENDING, Status.COMPLETED]
-        again, before = group[2], {tuple(one.tokens): one for old in first for one in old}
+        again, before = group[2], {tuple(sample.tokens): sample for old in first for sample in old}
         old = before[tuple(again.tokens)]
         assert again.prompt == group[0].prompt
         assert (again.index, again.group_index) == (group[1].index + 1, group[0].group_index)

@@ -86,9 +86,9 @@ def store(path: Path) -> TrajectoryReplayBuffer:
 
 
 def take(recording: RecordingWorker, samples: list[Sample]) -> list[Any]:
-    """Return what the trainer gets until these samples are taken."""
-    for one in samples:
-        recording.worker.rollout_buffer.put(one)
+    """Return the samples that the trainer gets until these samples are taken."""
+    for fresh in samples:
+        recording.worker.rollout_buffer.put(fresh)
     taken = []
     while recording.rollout_buffer.qsize():
         taken.append(recording.rollout_buffer.get(timeout=5.0))
@@ -103,8 +103,8 @@ def test_samples_pass_and_come_again_as_they_were(tmp_path: Path, worker: Worker
         assert take(recording, [first, sample(0, group=4)])[0] is first, "nothing older than the current version yet"
         recording.update_model_version(1)
         fresh, replayed = sample(1, group=5), []
-        for one in [fresh, sample(1, group=5)]:
-            replayed += [got for got in take(recording, [one]) if "replay/reward" in got.metrics]
+        for later in [fresh, sample(1, group=5)]:
+            replayed += [got for got in take(recording, [later]) if "replay/reward" in got.metrics]
         recording.update_model_version(9)
         assert not [got for got in take(recording, [sample(9, group=6)] * 3) if "replay/reward" in got.metrics]
         recording.stop()
@@ -239,7 +239,7 @@ PROMPTS = ["one"] * 3 + ["two"] * 3
 
 
 def trainer(step: int, **options: Any) -> Any:
-    """What a rollout function sees of GRPOTrainer."""
+    """Return the parts of GRPOTrainer that a rollout function sees."""
     defaults = {"use_vllm": False, "vllm_importance_sampling_correction": True, "off_policy_mask_threshold": 0.5}
     model = SimpleNamespace(training=options.pop("training", True))
     return SimpleNamespace(model=model, state=SimpleNamespace(global_step=step), **defaults | options)

@@ -1,4 +1,4 @@
-"""TRL's own trainers, unchanged, train what the store holds. Needs TRL 1.16; a minute on a CPU."""
+"""TRL's own trainers, unchanged, train the rollouts in the store. Needs TRL 1.16; a minute on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording for AReaL: the rollouts in what a workflow's ``arun_episode`` returns. Written for AReaL 1.0."""
+"""Recording for AReaL: the rollouts of a workflow's episodes. Written for AReaL 1.0."""
 
 from __future__ import annotations
 

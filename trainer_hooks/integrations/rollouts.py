@@ -1,4 +1,4 @@
-"""What the adapters share: a trainer's rollout as an agent trajectory, recording, and draws by policy version."""
+"""Shared by the adapters: a trainer's rollout as an agent trajectory, recording, and draws by policy version."""
 
 from __future__ import annotations
 

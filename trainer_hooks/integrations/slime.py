@@ -96,7 +96,7 @@ class ReplayDataSource:
     """A data source for ``--data-source-path``: puts recorded samples into the groups of the source that it wraps.
 
     The last samples of a group are recorded ones of the same prompt, with their log-probs and rewards. slime does not
-    generate these. ``save`` writes the store first, so that it has what the checkpoint was trained on.
+    generate these. ``save`` writes the store first, so that it has the samples that the checkpoint was trained on.
 
     Raises:
         ConfigurationError: an option is missing or out of range, or slime would not correct for the recorded log-probs.
@@ -204,7 +204,7 @@ def _replayed(args: Any, rollout: AgentTrajectory, place: Any) -> Any:
     """Return a recorded rollout as a sample of the group of ``place``."""
     columns = (rollout.input_ids, rollout.response_mask, rollout.rollout_log_probs)
     kept = rollout.metadata[SLIME]["sample"]
-    fields = dict(zip(_COLUMNS, ([] if one is None else one.tolist() for one in columns), strict=True))
+    fields = dict(zip(_COLUMNS, ([] if column is None else column.tolist() for column in columns), strict=True))
     sample = type(place).from_dict(kept | fields)
     sample.index, sample.group_index, sample.session_id = place.index, place.group_index, place.session_id
     sample.rollout_id, sample.remove_sample = place.rollout_id, False

@@ -89,7 +89,7 @@ class RecordingWorker:
         self.worker.update_model_version(model_version)
 
     def stop(self) -> None:
-        """Stop the worker, also if it failed, and write what was recorded.
+        """Stop the worker, also if it failed, and flush the store.
 
         Raises:
             StoreWriteError: it could not be written.
@@ -263,7 +263,7 @@ def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory]) -> d
 
 
 def _extra(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of what a ``rollout_func`` returns for each rollout beyond what TRL knows."""
+    """Return the names of the lists that a ``rollout_func`` returns and TRL does not know."""
     known_names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
     return [name for name, values in output.items() if name not in known_names and isinstance(values, list)]
 
