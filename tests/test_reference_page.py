@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tools.api_page import PAGE, find, written
+from tools.api_page import ENTRY, PAGE, find, written
 from trainer_hooks.replay.entry import Departure
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 
-ENTRIES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(), re.MULTILINE)
+ENTRIES = ENTRY.findall(PAGE.read_text())
 PACKAGES = (
     "trajstore",
     "trajstore.core.feeding",

@@ -1,7 +1,7 @@
 """The tables of ``docs/api.md``, written from the docstrings: ``python -m tools.api_page``.
 
-An entry of the page is a line ``::: module.name``. The built site shows there what the docstring says in full; the
-table above the entries of a section has their names and first sentences, and can be read without building anything.
+An entry of the page is a comment ``<!-- ::: module.name -->``. The built site shows the whole docstring there
+(``.ci/plain.py``). For readers of the file, a table above the entries of a section has their names and first sentences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
-_ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
 _TABLE = re.compile(r"^\| name \|.*?\n\n", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":\w+:`(?:~(?:\w+\.)*|(?:[a-z_]+\.)*)([^`]+)`")
 
@@ -64,13 +64,13 @@ def written(page: str) -> str:
     parts = re.split(r"(?m)^(?=## )", _TABLE.sub("", page))
     made = []
     for part in parts:
-        entries = _ENTRY.findall(part)
+        entries = ENTRY.findall(part)
         if entries:
-            head, _, _ = part.partition(f"::: {entries[0]}\n")
+            head, _, _ = part.partition(f"<!-- ::: {entries[0]} -->\n")
             table = "\n".join(
                 ["| name | what it is |", "| --- | --- |", *(row for one in entries for row in rows(one))]
             )
-            part = f"{head}{table}\n\n" + "".join(f"::: {one}\n\n" for one in entries)
+            part = f"{head}{table}\n\n" + "".join(f"<!-- ::: {one} -->\n\n" for one in entries)
         made.append(part)
     return "".join(made).rstrip("\n") + "\n"
 

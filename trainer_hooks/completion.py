@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 from torch import Tensor
 
@@ -83,7 +83,7 @@ class HandedOver:
         self._step, self._ids = None, set()
 
 
-def check_lengths(**by_row: Sequence[object]) -> None:
+def check_lengths(**by_row: Sized) -> None:
     """Refuse lists of different lengths, which must have one entry for every row of a batch.
 
     Raises:

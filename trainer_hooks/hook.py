@@ -22,7 +22,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -39,8 +41,10 @@ from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
+from trainer_hooks.trained import StepRecorder
 from trajstore.core.base.arguments import finite, share, whole
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
+from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -74,12 +78,14 @@ class ReplayHook(Closing, Generic[Task]):
         max_prompt_length: tokens of the longest prompt in a batch; histories with a longer one are not drawn. ``None``:
             no limit.
         max_response_length: the same of responses.
+        ledger: local folder of the training ledger (``trajstore.ledger``), in which :meth:`step_done` records each
+            step, also with ``enable: false``; one for each rank. ``None``: none is written.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
             demonstrations that would never be replayed.
-        StoreLockedError: another process writes to the pool's store.
-        CorruptStoreError: the pool's store cannot be continued.
+        StoreLockedError: another process writes to the pool's store or the ledger.
+        CorruptStoreError: the pool's store or the ledger cannot be continued.
     """
 
     def __init__(
@@ -96,7 +102,13 @@ class ReplayHook(Closing, Generic[Task]):
         draws_ahead: int = 0,
         max_prompt_length: int | None = None,
         max_response_length: int | None = None,
+        ledger: str | Path | None = None,
     ) -> None:
+        if ledger is not None and draws_ahead:
+            raise ConfigurationError(
+                f"ledger: {ledger}, cannot be written with draws_ahead = {draws_ahead}, which draws for a step before "
+                "the steps before it end; record steps with trainer_hooks.trained.trained_step"
+            )
         self.config = config
         self._n_rollout = whole("n_rollout", n_rollout, 1)
         self._handed_over = HandedOver()
@@ -105,9 +117,12 @@ class ReplayHook(Closing, Generic[Task]):
         )
         self._store = config.open_store() if config.enable else None
         self._made: ReplayParts[Task] | None = None
-        if not config.enable:
-            return
+        self._recorder: StepRecorder | None = None
         try:
+            if ledger is not None:
+                self._recorder = StepRecorder(ledger, drops_negative=config.drop_negative_off_policy)
+            if not config.enable:
+                return
             manager = ExperienceManager(
                 rules,
                 store=self._store,
@@ -143,6 +158,8 @@ class ReplayHook(Closing, Generic[Task]):
         """
         share("training_progress", training_progress)
         whole("global_steps", global_steps, 0)
+        if self._recorder is not None:
+            self._recorder.begin(global_steps)
         replay = self._replay
         if replay is None:
             return MixedTasks((), tuple(tasks))
@@ -291,7 +308,7 @@ class ReplayHook(Closing, Generic[Task]):
     def loss_computed(
         self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor, cliprange_low: float
     ) -> None:
-        """Record one loss computation; :meth:`step_done` returns the figures over all tokens of a step.
+        """Record one loss computation, for the ledger and the figures over all tokens that :meth:`step_done` returns.
 
         Args:
             batch: the whole batch.
@@ -301,6 +318,8 @@ class ReplayHook(Closing, Generic[Task]):
             cliprange_low: as given to it.
         """
         finite("cliprange_low", cliprange_low, 0)
+        if self._recorder is not None:
+            self._recorder.loss_computed(batch, rows, loss, advantages)
         if (replay := self._replay) is not None:
             with replay.figures.times.measure("loss_computed"):
                 replay.figures.note_loss(batch, rows, loss, advantages, cliprange_low, self.config.off_cliprange_high)
@@ -317,8 +336,13 @@ class ReplayHook(Closing, Generic[Task]):
         old_log_probs: Tensor,
         entropys: Tensor,
         asked: Mapping[str, int] | None = None,
+        *,
+        data: Mapping[str, Any] | None = None,
+        seeds: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
-        """Admit the step's rollouts to the pool; return the step's metrics (empty if disabled).
+        """Admit the step's rollouts to the pool and record the step in the ledger; return metrics (empty if disabled).
+
+        On return both are durable. Save a checkpoint of the step after that.
 
         Args:
             batch: the padded batch.
@@ -326,12 +350,30 @@ class ReplayHook(Closing, Generic[Task]):
             old_log_probs: [B, R], natural logarithm, under the policy that sampled: not the replaced ones.
             entropys: [B, R], nats, under the same policy.
             asked: as for :meth:`rollouts_done`.
+            data: for the ledger: identity of the data set and position in it, JSON values.
+            seeds: for the ledger, by name.
 
         Raises:
-            ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape.
+            ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape; or there is a ledger, and no loss
+                was passed to :meth:`loss_computed`.
+            OSError: the ledger could not be written.
             InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or was handed over already.
             StoreWriteError: the pool's store could not write.
         """
+        figures = self._admit_batch(batch, fresh, old_log_probs, entropys, asked)
+        if self._recorder is not None:
+            stored = {} if self._made is None else self._made.manager.admitted
+            self._recorder.record(batch, stored, data, {"replay": self.config.seed} | dict(seeds or {}))
+        return figures
+
+    def _admit_batch(
+        self,
+        batch: Batch,
+        fresh: Sequence[AgentTrajectory],
+        old_log_probs: Tensor,
+        entropys: Tensor,
+        asked: Mapping[str, int] | None,
+    ) -> dict[str, float]:
         replay = self._replay
         if replay is None:
             return {}
@@ -431,7 +473,7 @@ class ReplayHook(Closing, Generic[Task]):
             self._replay.collate.check_tasks()
 
     def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Restore the pool to its state at a step, and log the choice and its alternatives.
+        """Restore pool and ledger to their state at a step, and log the choice and its alternatives.
 
         Uses the state if there is one, else the newest ``step_N`` of ``pool_path`` not after ``step``; else the pool
         stays.
@@ -443,6 +485,8 @@ class ReplayHook(Closing, Generic[Task]):
         Raises as :meth:`load_state_dict`.
         """
         whole("step", step, 0)
+        if self._recorder is not None:
+            self._recorder.ledger.continue_from(step)
         if state:
             self.load_state_dict(state)
         elif self._replay is not None:
@@ -463,10 +507,8 @@ class ReplayHook(Closing, Generic[Task]):
         return None if self._replay is None else self._replay.manager
 
     def close(self) -> None:
-        """Flush and close the pool's store. Idempotent."""
-        try:
-            if self._made is not None:
-                self._made.close()
-        finally:
-            if self._store is not None:
-                self._store.close()
+        """Flush and close the pool's store and the ledger. Idempotent."""
+        with ExitStack() as closing:
+            for part in (self._recorder, self._store, self._made):
+                if part is not None:
+                    closing.callback(part.close)

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from trainer_hooks.batch import BatchRow, GroupOffPolicy, assign_group_ids
 from trainer_hooks.guidance import Guidance
 from trainer_hooks.replay.contract import task_id_of
+from trainer_hooks.replay.outcomes import REPLAYED_ID
 from trainer_hooks.replay.rows import rows_of
 from trajstore.core.base.arguments import whole
 from trajstore.errors import ConfigurationError
@@ -137,6 +138,8 @@ def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_
     """
     parts = rows_of(trajectory)
     guidance = Guidance.of(trajectory)
+    stored_as = trajectory.metadata.get(REPLAYED_ID) if is_replayed else None
+    extras = {} if stored_as is None else {"trajectory_id": stored_as}
     return [
         BatchRow(
             trajectory=part,
@@ -145,6 +148,7 @@ def rows_of_rollout(trajectory: AgentTrajectory, group: int, number: int, *, is_
             add_exp=guidance is not None,
             train_mode="keep" if guidance is None else guidance.train_mode,
             rollout=None if len(parts) == 1 else (number, place, len(parts)),
+            extras=extras,
         )
         for place, part in enumerate(parts)
     ]

@@ -47,7 +47,7 @@ def test_a_missing_shard_hides_only_what_is_in_it(damaged: Path, tmp_path: Path,
     assert run.out("query", damaged, "select task from trajectories", "--csv", code=DAMAGED).count("t") == 6
     shown = run.out("tail", damaged, "--json", code=DAMAGED).splitlines()
     assert [json.loads(line)["trajectory_id"] for line in shown] == LEFT
-    assert "5 rollouts" in run.out("export", damaged, tmp_path / "out.jsonl", code=DAMAGED)
+    assert "5 rollouts" in run.out("convert", damaged, tmp_path / "out.jsonl", "--to", "jsonl", code=DAMAGED)
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 5
     assert run.json("prune", damaged, "--where", "outcome >= 0.5", code=DAMAGED)["trajectories"] == 2
     assert run.json("prune", damaged, "--where", "outcome >= 0.5", "--yes", code=DAMAGED)["trajectories"] == 2
@@ -63,7 +63,7 @@ def test_corrupted_tokens_are_not_exported(tmp_path: Path, run: Run) -> None:
     data[at + 80] ^= 4
     shard.write_bytes(bytes(data))
     assert not verify(path).sound
-    out = run.out("export", path, tmp_path / "out.jsonl", code=DAMAGED)
+    out = run.out("convert", path, tmp_path / "out.jsonl", "--to", "jsonl", code=DAMAGED)
     assert "trajectory 1 was left out" in out
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == [0, 2, 3]
@@ -82,13 +82,13 @@ COMMANDS = {
     "tail STORE": (0, 1, 1, 1),
     "view STORE --bundle OUT": (1, 1, 1, 1),
     "verify STORE": (1, 1, 1, 1),
-    "export STORE OUT": (1, 1, 1, 1),
-    "export STORE OUT --to parquet": (1, 1, 1, 1),
+    "convert STORE OUT --to jsonl": (1, 1, 1, 1),
+    "convert STORE OUT --to parquet": (1, 1, 1, 1),
     "copy STORE OUT": (1, 1, 1, 1),
     "repair STORE OUT": (1, 1, 0, 1),
     "merge STORE OUT": (1, 1, 0, 1),
     "split STORE OUT --count 9": (1, 1, 0, 1),
-    "convert STORE OUT --format pkl": (1, 1, 0, 1),
+    "convert STORE OUT --to pkl": (1, 1, 0, 1),
     "prune STORE --where 'outcome > 0'": (0, 1, 1, 1),
     "rollback STORE --step 1 --dry-run": (0, 0, 1, 1),
 }

@@ -68,9 +68,9 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
     lines = [json.loads(line) for line in run.out("tail", ranks, "--last", "12", "--json").splitlines()]
     assert sorted(row["trajectory_id"] for row in lines) == RUN
     assert "trajectory_id 0/3" in run.out("tail", ranks, "--last", "12")
-    run.out("export", ranks, tmp_path / "out.jsonl")
+    run.out("convert", ranks, tmp_path / "out.jsonl", "--to", "jsonl")
     assert sorted(row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")) == RUN
-    run.out("export", ranks, tmp_path / "parts", "--to", "parquet")
+    run.out("convert", ranks, tmp_path / "parts", "--to", "parquet")
     assert sorted(polars.read_parquet(tmp_path / "parts")["trajectory_id"].to_list()) == RUN
     assert run.json("inspect", ranks, "--trajectory", "0/3")["trajectory_id"] == "0/3"
     assert "rollout 0/3" in run.out("inspect", ranks, "--trajectory", "0/3")
@@ -81,9 +81,9 @@ def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp
     assert [row["trajectory_id"] for row in run.json("list", single, "--sort", "trajectory_id")] == SINGLE
     lines = [json.loads(line) for line in run.out("tail", single, "--json").splitlines()]
     assert [row["trajectory_id"] for row in lines] == SINGLE
-    run.out("export", single, tmp_path / "out.jsonl")
+    run.out("convert", single, tmp_path / "out.jsonl", "--to", "jsonl")
     assert [row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")] == SINGLE
-    run.out("export", single, tmp_path / "parts", "--to", "parquet")
+    run.out("convert", single, tmp_path / "parts", "--to", "parquet")
     assert polars.read_parquet(tmp_path / "parts")["trajectory_id"].to_list() == SINGLE
     assert run.json("inspect", single, "--trajectory", 3)["trajectory_id"] == 3
 
@@ -93,7 +93,7 @@ def test_an_export_is_joined_with_a_query(ranks: Path, single: Path, tmp_path: P
     read = polars.read_ndjson if form == "jsonl" else polars.read_parquet
     for path, count in ((ranks, 12), (single, 4)):
         target = tmp_path / f"{path.name}.{form}"
-        run.out("export", path, target, "--to", form)
+        run.out("convert", path, target, "--to", form)
         facts = polars.DataFrame(run.json("query", path, "select trajectory_id, task from trajectories"))
         joined = read(target).join(facts, on="trajectory_id")
         assert len(joined) == count
@@ -149,7 +149,7 @@ def test_another_spelling_is_refused_in_a_run(ranks: Path, run: Run, condition: 
     assert said in run.err("list", ranks, "--where", condition)
     assert said in run.err("prune", ranks, "--where", condition, "--yes")
     assert said in run.err("query", ranks, f"select task from trajectories where {condition}")
-    assert said in run.err("export", ranks, ranks.parent / "out", "--where", condition)
+    assert said in run.err("convert", ranks, ranks.parent / "out", "--to", "jsonl", "--where", condition)
     assert said in run.err("tail", ranks, "--where", condition)
     assert len(run.json("list", ranks, "--limit", "0")) == 12
 

@@ -44,6 +44,16 @@ def test_a_reader_that_stops_reading_is_no_error(store: Path, project_root: Path
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_bash_completes_commands_and_options(run: Run) -> None:
+    script = run.out("completion", "bash")
+    ask = script + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_trajstore; echo "${COMPREPLY[@]}"'
+    for words, completions in ((["ver"], "verify"), (["verify", "--j"], "--json"), (["export", "--to", "j"], "jsonl")):
+        done = subprocess.run(
+            ["bash", "-c", ask, "bash", "trajstore", *words], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == [completions]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -56,7 +56,7 @@ def test_facts_and_values_that_came_late_go_along(agents: Path, tmp_path: Path) 
     assert main(["merge", str(agents), str(tmp_path / "other"), str(tmp_path / "both")]) == 0
     other = asked(tmp_path / "other", "task", "outcome", "tag", "committed")[0]
     assert asked(tmp_path / "both", *FACTS) == [*before, (*other[:2], None, *other[2:])]
-    assert main(["convert", str(tmp_path / "both"), str(tmp_path / "zarr"), "--format", "zarr"]) == 0
+    assert main(["convert", str(tmp_path / "both"), str(tmp_path / "zarr"), "--to", "zarr"]) == 0
     assert asked(tmp_path / "zarr", *FACTS) == asked(tmp_path / "both", *FACTS)
     assert {path.suffix for path in (tmp_path / "zarr" / "shards").iterdir()} == {".zarr"}
     assert main(["split", str(agents), str(tmp_path / "parts"), "--where", "judge > 0"]) == 0
@@ -100,7 +100,7 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
 def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:
     crashed, expected = str(crashed_store(tmp_path / "crashed")), [*LIVE.values()]
     for name in FORMATS:
-        assert main(["convert", crashed, str(tmp_path / name), "--format", name]) == 0
+        assert main(["convert", crashed, str(tmp_path / name), "--to", name]) == 0
     assert main(["split", crashed, str(tmp_path / "run"), "--ranks", "2"]) == 0
     assert main(["merge", crashed, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
     for made in (*FORMATS, "one"):

@@ -170,7 +170,7 @@ def test_every_copy_and_answer_includes_the_values_in_the_inbox_once(
             "copy": ("copy", store, tmp_path / "copy"),
             "repair": ("repair", store, tmp_path / "repair"),
             "merge": ("merge", store, tmp_path / "merge"),
-            "convert": ("convert", store, tmp_path / "convert", "--format", "pkl"),
+            "convert": ("convert", store, tmp_path / "convert", "--to", "pkl"),
         }
         for name, words in copies.items():
             run.out(*words)
@@ -195,7 +195,7 @@ def test_exports_bundles_and_dry_runs_include_the_values_in_the_inbox(
         writer.points.save(1)
     monkeypatch.setattr(Inbox, "look", lambda _: True)
     annotate(path, 0, {"judge": 0.5}, who="anna")
-    run.out("export", path, tmp_path / "out.jsonl", "--where", "judge = 0.5")
+    run.out("convert", path, tmp_path / "out.jsonl", "--to", "jsonl", "--where", "judge = 0.5")
     assert json.loads((tmp_path / "out.jsonl").read_text())["notes"] == {"judge": 0.5}
     run.out("view", path, "--bundle", tmp_path / "page")
     late = json.loads((tmp_path / "page" / "bundle.json").read_text())["late"]

@@ -17,9 +17,10 @@ import torch
 
 from tests.stores import opened
 from tools.crash.forked import forking
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.cli import main
 from trajstore.core.store.facts import NOTE
+from trajstore.interop import convert
 from trajstore.testing.witness import check_trajectory, witness
 
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
@@ -27,7 +28,7 @@ _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "
 COMMANDS = {
     "merge": ("merge", "a", "b", "out"),
     "split": ("split", "a", "out", "--ranks", "3"),
-    "convert": ("convert", "run", "out", "--format", "zarr"),
+    "convert": ("convert", "run", "out", "--to", "zarr"),
     "prune": ("prune", "a", "--where", "version_high < 10", "--yes"),
     "compact": ("compact", "a"),
 }
@@ -121,35 +122,52 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        *("jsonl", "store"),
+        *(pytest.param(form, marks=pytest.mark.campaign) for form in ("parquet", "atif", "minari", "lerobot")),
+    ],
+)
 @pytest.mark.parametrize("kills", [1, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
-def test_an_export_that_was_killed_completes(tmp_path: Path, form: str, kills: int) -> None:
+def test_a_conversion_that_was_killed_continues(
+    tmp_path: Path, form: str, kills: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are the same as without a kill; a store has each rollout once."""
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)
     with opened(tmp_path / "store") as store:
-        for first in (0, 10):
-            store.add_trajectories([AgentTrajectory(input_ids=torch.arange(first + at)) for at in range(1, 6)])
-            store.flush()
-    words, draw = ("export", str(tmp_path / "store"), "out", "--to", form), random.Random(form)
+        said = [{"role": "user", "content": "do"}]
+        rollouts = [AgentTrajectory(messages=said, input_ids=torch.arange(at + 1)) for at in range(11)]
+        steps = torch.arange(12.0).reshape(12, 1, 1)
+        ends = torch.ones(12, 1, 1, dtype=torch.bool)
+        seen: dict[str, Any] = {"curr_obs": {"x": steps}, "next_obs": {"x": steps + 1}}
+        episodes = Trajectory(actions=steps, rewards=steps, terminations=ends, truncations=~ends, **seen)
+        store.add_trajectories([episodes] if form in ("minari", "lerobot") else rollouts)
+    words, draw = ("convert", str(tmp_path / "store"), "out", "--to", form, "--check"), random.Random(form)
+    if form == "store":
+        convert.convert_to(tmp_path / "store", tmp_path / "lines", "jsonl")
+        words = ("convert", str(tmp_path / "lines"), "out", "--from", "jsonl", "--check")
     (tmp_path / "whole").mkdir()
     code, calls = _command(tmp_path / "whole", words)
     assert code == 0
-    expected = _exported(tmp_path / "whole")
+    expected = _converted(tmp_path / "whole", form)
     for number in range(kills):
         folder = tmp_path / str(number)
         folder.mkdir()
         for _ in range(draw.randint(1, 2)):
             _command(folder, words, draw.randint(1, calls))
-        if (folder / "out").exists():  # the output appears complete and is never replaced
-            assert _command(folder, words)[0] == 2
-            for left in folder.glob(".out.exporting.*"):  # left by a kill right after the rename
-                left.rmdir()
-        else:
-            assert _command(folder, words)[0] == 0
-        assert _exported(folder) == expected
+        there = (folder / "out").exists()
+        assert _command(folder, words)[0] == (2 if there else 0), "it appears once and is never replaced"
+        assert _converted(folder, form) == expected
 
 
-def _exported(folder: Path) -> dict[str, bytes]:
-    """Return an export's files; there must be no others."""
+def _converted(folder: Path, form: str) -> Any:
+    """Return what a conversion wrote; there must be no other files."""
     assert [path.name for path in folder.iterdir()] == ["out"]
+    if form == "store":
+        assert saved_points(folder / "out") == []
+        with TrajectoryReplayBuffer.open(folder / "out") as reader:
+            return [reader.get(number).input_ids.tolist() for number in reader.trajectory_ids.tolist()]
     files = [path for path in (folder / "out", *(folder / "out").rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -114,6 +114,9 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
             mine, theirs = census.samples(8, window, draws), twin.draw(8)
             assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
             assert mine.samples.tolist() == theirs.samples.tolist()
+            assert mine.probabilities is not None
+            assert theirs.probabilities is not None
+            assert mine.probabilities.tolist() == theirs.probabilities.tolist()
             assert len(twin.sample_trajectories(3)) == len(census.trajectories(3, window, draws))
             census.inform(sampler)
             assert sampler.ids.tolist() == ids

@@ -142,14 +142,38 @@ def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> N
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([block(key) for key in range(4)])
     demos.add_trajectories([block(key) for key in range(4)])  # the same ids and rows as those of the replay buffer
-    samplers = [WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
+    samplers = [WeightedSampler([UseLimit()], Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
     for buffer, sampler in zip((replay, demos), samplers, strict=True):
         buffer.follow(sampler)
         sampler.update(np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4), np.arange(1.0, 33.0))
     given = {"demo_sampler": samplers[1]} if by_demos else {}
     with ReplayLoader(replay, 24, demos=demos, demo_share=0.25, sampler=samplers[0], **given) as loader:
-        batch = next(loader)
-    count = 24
+        batches = [next(loader), next(loader)]
+        state = loader.state_dict()
+        expected = [next(loader) for _ in range(5)][-1].drawn
+    batch, count = batches[0], 24
+    again = [WeightedSampler([UseLimit()], Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
+    given = {"demo_sampler": again[1]} if by_demos else {}
+    with ReplayLoader(replay, 24, demos=demos, demo_share=0.25, sampler=again[0], **given) as loader:
+        loader.load_state_dict(state)
+        resumed = [next(loader) for _ in range(5)][-1].drawn
+    for name, values in expected.arrays.items():
+        assert np.array_equal(values, resumed.arrays[name]), name
+    counts: dict[tuple[bool, int], int] = {}
+    for each in batches:
+        codes = [int(value) % 100_000 for value in rewards(each)]
+        rows = [(place >= 18, code // 1000, code % 1000) for place, code in enumerate(codes)]
+        for key in {row[:2] for row in rows}:
+            counts[key] = counts.get(key, 0) + 1
+        weighted = [not demo or by_demos for demo, _, _ in rows]
+        uses = [counts[row[:2]] if known else 0 for row, known in zip(rows, weighted, strict=True)]
+        assert each.drawn.uses is not None
+        assert each.drawn.probabilities is not None
+        assert each.drawn.uses.tolist() == uses
+        chances = [
+            (8 * key + at + 1) / 528 if known else 1 / 32 for (_, key, at), known in zip(rows, weighted, strict=True)
+        ]
+        assert each.drawn.probabilities.tolist() == pytest.approx(chances)
     assert batch.weights is not None
     assert len(rewards(batch)) == len(batch.drawn) == len(batch.weights) == count
     ours = batch.drawn.ids >= 0

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import Run
+from tests.stores import stored, writer_to
+from trajstore import AgentTrajectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
 from trajstore.ledger import ROW, Ledger, TrainedStep, first_difference, read
 
@@ -24,7 +27,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def step(number: int, rows: int = 3, seed: int = 0) -> TrainedStep:
     made = np.zeros(rows, ROW)
     random = np.random.default_rng([number, seed])
-    made["trajectory"] = np.where(np.arange(rows) % 8 == 7, random.integers(0, 1 << 45, rows), np.arange(rows))
+    fresh = 1000 * number + np.arange(rows)
+    made["trajectory"] = np.where(np.arange(rows) % 8 == 7, random.integers(0, 1 << 45, rows), fresh)
     made["group"] = np.arange(rows) // 8
     made["replayed"] = np.arange(rows) % 8 == 7
     for name in ("advantage", "ratio", "weight"):
@@ -49,9 +53,10 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("ledger")
+    small = 900  # bytes: about every second step begins a file
     model: dict[int, TrainedStep] = {}
     pending: dict[int, TrainedStep] = {}
-    ledger = Ledger(path)
+    ledger = Ledger(path, segment_bytes=small)
     for place, (action, number) in enumerate(actions):
         if action == "record":
             made = step(max(pending, default=0) + 1, number, place)
@@ -60,7 +65,7 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
             model = dict(pending)
         elif action == "reopen":
             ledger.close()
-            ledger, pending = Ledger(path), dict(model)
+            ledger, pending = Ledger(path, segment_bytes=small), dict(model)
         elif number == 0 or number in pending or not pending:
             kept = {at: made for at, made in pending.items() if at <= number}
             if len(kept) < len(pending):
@@ -75,6 +80,8 @@ def test_a_ledger_is_the_dict_of_the_steps_that_count(
         found = read(path).steps
         assert [*found] == [*model]
         assert all(same(found[number], model[number]) for number in model)
+        first, last = max(model) - 2, max(model) - 1
+        assert [*read(path, first, last).steps] == [number for number in model if first <= number <= last]
 
 
 def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: Path) -> None:
@@ -83,7 +90,7 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
         with pytest.raises(StoreLockedError):
             Ledger(tmp_path)
-    file = tmp_path / "steps.log"
+    file = tmp_path / "steps-000000-after-none.log"
     whole = file.read_bytes()
     first = whole.index(b"\n") + 1
     for end in (*range(first, len(whole) - 2, 13), len(whole) - 2, len(whole) - 1):
@@ -97,14 +104,23 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
     assert file.read_bytes() == whole
     file.write_bytes(whole.replace(b'"step":1', b'"step":3', 1))
-    with pytest.raises(CorruptStoreError, match=r"steps\.log: the record at byte 0 is damaged"):
+    with pytest.raises(CorruptStoreError, match=r"after-none\.log: the record at byte 0 is damaged"):
+        read(tmp_path)
+    file.write_bytes(whole)
+    for size in (0, first // 2):  # killed in the first record that replaces step 2
+        (tmp_path / "steps-000001-after-1.log").write_bytes(whole[:size])
+        assert ([*read(tmp_path).steps], read(tmp_path).replaced) == ([1, 2], ())
+    with pytest.warns(UserWarning, match="the record after step 1 is incomplete"), Ledger(tmp_path) as ledger:
+        assert ledger.last == 2
+    file.rename(tmp_path / "steps-000001-after-1.log")
+    with pytest.raises(CorruptStoreError, match=r"lacks the file steps-000000-after-\*\.log"):
         read(tmp_path)
 
 
 def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.record(step(1, 1024))
-    assert (tmp_path / "steps.log").stat().st_size <= 40 * 1024
+    assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 40 * 1024
 
 
 def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
@@ -122,10 +138,13 @@ def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
 def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.record(step(1))
+        unstored = step(2).rows
+        unstored["trajectory"][1:] = -1
         for wrong, message in (
             (step(1), "step 1 is not after step 1; a trainer that resumes calls continue_from first"),
             (replace(step(2), tasks=["a"], rows=step(2, 9).rows), "groups are 0 to 1, but there are 1 tasks"),
             (replace(step(2), rows=np.zeros(2)), "rows must be an array"),
+            (replace(step(2), rows=unstored), "row 0 of rollout -1 is there twice"),
             (replace(step(2), data={"at": float("nan")}), "data must be JSON values"),
         ):
             with pytest.raises(ConfigurationError, match=message):
@@ -162,9 +181,45 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
     code, out, _ = run("audit", one, "--against", same)
     assert code == 1
     assert out.splitlines() == [
-        "step 3: advantage is not finite in 1 row, first row 11 (trajectory 11)",
-        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 12)",
+        "step 3: advantage is not finite in 1 row, first row 11 (trajectory 3011)",
+        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 3012)",
         f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
         f"{same}: differs first in step 3, row 11",
         f"  advantage: nan here, {step(3, 20).rows['advantage'][11].item()!r} there",
     ]
+
+
+def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: Path, run: Run) -> None:
+    made = [AgentTrajectory(input_ids=torch.arange(3), task_id=task, policy_version=2) for task in "abb"]
+    path = stored(tmp_path / "store", made)
+    rows = np.zeros(3, ROW)
+    rows["trajectory"], rows["group"], rows["version"] = [0, 1, -3], [0, 1, 1], [2, 2, 3]
+    with Ledger(path / "ledger") as ledger:
+        ledger.record(TrainedStep(3, rows, ["a", "b"], policy_before=3))
+    assert run.out("audit", path, "--max-age", 1).splitlines() == [
+        f"{path}: 1 step, 3 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: each trajectory trained in at most 1 step; 1 trajectory of the store not trained, 0 trained ones "
+        "evicted since",
+    ]
+    bad = rows.copy()
+    bad["trajectory"], bad["version"] = [1, 5, 2], [1, 4, 2]
+    with Ledger(path / "ledger") as ledger:
+        ledger.record(TrainedStep(5, bad, ["a", "b"], policy_before=5))
+    with writer_to(path) as writer:
+        writer.evict([2])
+    code, out, _ = run("audit", path, "--max-age", 3)
+    assert code == 1
+    assert out.splitlines() == [
+        "step 5: follows step 3; steps between them are missing",
+        "step 5: age is above 3 in 1 row, first row 0 (trajectory 1)",
+        "1 trajectory fresh in several steps, first 1 in steps 3, 5",
+        "step 5: 1 row of which the trajectory was never committed; the store's next id is 3, first row 1 "
+        "(trajectory 5)",
+        "step 5: 1 row of which the trajectory has another task than its group, first row 0 (trajectory 1)",
+        "step 5: 1 row of which the trajectory was sampled by another policy version than the store says, first row 0 "
+        "(trajectory 1)",
+        f"{path}: 2 steps, 6 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: each trajectory trained in at most 2 steps; 0 trajectories of the store not trained, 1 trained ones "
+        "evicted since",
+    ]
+    assert "equal in every step" in run("audit", path, "--against", path / "ledger")[1]

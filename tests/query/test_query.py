@@ -18,7 +18,7 @@ from trajstore.core.formats import FORMATS
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling import GroupSampler
 from trajstore.errors import ConfigurationError, MissingDependencyError
-from trajstore.operations.export import export_rollouts
+from trajstore.interop.convert import convert_to
 from trajstore.operations.mending import prune
 from trajstore.operations.moving import split
 from trajstore.query import FACTS, readable
@@ -267,7 +267,7 @@ def test_a_condition_is_about_one_row(tmp_path: Path, condition: str) -> None:
         lambda: question.group_by("task").where(condition).rows(),
         lambda: writer.query("messages").where(condition).ids(),
         lambda: prune(tmp_path / "store", condition, dry_run=False),
-        lambda: export_rollouts(tmp_path / "store", tmp_path / "out", "jsonl", where=condition),
+        lambda: convert_to(tmp_path / "store", tmp_path / "out", "jsonl", where=condition),
         lambda: split(tmp_path / "store", tmp_path / "out", where=condition),
     ):
         with pytest.raises(ConfigurationError, match=r"where: .*: a condition is about one row.* HAVING for groups"):
@@ -420,8 +420,8 @@ def test_conditions_on_metadata(tmp_path: Path, condition: str, ids: list[int]) 
         answer = reader.query().sql(f"select trajectory_id from trajectories where {condition}")
         assert answer["trajectory_id"].to_list() == ids
         assert reader.query("tokens").where(condition).ids().tolist() == [number for number in ids if number < 5]
-    exported = export_rollouts(tmp_path / "store", tmp_path / "out.parquet", "parquet", where=condition)
-    assert exported.rollouts == len([number for number in ids if number < 5])
+    converted = convert_to(tmp_path / "store", tmp_path / "out.parquet", "parquet", where=condition)
+    assert converted.written == len([number for number in ids if number < 5])
     assert prune(tmp_path / "store", condition).trajectories == len(ids)
 
 

@@ -22,8 +22,10 @@ from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.formats import FORMATS
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.ledger import ROW, Ledger, TrainedStep
 from trajstore.query import RELATIONS, Stream, relations
+from trajstore.query.trained import COLUMNS
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -480,3 +482,37 @@ assert found == [{"content": "said"}], found
 def test_a_program_ends_while_polars_reads_more_than_it_was_asked_for() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_trained_has_the_rows_of_the_ledgers_with_the_facts_of_their_trajectories(tmp_path: Path) -> None:
+    """Two ranks; the second one's ledger also has a row in no store and one of an evicted rollout."""
+    for rank in (0, 1):
+        folder = stored(tmp_path / f"rank_{rank}", [conversation("a", []), conversation("b", [], outcome=0.5 + rank)])
+        with Ledger(folder / "ledger") as ledger:
+            for step in (1, 2):
+                made = np.zeros(4, ROW)
+                made["trajectory"], made["group"] = [-1, 0, 1, 9], [0, 0, 1, 1]
+                made["version"], made["replayed"] = [-1, 0, 1, step], made["trajectory"] == 1
+                ledger.record(TrainedStep(step, made[: 4 if rank else 3], ["a", "b"], policy_before=step))
+    reader = TrajectoryReplayBuffer.open(tmp_path)
+    rows = reader.query("trained").select("step", "rank", "trajectory_id", "rollout", "task", "outcome", "age").rows()
+    ids = {(rank, own): (rank + 1 << 42) + own for rank in (0, 1) for own in (0, 1, 9)}
+    assert [tuple(row.values()) for row in rows] == [
+        row
+        for step in (1, 2)
+        for rank in (0, 1)
+        for row in [
+            (step, None, None, 0, "a", None, None),
+            (step, rank, ids[rank, 0], None, "a", None, step),
+            (step, rank, ids[rank, 1], None, "b", 0.5 + rank, step - 1),
+            *[(step, None, ids[rank, 9], None, "b", None, 0)] * rank,
+        ]
+    ]
+    assert reader.query("trained").where("replayed and step = 2").ids().tolist() == [ids[0, 1], ids[1, 1]]
+    assert reader.query("trained").table().columns == ["trajectory_id", "task", *COLUMNS]
+    joined = "select t.step, x.task from trained t join trajectories x on t.trajectory_id = x.trajectory_id"
+    assert reader.query().where("outcome > 1").sql(joined).rows() == [(1, "b"), (2, "b")]
+    with pytest.raises(ConfigurationError, match="a buffer in memory has no training ledger"):
+        in_memory([]).query("trained").rows()
+    with pytest.raises(StoreNotFoundError, match="ledger: there is no ledger"):
+        TrajectoryReplayBuffer.open(stored(tmp_path / "other", [conversation("a", [])])).query("trained").rows()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
+from trajstore.ledger import audit, first_difference, read
+from trajstore.operations.training import audit_store
 
 
 @pytest.mark.parametrize(
@@ -40,11 +43,24 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
     second = make(config, **options, **places[1])
     assert newest_checkpoint(tmp_path / "checkpoints") == saved
-    load_checkpoint(second, saved)
+    replaces = pytest.warns(UserWarning, match=f"2 steps after step {half} will be replaced")
+    with replaces if on_disk else nullcontext():
+        load_checkpoint(second, saved)
     assert second.step == half
     assert second.train() == whole.curve
     assert all(whole.model.state_dict()[name].equal(value) for name, value in second.model.state_dict().items())
     assert view(second.hook.manager) == view(whole.hook.manager)
+    if on_disk:
+        ledgers = [read(tmp_path / name / "ledger") for name in ("whole", "parts")]
+        assert first_difference(*ledgers) is None
+        assert [audit(ledger).problems for ledger in ledgers] == [(), ()]
+        for name in ("whole", "parts"):
+            [of_store] = audit_store(tmp_path / name).values()
+            assert (of_store.problems, of_store.untrained, of_store.only_drawn) == ((), 0, 0)
+        assert [ledger.replaced for ledger in ledgers] == [(), (half + 1, half + 2)]
+        newest = ledgers[0].steps[config.steps]
+        assert [len(newest.rows), newest.loss["pg_loss"]] == [24, whole.curve[-1].loss]
+        assert int(newest.rows["replayed"].sum()) == whole.metrics["experience_replay/replayed_rows"] > 0
     replayed = "experience_replay/replayed_rows"
     assert second.metrics[replayed] == whole.metrics[replayed]
 

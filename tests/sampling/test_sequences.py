@@ -219,6 +219,7 @@ def test_sequences_by_priority_are_one_draw_with_one_set_of_weights() -> None:
         batch = sample_sequences(world.buffer, 100, 3, sampler=sampler)
         drawn = [known[row] for row in zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True)]
         assert batch.drawn.weights is not None
+        assert batch.drawn.probabilities is None
         assert batch.drawn.weights.tolist() == pytest.approx([min(drawn) / chance for chance in drawn], rel=1e-6)
         for code in batch["curr_obs"]["code"][:, 0, 0].tolist():
             counts[code] = counts.get(code, 0) + 1

@@ -65,16 +65,24 @@ class WeightedTwin(SamplerTwin):
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), priority=st.floats(0, 50))
     def draw_and_update(self, count: int, priority: float) -> None:
+        before = self.expected()
+        total = sum(map(sum, before.values()))
         try:
             drawn = self.sampler.draw(count, self.generator)
         except EmptyBufferError:
-            assert sum(map(sum, self.expected().values())) == 0
+            assert total == 0
             return
+        rows = list(zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True))
+        assert drawn.probabilities is not None
+        assert drawn.uses is not None
+        if total:  # else rests ended
+            assert np.allclose(drawn.probabilities, [before[number][at] / total for number, at in rows], rtol=1e-6)
         self.batches += 1
         for number in set(drawn.ids.tolist()):
             row = self.rows[number]
             row["uses"] += 1  # type: ignore[operator]
             row["ready"] = self.batches + COOLDOWN
+        assert drawn.uses.tolist() == [self.rows[number]["uses"] for number, _ in rows]
         if self.per is not None:
             self.sampler.update(drawn.ids, drawn.samples, [priority] * len(drawn))
             self.largest = max(self.largest, priority)

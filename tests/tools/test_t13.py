@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
-from tools.bench import t13_replay
-from tools.bench.t13_replay import ARMS, RULES, Run, config_of, main, read_results, table
+from tools.bench import t13_replay, t13_trainers
+from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, main, read_results, table
+from tools.bench.t13_trainers import BufferTrainer, RepeatingTrainer
+from trainer_hooks.batch import Batch
+from trainer_hooks.reference import trainer as trainer_module
+from trainer_hooks.reference.config import TrainerConfig
+from trainer_hooks.reference.environments import SortEnvironment
+from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 
 
@@ -24,6 +34,8 @@ def run_of(arm: str, seed: int, solved: bool = True) -> Run:
         steps=2,
         best=0.5,
         final=0.25,
+        replayed=None,
+        replayed_tokens=None,
         seconds=1.0,
     )
 
@@ -57,20 +69,59 @@ def test_every_run_is_in_the_table() -> None:
         "| 0 | 1,000, not solved (best 50%) | not run |",
         "| 1 | 2,000 | 2,000 |",
         "| median | 1,500 | 2,000 |",
+        "| mean | 1,500 | 2,000 |",
     ]
 
 
 def test_arms_differ_in_the_two_mechanisms_alone() -> None:
     on = {arm: (config_of(arm, 1, 9).guidance.rollout_expratio > 0, config_of(arm, 1, 9).replay.enable) for arm in ARMS}
-    assert on == {
-        "neither": (False, False),
-        **dict.fromkeys(RULES, (False, True)),
-        "guidance": (True, False),
-        "both": (True, True),
-        "neither-warm": (False, False),
-        "replay-warm": (False, True),
-    }
+    unguided = {arm: (False, arm in RULES) for arm in UNGUIDED}
+    warm = {f"{arm}-warm": mechanisms for arm, mechanisms in unguided.items()}
+    assert on == {**unguided, "guidance": (True, False), "both": (True, True), **warm}
     assert config_of("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        RepeatingTrainer,
+        partial(BufferTrainer, capacity=128, whole_groups=False),
+        partial(BufferTrainer, capacity=128, whole_groups=True),
+    ],
+    ids=["repeated", "rows", "groups"],
+)
+def test_arms_of_equal_work_train_on_equally_many_rows(
+    make: Callable[[TrainerConfig], ReferenceTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(t13_trainers, "ROWS", 24)
+    monkeypatch.setattr(trainer_module, "make_environment", lambda name: SortEnvironment(lengths=(2,)))
+    small = replace(t13_replay.BASE, environment="sort", tasks_per_step=2, warm_start_steps=40, evaluate_every=9)
+    trained: list[list[int]] = []
+    with make(small) as trainer:
+        genuine = trainer._update
+
+        def update(batch: Batch, part: Tensor, old: Tensor, advantages: Tensor) -> float:
+            trained[-1] += part.tolist()
+            if held:
+                recorded = batch.tensors["recorded_mask"]
+                assert torch.equal(old[recorded], batch.tensors["recorded_old_log_probs"][recorded])
+            return genuine(batch, part, old, advantages)
+
+        held = isinstance(trainer, BufferTrainer)
+        monkeypatch.setattr(trainer, "_update", update)
+        trainer.warm_start()
+        for _ in range(4):
+            trained.append([])
+            trainer.train_step()
+    assert trainer.fresh_rollouts == 4 * 16
+    if not held:
+        assert [len(rows) for rows in trained] == [24] * 4
+        assert all(set(rows) == set(range(16)) for rows in trained)
+    else:
+        counts = [len(rows) for rows in trained]
+        assert all(sorted(rows) == list(range(len(rows))) for rows in trained), "each row of a batch is trained once"
+        assert counts[0] == 16
+        assert max(counts) == 24
 
 
 @pytest.mark.campaign
@@ -84,4 +135,5 @@ def test_every_arm_is_measured_against_the_same_runs_without(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [(record["seed"], record["arm"]) for record in lines[:8]] == [(seed, arm) for seed in (0, 1) for arm in arms]
     assert [record["name"].split("solved, ")[1] for record in lines[8:]] == [f"{arm} over neither" for arm in arms[1:]]
-    assert all(record["seeds"] == 2 and record["ratio"] <= 1.0 and record["target"] == 0.4 for record in lines[8:])
+    assert all(record["seeds"] == 2 and record["ratio"] <= record["ratio_of_means"] <= 1.0 for record in lines[8:])
+    assert [record["target"] for record in lines[8:]] == [0.4, None, None]

@@ -42,8 +42,8 @@ for value, names in (
     (2.5, "entropy_coeff max_grad_norm"),
     (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text reuse"),
     (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
-    (True, "in_turns init_experience_before_training"),
-    ("x", "reward_fingerprint workspace_id path pool_path key TrainerConfig.environment TrainerConfig.device"),
+    (True, "in_turns init_experience_before_training ledger"),
+    ("x", "ledger reward_fingerprint workspace_id path pool_path key TrainerConfig.environment TrainerConfig.device"),
 ):
     TAKES.setdefault(repr(value), set()).update(names.split())
 

@@ -41,7 +41,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
     records, rows = done.steps, done.rows
     if longest == 3:  # answers are three digits and an end token
         assert [record["experience_replay/too_long"] for record in records] == [TRAIN_ROWS, TRAIN_ROWS]
-        assert not any(row.exp_mask.any() for row in rows)
+        assert not any(row.tokens in demonstrations for row in rows)
         assert {row.response.numel() <= longest for row in rows} == {True}
         return
     assert [record["experience_replay/demonstration_rows"] for record in records] == [2.0, 2.0]

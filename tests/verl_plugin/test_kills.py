@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -41,8 +42,10 @@ from tools.crash.verl.processes import Driver
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.replay.persistence import read_pool
+from trainer_hooks.verl.arrival import recorded_rollouts
 from trainer_hooks.verl.rows import replayable
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer, ledger
+from trajstore.ledger import ROW, TrainedStep
 from trajstore.trajectory import Reward
 
 from .assets import Assets
@@ -301,6 +304,74 @@ def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
     journal.refresh()
     assert obstacle is None, obstacle
     return next(entry for entry in journal.entries if entry["event"] == "loaded")
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(verl_assets: Assets, tmp_path: Path) -> None:
+    """Killed while it generates, updates and saves; the steps equal those of one process."""
+    moments = (
+        Moment("arrived", 0.02, (3,)),
+        Moment("update", 0.1, (1,)),
+        Moment("cut", 0.0, (2,)),
+        Moment("scoring", 0.0, (4,)),
+    )
+    loaded = [kill_at(tmp_path, 0, moments[0])["step"]]
+    finished = {one.rollout_id.rpartition("_")[0] for one in recorded(tmp_path) if one.policy_version == 3}
+    loaded += [kill_at(tmp_path, life, moment)["step"] for life, moment in enumerate((*moments[1:], None), 1)]
+    assert loaded == [0, 2, 2, 2, 4]
+    again = [path.read_text().split() for life in range(1, 5) if (path := calls_path(tmp_path, life)).exists()]
+    assert not finished.intersection(itertools.chain(*again)), "only what is missing is generated"
+    killed = trained_of(tmp_path)
+    other = tmp_path / "uninterrupted"
+    other.mkdir()
+    (tmp_path / ASSETS).rename(other / ASSETS)
+    kill_at(other, 0, Moment("scoring", 0.0, (6,)))
+    uninterrupted = trained_of(other)
+    assert list(killed.steps) == list(uninterrupted.steps) == [1, 2, 3, 4, 5]
+    fresh: list[int] = []
+    replayed = 0
+    for number, expected in uninterrupted.steps.items():
+        step = killed.steps[number]
+        assert [step.tasks, step.data, step.seeds] == [expected.tasks, expected.data, expected.seeds]
+        assert step.loss == pytest.approx(dict(expected.loss), rel=TOLERANCE, abs=TOLERANCE)
+        assert killed.identities(step) == uninterrupted.identities(expected)
+        for name in ROW.names:
+            if name != "trajectory":
+                assert step.rows[name] == pytest.approx(expected.rows[name], rel=TOLERANCE, abs=TOLERANCE), name
+        of_step = step.rows[step.rows["replayed"] == 0]["trajectory"].tolist()
+        assert len(set(of_step)) == len(of_step)
+        fresh += of_step
+        replayed += int(step.rows["replayed"].sum())
+    assert replayed
+    assert len(set(fresh)) == len(fresh) > 0, "each rollout is trained once as a fresh one"
+
+    left = killed.rollouts.keys() - set(fresh)
+    assert {killed.rollouts[number].policy_version for number in left} <= {4, 6}, "sampled by weights that were lost"
+
+
+@dataclasses.dataclass
+class Recorded:
+    """The ledger of a run that counts, and its rollouts by id."""
+
+    steps: dict[int, TrainedStep]
+    replaced: tuple[int, ...]
+    rollouts: dict[int, AgentTrajectory]
+
+    def identities(self, step: TrainedStep) -> list[tuple[str, int | None, str]]:
+        """Return each row's rollout by task, policy version and session, which equal runs share."""
+        rollouts = [self.rollouts[number] for number in step.rows["trajectory"].tolist()]
+        return [(one.task_id, one.policy_version, one.rollout_id.split("_")[1]) for one in rollouts]
+
+
+def trained_of(folder: Path) -> Recorded:
+    """Return the first five steps of a ledger."""
+    contents = ledger.read(rollouts_path(folder) / "ledger")
+    with TrajectoryReplayBuffer.open(rollouts_path(folder)) as reader:
+        rollouts = dict(zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True))
+    return Recorded(
+        {number: step for number, step in contents.steps.items() if number < 6}, contents.replaced, rollouts
+    )
 
 
 @pytest.mark.campaign

@@ -1,22 +1,29 @@
-"""T13: fresh rollouts until the reference task is solved, with replay over without, median over seeds.
+"""T13: fresh rollouts until the reference task is solved, each arm over a baseline, over seeds.
 
-All arms of a seed have the same configuration but for what their names say. A run ends at the first evaluation (which
-is never guided) that reaches ``solved_at``, or at the last step; such a run counts with all its rollouts, which is then
-a lower bound ("censored"). Prints a JSON line for each run, one for each arm beside ``neither``, whose interval is a
-percentile bootstrap over the seeds (90 %), and a table of all runs.
+A run ends at the first evaluation (which is never guided) that reaches ``solved_at``, or at the last step; such a run
+counts with all its rollouts, which is then a lower bound ("censored"). Prints a JSON line for each run, one for each
+arm beside the baseline (ratios of medians and of means, with 90 % percentile bootstrap intervals; seeds are drawn in
+pairs), and a table of all runs.
 
-The arms of replay differ in how a task's histories are chosen: by entropy under the current policy, the lowest
-(``replay``, the default) or the highest first (``argmax``); by the lowest when it was sampled (``saved``); the least
-used first (``turns``); or all alike (``random``). The others have guidance, or guidance and replay (``both``). A guided
-policy knows the template's words and has read experience in its warm start, so its first weights are not those of an
-unguided policy with the same seed: ``neither-warm`` and ``replay-warm`` have the same warm start as the guided ones and
-no guidance, and tell what the warm start alone does.
+Arms differ in the rows of a step:
+
+* ``neither``: 128 fresh rollouts.
+* ``equal-work``: 96 fresh rollouts, 32 of them twice: as many rows and optimizer steps as with replay.
+* ``replay``: up to 64 of 128 are histories, successes with the lowest entropy under the current policy. ``saved``,
+  ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least used first, any.
+* ``exgrpo``: as ``replay``, with tasks by difficulty (``normal``) and shaped ratios (gamma 0.1; arXiv 2510.02245).
+* ``fifo``: 128 drawn evenly from the newest rollouts, failures included; 96 are made per step (arXiv 2604.08706).
+* ``groups``: 96 fresh rollouts and 4 stored groups of unequal outcomes.
+* ``guidance``, ``both``: guided rollouts without and with replay.
+
+A guided policy knows the template's words and has read experience in its supervised start, so its first weights differ
+from those of an unguided policy with the same seed. Arms that end in ``-warm`` have that start and no guidance.
 
 Each run is a line of the results file, if there is one, as soon as it has ended. Runs that the file holds are not made
-again, so a call that was interrupted goes on where it was; runs of another task or number of steps are refused.
+again, so an interrupted call is continued by the same call; runs of another task or number of steps are refused.
 
     python -m tools.bench.t13_replay [--seeds 0 1 2 3 4] [--environment household] [--arms neither replay]
-        [--results runs.jsonl] [--steps 200] [--threads 1]
+        [--against neither] [--results runs.jsonl] [--steps 200] [--threads 1]
 """
 
 from __future__ import annotations
@@ -25,24 +32,31 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
 
+from tools.bench.t13_trainers import BufferTrainer, RepeatingTrainer
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
+from trainer_hooks.metrics import PREFIX
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.curves import summarize
 from trainer_hooks.reference.demo import BASE, replay_config
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 
-TARGETS = {"household": 0.4, "sort": 0.7}
+TARGETS = {
+    "household": {"neither": 0.4, "equal-work": 0.5},
+    "sort": {"neither": 0.7, "equal-work": 0.8},
+}
+"""Environment -> baseline -> highest ratio of ``replay``."""
 RESAMPLES = 10_000
 
 GUIDANCE = GuidanceConfig(
@@ -64,23 +78,58 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "argmax": {"exp_select_mode": "argmax"},
     "turns": {"in_turns": True},
     "random": {"exp_select_mode": "random"},
+    "exgrpo": {"task_sampling": "normal", "off_policy_shaping": 0.1},
 }
 """What chooses among the histories of a task, by the name of the arm."""
 
-ARMS: Mapping[str, tuple[GuidanceConfig, Mapping[str, Any] | None]] = {
-    "neither": (GuidanceConfig(), None),
-    **{name: (GuidanceConfig(), rule) for name, rule in RULES.items()},
-    "guidance": (GUIDANCE, None),
-    "both": (GUIDANCE, {}),
-    "neither-warm": (WARM, None),
-    "replay-warm": (WARM, {}),
+
+@dataclass(frozen=True)
+class Arm:
+    """What differs from the run without replay.
+
+    Attributes:
+        rule: what differs from the usual replay; None without replay.
+        guidance: guided rollouts, or the start of a guided policy.
+        fresh_tasks: tasks with fresh rollouts per step, if not those of the base.
+        trainer: makes the trainer.
+    """
+
+    rule: Mapping[str, Any] | None = None
+    guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
+    fresh_tasks: int = BASE.tasks_per_step
+    trainer: Callable[[TrainerConfig], ReferenceTrainer] = ReferenceTrainer
+
+
+FRESH_TASKS = 12
+"""Tasks with fresh rollouts of the arms with as many rows as replay: 96 rollouts, as replay has on average."""
+CAPACITY = 384
+"""Rollouts in the buffer of ``fifo``: four steps' fresh ones."""
+KEPT = 10_000
+"""Rollouts in the buffer of ``groups``."""
+
+UNGUIDED: Mapping[str, Arm] = {
+    "neither": Arm(),
+    "equal-work": Arm(fresh_tasks=FRESH_TASKS, trainer=RepeatingTrainer),
+    **{name: Arm(rule) for name, rule in RULES.items()},
+    "fifo": Arm(fresh_tasks=FRESH_TASKS, trainer=partial(BufferTrainer, capacity=CAPACITY, whole_groups=False)),
+    "groups": Arm(fresh_tasks=FRESH_TASKS, trainer=partial(BufferTrainer, capacity=KEPT, whole_groups=True)),
 }
-"""Name of the arm -> guidance, and what differs from the usual replay; None without replay."""
+
+ARMS: Mapping[str, Arm] = {
+    **UNGUIDED,
+    "guidance": Arm(guidance=GUIDANCE),
+    "both": Arm({}, GUIDANCE),
+    **{f"{name}-warm": replace(arm, guidance=WARM) for name, arm in UNGUIDED.items()},
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: rollouts until solved, or all rollouts made if it was not."""
+    """One run: rollouts until solved, or all rollouts made if it was not.
+
+    ``replayed`` is the mean share of replayed rows in a step's batch, ``replayed_tokens`` that of their tokens; None
+    without replay.
+    """
 
     environment: str
     arm: str
@@ -91,29 +140,38 @@ class Run:
     steps: int
     best: float | None
     final: float | None
+    replayed: float | None
+    replayed_tokens: float | None
     seconds: float
 
 
 def config_of(arm: str, seed: int, steps: int, environment: str = BASE.environment) -> TrainerConfig:
     """Return the configuration of one arm's run."""
-    guidance, rule = ARMS[arm]
+    made = ARMS[arm]
     replayed = replay_config(seed=seed, environment=environment)
     return replace(
         BASE,
         environment=environment,
         seed=seed,
         steps=steps,
-        replay=ExperienceReplayConfig() if rule is None else replace(replayed, **rule),
-        guidance=replace(guidance, seed=seed),
+        tasks_per_step=made.fresh_tasks,
+        replay=ExperienceReplayConfig() if made.rule is None else replace(replayed, **made.rule),
+        guidance=replace(made.guidance, seed=seed),
     )
 
 
 def measure(arm: str, config: TrainerConfig) -> Run:
     """Train until solved."""
     began = time.perf_counter()
-    with ReferenceTrainer(config) as trainer:
+    rows, tokens = [], []
+    with ARMS[arm].trainer(config) as trainer:
         trainer.warm_start()
-        summary = summarize(trainer.train(stop_when_solved=True), config.solved_at)
+        while trainer.step < config.steps and trainer.solved_after is None:
+            trainer.train_step()
+            figures = trainer.metrics
+            rows.append(figures.get(f"{PREFIX}replayed_rows", 0.0) / (config.tasks_per_step * config.n_rollout))
+            tokens.append(figures.get(f"{PREFIX}off_policy_share", 0.0))
+        summary = summarize(trainer.curve, config.solved_at)
     return Run(
         environment=config.environment,
         arm=arm,
@@ -124,6 +182,8 @@ def measure(arm: str, config: TrainerConfig) -> Run:
         steps=summary.steps,
         best=summary.best,
         final=summary.final,
+        replayed=round(fmean(rows), 4) if config.replay.enable else None,
+        replayed_tokens=round(fmean(tokens), 4) if config.replay.enable else None,
         seconds=round(time.perf_counter() - began, 1),
     )
 
@@ -154,35 +214,37 @@ def read_results(path: Path, steps: int, environment: str = BASE.environment) ->
     return runs
 
 
-def interval(pairs: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the 90 % bootstrap interval of the ratio of the medians; seeds are drawn in pairs."""
+def interval(pairs: Sequence[tuple[int, int]], middle: Callable[[Sequence[int]], float]) -> tuple[float, float]:
+    """Return the 90 % bootstrap interval of the ratio of medians or means; seeds are drawn in pairs."""
     random = Random(0)
     ratios = []
     for _ in range(RESAMPLES):
         drawn = random.choices(pairs, k=len(pairs))
-        ratios.append(median(mine for mine, _ in drawn) / median(other for _, other in drawn))
+        ratios.append(middle([mine for mine, _ in drawn]) / middle([other for _, other in drawn]))
     ratios.sort()
     return ratios[RESAMPLES // 20], ratios[-RESAMPLES // 20]
 
 
-def figures(runs: Sequence[Run]) -> Iterator[dict[str, Any]]:
-    """Yield what the runs of each arm say, beside those of the same seeds without replay and guidance."""
-    without = {run.seed: run for run in runs if run.arm == "neither"}
+def figures(runs: Sequence[Run], against: str = "neither") -> Iterator[dict[str, Any]]:
+    """Yield the figures of each arm beside those of the same seeds of the arm ``against``."""
+    without = {run.seed: run for run in runs if run.arm == against}
     for arm in ARMS:
         pairs = [(run, without[run.seed]) for run in runs if run.arm == arm and run.seed in without]
-        if arm == "neither" or not pairs:
+        if arm == against or not pairs:
             continue
         rollouts = [(mine.fresh_rollouts, other.fresh_rollouts) for mine, other in pairs]
-        low, high = interval(rollouts)
+        ratios: dict[str, Any] = {}
+        for name, middle in (("ratio", median), ("ratio_of_means", fmean)):
+            ratios[name] = round(middle([mine for mine, _ in rollouts]) / middle([other for _, other in rollouts]), 3)
+            ratios[f"{name}_interval"] = [round(bound, 3) for bound in interval(rollouts, middle)]
         yield {
             "id": "T13",
-            "name": f"fresh rollouts until {pairs[0][0].environment} is solved, {arm} over neither",
-            "ratio": round(median(mine for mine, _ in rollouts) / median(other for _, other in rollouts), 3),
-            "interval": [round(low, 3), round(high, 3)],
+            "name": f"fresh rollouts until {pairs[0][0].environment} is solved, {arm} over {against}",
+            **ratios,
             "seeds": len(pairs),
             "censored": sum(not mine.solved for mine, _ in pairs),
-            "censored_neither": sum(not other.solved for _, other in pairs),
-            "target": TARGETS[pairs[0][0].environment] if arm in RULES else None,
+            f"censored_{against}": sum(not other.solved for _, other in pairs),
+            "target": TARGETS[pairs[0][0].environment].get(against) if arm == "replay" else None,
         }
 
 
@@ -194,8 +256,9 @@ def table(runs: Sequence[Run]) -> str:
     for seed in sorted({run.seed for run in runs}):
         cells = [_cell(found.get((arm, seed))) for arm in arms]
         lines.append(f"| {seed} | " + " | ".join(cells) + " |")
-    medians = [median(run.fresh_rollouts for run in runs if run.arm == arm) for arm in arms]
-    lines.append("| median | " + " | ".join(f"{one:,.0f}" for one in medians) + " |")
+    for name, middle in (("median", median), ("mean", fmean)):
+        of_arms = [middle([run.fresh_rollouts for run in runs if run.arm == arm]) for arm in arms]
+        lines.append(f"| {name} | " + " | ".join(f"{rollouts:,.0f}" for rollouts in of_arms) + " |")
     return "\n".join(lines)
 
 
@@ -215,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--environment", choices=TARGETS, default=BASE.environment)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither", "replay"])
+    parser.add_argument("--against", choices=ARMS, default="neither", help="the baseline of the ratios (neither)")
     parser.add_argument("--steps", type=int, default=200, help="training steps of a run at the most (200)")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
@@ -235,7 +299,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file.write(line)
             sys.stdout.write(line)
             sys.stdout.flush()
-    sys.stdout.write("".join(json.dumps(line) + "\n" for line in figures(runs)) + "\n" + table(runs) + "\n")
+    sys.stdout.write(
+        "".join(json.dumps(line) + "\n" for line in figures(runs, options.against)) + "\n" + table(runs) + "\n"
+    )
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -12,6 +13,8 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
 from trajstore.core.base.settings import Count, NotNegative, Positive, Settings, Whole
+from trajstore.core.files.opening import is_url
+from trajstore.ledger import LEDGER_FOLDER
 
 Rows = Literal["rollout", "turns"]
 RowWeight = Literal["row", "rollout"]
@@ -56,8 +59,19 @@ class TrainerConfig(Settings):
     """Unit of weight in the loss: each row, or each rollout regardless of its number of rows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     replay: ExperienceReplayConfig = field(default_factory=ExperienceReplayConfig)
+    ledger: bool | str = True
+    """Record each step in this folder; true = folder ``ledger`` in the pool's store, none for a pool in memory or in
+    object storage; false = none."""
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
     """Guided rollouts. ``experience_template`` needs spaces around ``{}`` and at the end: ``"hint {} now "``."""
+
+    @property
+    def ledger_folder(self) -> str | None:
+        """Folder of the training ledger; None if there is none."""
+        if self.ledger is not True:
+            return self.ledger or None
+        store = (self.replay.store or {}).get("path") if self.replay.enable else None
+        return None if store is None or is_url(store) else str(Path(store) / LEDGER_FOLDER)
 
     def contradictions(self) -> list[str]:
         if self.minibatches <= self.tasks_per_step * self.n_rollout:

@@ -77,6 +77,7 @@ class ReferenceTrainer(Closing):
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             current_entropy=self._current_entropy,
             task_text=lambda task: self.environment.begin(task).first_message,
+            ledger=config.ledger_folder,
         )
         self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance), tokenizer=self.tokenizer)
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
@@ -143,19 +144,23 @@ class ReferenceTrainer(Closing):
         step = self.step + 1
         if step == 1:
             self._fill()
-        mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
-        plan = self.hook.before_rollout(mixed)
-        fresh = self._roll_out(plan, step)
-        fresh += self._roll_out(self.hook.replacements(plan, fresh), step, len(fresh))
-        rows = self.hook.batch_rows(plan, fresh)
+        rows, fresh = self._rows(step)
         batch = self._batch(rows)
 
-        parts = torch.randperm(len(rows), generator=self._order).chunk(self.config.minibatches)
+        parts = self._parts(len(rows))
         current, entropys = self._log_probs(batch, parts)
-        old_log_probs = self.hook.log_probs_computed(batch, current)
+        old_log_probs = self._old_log_probs(batch, current)
         advantages = self._advantages(batch, [_outcome(row.trajectory) for row in rows])
         losses = [self._update(batch, part, old_log_probs, advantages) for part in parts]
-        self.metrics = self.hook.step_done(batch, fresh, current, entropys)
+        position = step * self.config.tasks_per_step
+        self.metrics = self.hook.step_done(
+            batch,
+            fresh,
+            current,
+            entropys,
+            data={"name": self.environment.name, "tasks": len(self._tasks), "position": position},
+            seeds={"trainer": self.config.seed},
+        )
         self.metrics |= self.guidance.step_done(fresh, step)
         self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait
 
@@ -249,6 +254,22 @@ class ReferenceTrainer(Closing):
         chosen = self._waiting[: self.config.tasks_per_step]
         del self._waiting[: self.config.tasks_per_step]
         return [self._tasks[name] for name in chosen]
+
+    def _rows(self, step: int) -> tuple[list[BatchRow], list[AgentTrajectory]]:
+        """Return the rows of the step's batch, and its fresh rollouts."""
+        mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
+        plan = self.hook.before_rollout(mixed)
+        fresh = self._roll_out(plan, step)
+        fresh += self._roll_out(self.hook.replacements(plan, fresh), step, len(fresh))
+        return self.hook.batch_rows(plan, fresh), fresh
+
+    def _parts(self, rows: int) -> Sequence[Tensor]:
+        """Return the row numbers of each minibatch."""
+        return torch.randperm(rows, generator=self._order).chunk(self.config.minibatches)
+
+    def _old_log_probs(self, batch: Batch, current: Tensor) -> Tensor:
+        """Return the log-probabilities that the ratios of the loss are relative to, [B, R]."""
+        return self.hook.log_probs_computed(batch, current)
 
     def _roll_out(
         self, plan: Sequence[PlannedTask[TextTask]], step: int, first_number: int = 0

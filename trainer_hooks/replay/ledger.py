@@ -138,14 +138,16 @@ class PoolLedger:
             key = (entry.task_id, entry.digest)
             self.state.uses[key] = self.state.uses.get(key, 0) + 1
 
-    def add(self, plan: AdmissionPlan) -> None:
-        """Store the trajectories of a plan and apply the plan."""
-        for task, entries in plan.with_ids(self._store(plan, self.state)).items():
+    def add(self, plan: AdmissionPlan) -> list[int]:
+        """Store the accepted trajectories of a plan and apply the plan; return their ids."""
+        ids = self._store(plan, self.state)
+        for task, entries in plan.with_ids(ids).items():
             self.state.set_entries(task, entries)
         self._count(Departure.REPLACED, plan.displaced)
         self._garbage.extend(plan.replaces.values())
         if len(self._garbage) >= MOST_LEFT:
             self.save()
+        return ids
 
     def replace(self, fresh: PoolState, plan: AdmissionPlan, generator: np.random.Generator) -> None:
         """Replace the state by ``fresh`` and the plan's trajectories. In the store, one point does this.

@@ -17,6 +17,9 @@ from trajstore.core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
+REPLAYED_ID = "replayed_trajectory_id"
+"""Key of ``metadata`` in a replayed copy: its trajectory's id in the pool's store; absent for a pool in memory."""
+
 REPLAY_MARK = "is_experience_replay"
 """Key of ``metadata``, true on a trajectory that was drawn from the pool."""
 

@@ -117,6 +117,8 @@ class ExperienceManager:
         check_same(self._state.fingerprint, tokenizer_fingerprint, "the pool in the store")
         check_demonstrations(self._state.demonstrations(), rules)
         self._state.fingerprint = tokenizer_fingerprint or self._state.fingerprint
+        self.admitted: dict[tuple[str, str], int] = {}
+        """Ids in a durable store of the rollouts that the newest :meth:`admit` added, by task and rollout id."""
         self._counting = False
         self._notices = PoolNotices()
         warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
@@ -237,6 +239,7 @@ class ExperienceManager:
             StoreWriteError: the store could not write.
         """
         before = self.refused.total()
+        self.admitted = {}
         rollouts = self._with_tokens(rollouts, "experience pool")
         outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
         check_trajectories(
@@ -266,7 +269,10 @@ class ExperienceManager:
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
         marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
         plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked, rows=self._state.rows)
-        self._ledger.add(plan)
+        ids = self._ledger.add(plan)
+        if self._ledger.store.store_id:
+            keys = ((accepted.task_id, accepted.rollout_id) for accepted in plan.accepted.values())
+            self.admitted |= dict(zip(keys, ids, strict=True))
         self._refuse(plan.refused, trajectories)
         self._state.fingerprint = fingerprint
         return len(plan.accepted)
@@ -390,7 +396,7 @@ class ExperienceManager:
                 wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
             self._ledger.note_used(wanted)
             versions.update(entry.policy_version for entry in wanted)
-            chosen.extend(replayed_copy(record) for _, record in records)
+            chosen.extend(self._replayed(records))
         return chosen
 
     def count_offpolicy(self, tasks: Sequence[Any], n: int = 1) -> dict[str, int]:
@@ -409,7 +415,11 @@ class ExperienceManager:
         candidates = {
             name: self._ledger.read(self._state.eligible(name, self.rules, self.training_step)) for name in names
         }
-        return {task: [replayed_copy(record) for _, record in held] for task, held in candidates.items() if held}
+        return {task: self._replayed(held) for task, held in candidates.items() if held}
+
+    def _replayed(self, records: Sequence[tuple[PoolEntry, AgentTrajectory]]) -> list[AgentTrajectory]:
+        named = bool(self._ledger.store.store_id)
+        return [replayed_copy(record, entry.trajectory_id if named else None) for entry, record in records]
 
     # ---- contents ----
 
@@ -515,6 +525,11 @@ class ExperienceManager:
     def get_task_ids(self) -> list[str]:
         """Return the tasks with trajectories in the pool."""
         return list(self._state.entries)
+
+    def rollout_ids(self, policy_version: int) -> frozenset[str]:
+        """Return the ``rollout_id`` of the trajectories that a policy version sampled."""
+        sampled = [entry for entry in self._state.all_entries() if entry.policy_version == policy_version]
+        return frozenset(record.rollout_id for _, record in self._ledger.read(sampled))
 
     @property
     def waiting_tasks(self) -> dict[str, None]:

@@ -22,7 +22,7 @@ import numpy as np
 from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.compact import with_small_columns, with_usual_columns
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
-from trainer_hooks.replay.outcomes import REPLAY_MARK, TaskOutcome
+from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
@@ -273,10 +273,17 @@ def record_of(trajectory: AgentTrajectory, **mark: int | None) -> AgentTrajector
     return dataclasses.replace(with_small_columns(trajectory), metadata={**trajectory.metadata, POOL_KEY: mark})
 
 
-def replayed_copy(record: AgentTrajectory) -> AgentTrajectory:
-    """Return a private copy of an entry's trajectory, marked as replayed; ids and masks are ``int64``."""
+def replayed_copy(record: AgentTrajectory, trajectory_id: int | None = None) -> AgentTrajectory:
+    """Return a private copy of an entry's trajectory, marked as replayed; ids and masks are ``int64``.
+
+    Args:
+        record: the stored trajectory.
+        trajectory_id: its id in the store; ``None`` = the records are in memory.
+    """
     trajectory = with_usual_columns(copy.deepcopy(trajectory_of_entry(record)))
     trajectory.metadata[REPLAY_MARK] = True
+    if trajectory_id is not None:
+        trajectory.metadata[REPLAYED_ID] = trajectory_id
     return trajectory
 
 

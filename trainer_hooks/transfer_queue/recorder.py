@@ -19,6 +19,7 @@ from trainer_hooks.transfer_queue.rows import Row, unpack_columns
 from trajstore import Retention, TrajectoryReplayBuffer, annotate
 from trajstore.core.base import exits
 from trajstore.core.base.background import Background
+from trajstore.core.reading.contents import Contents
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
@@ -143,6 +144,8 @@ class Recorder:
         self._by_name: OrderedDict[str, _Known] = OrderedDict()
         self._recalled: dict[str, _Known] = {}
         """Stored rollouts that are put again, by ``rollout_id``."""
+        self._older: dict[str, int] | None = None
+        """Ids of other rollouts in the store, by ``rollout_id``; ``None`` until one is searched."""
         self._unset: list[tuple[tuple[int, ...], dict[str, list[Any]]]] = []
         """Ids and late values that are not in the store yet."""
         self._queued = self._recorded = self._lost = self._failures = 0
@@ -167,6 +170,7 @@ class Recorder:
         )
         self._path = options.path
         self._by_index, self._by_name, self._recalled, self._unset = {}, OrderedDict(), {}, []
+        self._older = None
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error = None
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
@@ -233,6 +237,14 @@ class Recorder:
         """
         self._submit(partial(self._set_values, names, values), 0)
 
+    def find(self, names: Sequence[str]) -> list[int | None]:
+        """Return the trajectory ids of rollouts in the store, by ``rollout_id``; waits for those that arrived."""
+        found: list[int | None] = []
+        if (background := self._background) is not None:
+            background.submit(partial(self._find, names, found))
+            background.wait()
+        return found or [None] * len(names)
+
     def status(self) -> Status:
         """Return the counters, and the first failure since the last call.
 
@@ -273,7 +285,6 @@ class Recorder:
         buffer, background = self._buffer, self._background
         if buffer is None or background is None:
             return
-        self._rollouts = None
         try:
             background.submit(self._set_late)
             background.close()
@@ -284,7 +295,7 @@ class Recorder:
             try:
                 buffer.close()
             finally:
-                self._buffer = self._background = None
+                self._rollouts = self._buffer = self._background = None
                 exits.forget(self)
         error, self._error = self._error, None
         if error is not None:
@@ -354,7 +365,15 @@ class Recorder:
         self._by_name[name] = known
         self._by_index |= {index: (known, row) for row, index in enumerate(indexes)}
         while len(self._by_name) > _REMEMBERED:
-            self._by_name.popitem(last=False)
+            oldest, known = self._by_name.popitem(last=False)
+            if self._older is not None:
+                self._older[oldest] = known.number
+
+    def _find(self, names: Sequence[str], found: list[int | None]) -> None:
+        if self._older is None and self._buffer is not None and any(name not in self._by_name for name in names):
+            self._older = self._buffer.live.locked(_ids_by_name)
+        older = self._older or {}
+        found += [older.get(name) if (known := self._by_name.get(name)) is None else known.number for name in names]
 
     def _added(self, rollout: AgentTrajectory) -> list[int]:
         if self._buffer is None:
@@ -436,3 +455,11 @@ class Recorder:
         self._failures += 1
         if self._error is None:
             self._error = error
+
+
+def _ids_by_name(contents: Contents) -> dict[str, int]:
+    """Return the ids of all rollouts by ``rollout_id``; the newest one of those with the same."""
+    index = contents.index
+    texts = index.texts.texts()
+    pairs = zip(index.fact("rollout_id").tolist(), index["trajectory_id"].tolist(), strict=True)
+    return {texts[int(number)]: trajectory_id for number, trajectory_id in pairs if number >= 0}

@@ -72,6 +72,11 @@ class RecorderHandle:
         rollout: AgentTrajectory | None = await self.actor.recall.remote(trajectory_id)
         return rollout
 
+    def find(self, names: Sequence[str]) -> list[int | None]:
+        """Return the trajectory ids of rollouts in the store, by ``rollout_id``; see :meth:`Recorder.find`."""
+        found: list[int | None] = _answer(self.actor.find.remote(list(names)))
+        return found
+
     def status(self) -> Status:
         """Return the recorder's counters, and its first failure since the last status."""
         status: Status = _answer(self.actor.status.remote())

@@ -20,8 +20,10 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
 from trainer_hooks.replay import is_success
 from trajstore.core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
+from trajstore.core.files.opening import is_url
 from trajstore.core.formats import get_format
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
+from trajstore.ledger import LEDGER_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +160,11 @@ class ReplayBlock:
     def recording_path(self) -> str:
         """Path or URL of the recorded rollouts."""
         return self.recording.path or str(self.folder / "rollouts")
+
+    @property
+    def ledger_folder(self) -> Path:
+        """Folder of the training ledger: in the rollouts' store, where queries look; else in the run's folder."""
+        return (self.folder if is_url(self.recording_path) else Path(self.recording_path)) / LEDGER_FOLDER
 
     @staticmethod
     def from_config(config: Any) -> ReplayBlock:

@@ -50,6 +50,8 @@ class Cut:
     """State of guidance's random choices; ``None`` without guidance. Text, as its integers exceed JSON's."""
     wanted: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Sessions, including histories, of pending prompts with their own number in the data set, by ``uid``."""
+    prompts: int = 0
+    """Prompts taken from the training data."""
     resumed: Sequence[str] = ()
     """Ids of the processes that resumed from the checkpoint: the first step of each samples with its weights."""
 
@@ -96,6 +98,7 @@ def read_cut(folder: Path) -> Cut | None:
             expected=dict(document["expected"]),
             guidance=document.get("guidance"),
             wanted=dict(document.get("wanted", {})),
+            prompts=int(document.get("prompts", 0)),
             resumed=tuple(document.get("resumed", ())),
         )
     except FileNotFoundError:

@@ -89,19 +89,30 @@ class Reuse:
         self._step = -1
         self._refused: Counter[str] = Counter()
 
-    def find(self, reader: Reader, step: int, runs: Container[str] | None, *, unfinished: bool = False) -> None:
+    def find(
+        self,
+        reader: Reader,
+        step: int,
+        runs: Container[str] | None,
+        *,
+        unfinished: bool = False,
+        pooled: Container[str] = (),
+    ) -> None:
         """Find the rollouts that the weights of a checkpoint sampled.
 
         Args:
             reader: of the recorded rollouts.
             step: step of the checkpoint; 0 = none.
             runs: ids of the processes that sampled with these weights; ``None`` = all.
-            unfinished: leave out rollouts of steps that finished.
+            unfinished: leave out groups of steps that finished.
+            pooled: ids of rollouts in the experience pool; their groups are left out.
         """
         ids, versions = reader.live.locked(_ids_and_versions)
         self._step = step + 1
         self._refused = Counter({"sampled by newer weights than the checkpoint's": int((versions > step + 1).sum())})
         groups: dict[str, _Group] = {}
+        known: set[str] = set()
+        """Groups that the pool knows; their step was scored before the crash."""
         for number in ids[versions == step + 1].tolist():
             try:
                 rollout = reader.get(number)
@@ -111,15 +122,19 @@ class Reuse:
                 continue
             if not isinstance(rollout, AgentTrajectory):
                 continue
+            uid, session = rollout.rollout_id.split("_")[:2]
             late = rollout.metadata.get(GIVEN, {})
-            finished = unfinished and (TRAINED_STEP in late or DROPPED_STEP in late)
-            if reason := "of finished steps, in the pool" if finished else self._refusal(rollout, runs):
+            if rollout.rollout_id in pooled or (unfinished and (TRAINED_STEP in late or DROPPED_STEP in late)):
+                known.add(uid)
+            if reason := self._refusal(rollout, runs):
                 self._refused[reason] += 1
                 continue
-            uid, session = rollout.rollout_id.split("_")[:2]
             group = groups.setdefault(uid, _Group(uid, rollout.task_id, rollout.messages))
             group.sessions.setdefault(int(session), number)
-        self._groups = list(groups.values())
+        self._refused["of groups that the pool knows"] += sum(
+            len(groups[uid].sessions) for uid in known & groups.keys()
+        )
+        self._groups = [group for uid, group in groups.items() if uid not in known]
 
     def _refusal(self, rollout: AgentTrajectory, runs: Container[str] | None) -> str:
         """Return why a rollout of the right version is not reused; empty if it is."""
@@ -168,7 +183,7 @@ class Reuse:
             self._step,
             sum(len(group.sessions) for group in self._offers.values()),
             len(self._offers),
-            ", ".join(f"{count} {reason}" for reason, count in reasons.items()) or "none",
+            ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count) or "none",
         )
         self._refused.clear()
 

@@ -36,7 +36,7 @@ from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import DROPPED_STEP, REUSED_BY, TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
-from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
@@ -58,9 +58,11 @@ from trainer_hooks.verl.rows import (
     trajectories_of,
     why_no_outcome,
 )
-from trainer_hooks.verl.tasks import TaskTable
+from trainer_hooks.verl.tasks import TaskTable, task_name
+from trainer_hooks.verl.trained import TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
+from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -111,6 +113,10 @@ class ReplaySession:
         self.reuse = Reuse(block.sampling, block.agent_loop)
         self._reused_names: set[str] = set()
         self._generated = 0
+        self.prompts = 0
+        """Prompts taken from the training data."""
+        self._scored: dict[str, ScoredRow] = {}
+        """Rows of the current step by key."""
         self._without_outcome = FirstTold(logger)
         self._recorder: RecorderHandle | None = None
         if recording.enable:
@@ -136,6 +142,7 @@ class ReplaySession:
                     max_response_length=block.max_response_length,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
+            self._ledger = Ledger(block.ledger_folder) if recording.enable else None
         except BaseException:
             self.close()
             raise
@@ -272,6 +279,7 @@ class ReplaySession:
         fresh = [row for row in rows if row.key not in joined]
         replayed = [row for row in rows if row.key in joined]
         made = self._trajectories(fresh, step)
+        self._scored = self._scored_rows(fresh, replayed, made)
         forget_log_probs(fresh, batch.partition_id)
         figures = self._report(made, TRAINED_STEP, step)
         figures["recording/dropped"] = float(self._dropped)
@@ -298,6 +306,51 @@ class ReplaySession:
         figures |= self._histories.take_refused()
         taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
+
+    def _scored_rows(
+        self, fresh: Sequence[Row], replayed: Sequence[Row], made: Sequence[AgentTrajectory]
+    ) -> dict[str, ScoredRow]:
+        whole = {session_of(rollout.rollout_id): rollout for rollout in made} | self._histories.whole
+        actors = [None] * len(fresh) + [row.columns["old_log_probs"] for row in replayed]
+        result = {}
+        for row, actor in zip((*fresh, *replayed), actors, strict=True):
+            rollout = whole[session_of(row.key)]
+            task = task_name(row.columns["data_source"], row.columns["index"])
+            result[row.key] = ScoredRow(task, rollout.rollout_id, rollout.policy_version, actor)
+        return result
+
+    # ---- after the update ----
+
+    def trained(self, batch: KVBatchMeta, step: int, *, bypass: bool, **header: Mapping[str, Any]) -> None:
+        """Record the step in the ledger; it and its rollouts are durable on return.
+
+        Args:
+            batch: the step's rows.
+            step: number of the step.
+            bypass: ``old_log_probs`` are the engine's.
+            header: ``loss``, ``data`` and ``seeds`` of :class:`~trajstore.ledger.TrainedStep`.
+
+        Raises:
+            StoreError, InvalidTrajectoryError, OSError: the step, or a rollout, could not be written
+                (``on_error: raise``).
+        """
+        recorder, ledger, scored = self._recorder, self._ledger, self._scored
+        if recorder is None or ledger is None:
+            return
+        rows = dataplane.read_rows(dataplane.without_padding(batch), TRAINED, (WEIGHTS,))
+        self._recorded(recorder.flush)
+        try:
+            names = sorted({scored[row.key].rollout for row in rows})
+            numbers = dict(zip(names, recorder.find(names), strict=True))
+            drops = self._block.experience_replay.drop_negative_off_policy
+            record = step_of_rows(rows, scored, numbers, step, drops_negative=drops, bypass=bypass, **header)
+            if ledger.last is not None and step <= ledger.last:  # with trainer.resume_mode=disable
+                ledger.continue_from(step - 1 or None)
+            ledger.record(record)
+        except (StoreError, OSError) as error:
+            if self._block.recording.on_error == "raise":
+                raise
+            logger.warning("step %d is not in the ledger, training goes on: %s", step, error)
 
     def _report(self, made: Sequence[AgentTrajectory], name: str, step: int) -> dict[str, float]:
         """Report the step that trained on rollouts, or dropped them, to the recorder; return figures.
@@ -416,7 +469,7 @@ class ReplaySession:
         pool = self._on_disk(self._hook.state_dict) or None
         expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
         guidance, wanted = self.guided.state(), self._histories.wanted
-        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted)
+        cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted, self.prompts)
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
@@ -441,14 +494,21 @@ class ReplaySession:
             ConfigurationError: the cut was made with another tokenizer.
             StoreWriteError: the pool's store could not write; the message names the option.
         """
-        self._find_finished(folder, step)
-        if self.guided.is_on and folder is not None and (found := find_cut(folder, step)) is not None:
-            self.guided.load_state(found.guidance)
-        if self._hook.manager is None:
-            return
+        cut = None if folder is None else find_cut(folder, step)
+        if self.guided.is_on and cut is not None:
+            self.guided.load_state(cut.guidance)
+        if self._hook.manager is not None:
+            self._resume_pool(cut, folder, step)
+        own = cut if cut is not None and cut.step == step else None
+        self.prompts = 0 if own is None else own.prompts
+        self._find_finished(own, folder, step)
+        if self._ledger is not None:
+            self._ledger.continue_from(step or None)
+
+    def _resume_pool(self, cut: Cut | None, folder: Path | None, step: int) -> None:
         keeps = self._block.on_resume == "keep"
         try:
-            cut = self._go_back(folder, step)
+            self._go_back(cut, folder, step)
             if keeps:
                 self._take_in_since(cut)
         except StoreWriteError as error:
@@ -459,7 +519,7 @@ class ReplaySession:
             )
             raise
 
-    def _find_finished(self, folder: Path | None, step: int) -> None:
+    def _find_finished(self, cut: Cut | None, folder: Path | None, step: int) -> None:
         """Find the rollouts that the checkpoint's weights sampled, and note in it that this process samples with them.
 
         Without a checkpoint: those that the first weights sampled.
@@ -469,7 +529,6 @@ class ReplaySession:
             return
         runs: set[str] | None = None
         if folder is not None:
-            cut = read_cut(folder)
             if cut is None:
                 logger.warning("%s does not say which run wrote it: its finished rollouts are not reused", folder)
                 return
@@ -479,10 +538,12 @@ class ReplaySession:
             except StoreWriteError as error:
                 logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
         with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
-            # A pool that does not go back to the checkpoint has those of finished steps, and could add them to their
-            # own group.
-            keeps = self._block.on_resume == "keep" or folder is None
-            self.reuse.find(reader, step, runs, unfinished=keeps and self.replays)
+            # A pool that does not go back to the checkpoint has rollouts of scored steps, and could add them to their
+            # own group. A crash may have left the pool's commit without the report of the step.
+            manager = self._hook.manager
+            keeps = manager is not None and (self._block.on_resume == "keep" or folder is None)
+            pooled = frozenset[str]() if manager is None else manager.rollout_ids(step + 1)
+            self.reuse.find(reader, step, runs, unfinished=keeps, pooled=pooled)
 
     def close(self) -> None:
         """Flush and close the stores. Idempotent.
@@ -493,13 +554,12 @@ class ReplaySession:
         with ExitStack() as last_first:
             if self._recorder is not None:
                 last_first.callback(self._recorded, self._recorder.close)
-            for name in ("guided", "_hook"):  # absent if __init__ failed
+            for name in ("_ledger", "guided", "_hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)
 
-    def _go_back(self, folder: Path | None, step: int) -> Cut | None:
-        """Restore the pool of a checkpoint; return the checkpoint's cut."""
-        cut = None if folder is None else find_cut(folder, step)
+    def _go_back(self, cut: Cut | None, folder: Path | None, step: int) -> None:
+        """Restore the pool of a checkpoint."""
         if cut is not None and cut.pool is not None:
             if cut.step != step:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
@@ -512,7 +572,6 @@ class ReplaySession:
             if folder is not None:
                 logger.warning("%s says nothing of the experience pool", folder)
             self._hook.resume(None, step)
-        return cut
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""

@@ -37,6 +37,7 @@ from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
+from trainer_hooks.verl.trained import loss_terms
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
 
@@ -144,6 +145,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)
+        self._session.prompts += len(batch)
         uids = list(batch["uid"])
         if bad := [uid for uid in uids if "_" in uid]:
             raise ConfigurationError(f"uid {bad[0]!r}: has a '_', which verl takes for the end of the uid")
@@ -208,6 +210,21 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             figures = take_figures(metrics)
             metrics.update(shown(figures, self._block.experience_replay.figures))
             self._session.updated(figures)
+        algorithm, data = self.config.algorithm, self.config.data
+        seeds = {"data": data.get("seed"), "mini_batches": self.config.actor_rollout_ref.actor.get("data_loader_seed")}
+        files = [data.train_files] if isinstance(data.train_files, str) else list(data.train_files)
+        self._session.trained(
+            batch,
+            self.global_steps,
+            bypass=bool((algorithm.get("rollout_correction") or {}).get("bypass_mode", False)),
+            loss=loss_terms(metrics),
+            data={
+                "files": [Path(name).name for name in files],
+                "rows": len(self.train_dataset),
+                "prompts": self._session.prompts,
+            },
+            seeds=seeds,
+        )
         return batch
 
     def _save_checkpoint(self) -> None:

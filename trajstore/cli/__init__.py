@@ -19,8 +19,9 @@ from typing import cast
 from trajstore.cli import (
     annotate,
     audit,
+    completion,
+    convert,
     copy,
-    export,
     inspect,
     mend,
     move,
@@ -48,8 +49,6 @@ _BUILT_IN: tuple[Command, ...] = (
     view.COMMAND,
     verify.COMMAND,
     audit.COMMAND,
-    export.COMMAND,
-    export.IMPORT,
     copy.COPY,
     copy.REPAIR,
     restore.COMMAND,
@@ -58,7 +57,8 @@ _BUILT_IN: tuple[Command, ...] = (
     mend.COMPACT,
     move.MERGE,
     move.SPLIT,
-    move.CONVERT,
+    convert.COMMAND,
+    completion.COMMAND,
 )
 
 

@@ -1,55 +1,93 @@
-"""``trajstore audit``: check a training ledger, or compare two."""
+"""``trajstore audit``: check training ledgers, alone or with their stores, or compare two."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output
-from trajstore.errors import counted
+from trajstore.errors import counted, trajectories
+
+if TYPE_CHECKING:
+    from trajstore.ledger import Audit, Difference
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="folder of a ledger; path or URL")
+    parser.add_argument("path", metavar="PATH", help="ledger, store with a ledger, or run directory; path or URL")
     parser.add_argument("--against", metavar="OTHER", help="show the first step and row that differ from this ledger")
+    parser.add_argument("--max-age", metavar="N", type=int, help="highest age of a row, in policy versions")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
 def _run(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
+    from trajstore.core.store.run_ids import ALONE
+    from trajstore.errors import StoreNotFoundError
     from trajstore.ledger import audit, first_difference, read
+    from trajstore.operations.training import audit_store, ledger_of
 
-    ledger = read(options.path)
-    result = audit(ledger)
-    difference = None if options.against is None else first_difference(ledger, read(options.against))
+    difference = None
+    if options.against is not None:
+        difference = first_difference(ledger_of(options.path), ledger_of(options.against))
+    try:
+        alone = audit(read(options.path), options.max_age)
+        results = {}
+    except StoreNotFoundError:
+        results = audit_store(options.path, options.max_age)
+    problems = [
+        f"{'' if rank == ALONE else f'rank_{rank}: '}{text}" for rank, one in results.items() for text in one.problems
+    ] or [*(() if results else alone.problems)]
     if options.json:
         found = {} if options.against is None else {"difference": difference and asdict(difference)}
-        out.json(asdict(result) | found)
-        return 1 if result.problems or difference else 0
-    out.problems(list(result.problems), f"{options.path}: ")
+        stores = {"stores": [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]}
+        out.json((stores if results else asdict(alone)) | found)
+        return 1 if problems or difference else 0
+    out.problems(problems, f"{options.path}: ")
+    if not results:
+        _write(out, options.path, alone)
+    for rank, one in results.items():
+        where = options.path if rank == ALONE else f"{options.path}/rank_{rank}"
+        _write(out, where, one.ledger)
+        drawn = "" if one.only_drawn is None else f"; {counted(one.only_drawn, 'draw')} of the pool not trained"
+        out.line(
+            f"{where}: each trajectory trained in at most {counted(one.most, 'step')}; {trajectories(one.untrained)} "
+            f"of the store not trained, {one.gone:,} trained ones evicted since{drawn}"
+        )
+    if options.against is not None:
+        _write_difference(out, options.against, difference)
+    return 1 if problems or difference else 0
+
+
+def _write(out: Output, where: str, result: Audit) -> None:
     out.line(
-        f"{options.path}: {counted(result.steps, 'step')}, {counted(result.rows, 'row')}, {result.replayed:,} of them "
+        f"{where}: {counted(result.steps, 'step')}, {counted(result.rows, 'row')}, {result.replayed:,} of them "
         f"replayed; {counted(result.replaced, 'step')} replaced after resuming"
     )
-    if options.against is not None and difference is None:
-        out.line(f"{options.against}: equal in every step and row")
-    elif difference is not None:
-        place = f"step {difference.step}" + ("" if difference.row is None else f", row {difference.row}")
-        out.line(f"{options.against}: differs first in {place}")
-        if difference.values is None:
-            out.line("  only one of the two ledgers has this step")
-        for name, (mine, its) in (difference.values or {}).items():
-            out.line(f"  {name}: {mine!r} here, {its!r} there")
-    return 1 if result.problems or difference else 0
+
+
+def _write_difference(out: Output, other: str, difference: Difference | None) -> None:
+    if difference is None:
+        out.line(f"{other}: equal in every step and row")
+        return
+    place = f"step {difference.step}" + ("" if difference.row is None else f", row {difference.row}")
+    out.line(f"{other}: differs first in {place}")
+    if difference.values is None:
+        out.line("  only one of the two ledgers has this step")
+    for name, (mine, its) in (difference.values or {}).items():
+        out.line(f"  {name}: {mine!r} here, {its!r} there")
 
 
 COMMAND = Command(
     name="audit",
-    summary="check a training ledger, or compare two runs",
+    summary="check a training ledger, alone or with its store, or compare two runs",
     description=(
-        "Check that a ledger's steps have no gaps, that no row was sampled by a later policy, and that advantages, "
-        "ratios, weights and losses are finite. With --against, show the first step and row in which two runs "
+        "Check that a ledger's steps have no gaps, that no row was sampled by a later policy, that no rollout is fresh "
+        "in two steps, and that advantages, ratios, weights and losses are finite. For a store or a run directory with "
+        "ledgers (folder 'ledger' of a store), also check that the store has committed every trajectory, that each has "
+        "the task of its group and the policy version of its row, and that a pool has drawn it as often as steps "
+        "replayed it (needs Polars, extra 'query'). With --against, show the first step and row in which two runs "
         "differ. Exit code 0 = consistent (and equal), 1 = problems, a difference or damage, 2 = no ledger there."
     ),
     configure=_configure,

@@ -1,4 +1,4 @@
-"""``trajstore merge``, ``split`` and ``convert``: create stores from other stores."""
+"""``trajstore merge`` and ``split``: create stores from other stores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from trajstore.cli.command import FORMATS, SOURCE, Command, add_target
+from trajstore.cli.command import SOURCE, Command, add_target
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import trajectories
 
@@ -30,12 +30,6 @@ def _configure_split(parser: ArgumentParser) -> None:
     )
 
 
-def _configure_convert(parser: ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SRC", help=SOURCE)
-    _configure_target(parser)
-    parser.add_argument("--format", choices=FORMATS, required=True, help="format of the shards")
-
-
 def _configure_target(parser: ArgumentParser) -> None:
     add_target(parser, "OUT", "target folder: absent, empty, or made by this command before")
 
@@ -44,7 +38,7 @@ def _merge(options: Namespace, out: Output) -> int:
     from trajstore.operations.moving import merge
 
     with ProgressBar("verifying", sys.stderr) as bar:
-        return _write(merge(options.sources, options.target, bar), options, out)
+        return write_copied(merge(options.sources, options.target, bar), options, out)
 
 
 def _split(options: Namespace, out: Output) -> int:
@@ -52,17 +46,10 @@ def _split(options: Namespace, out: Output) -> int:
 
     into = {"ranks": options.ranks, "count": options.count, "where": options.where}
     with ProgressBar("verifying", sys.stderr) as bar:
-        return _write(split(options.source, options.target, bar, **into), options, out)
+        return write_copied(split(options.source, options.target, bar, **into), options, out)
 
 
-def _convert(options: Namespace, out: Output) -> int:
-    from trajstore.operations.moving import convert
-
-    with ProgressBar("verifying", sys.stderr) as bar:
-        return _write(convert(options.source, options.target, options.format, bar), options, out)
-
-
-def _write(copied: Copied, options: Namespace, out: Output) -> int:
+def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
     """Write the result; return 1 if any part of the sources was left out."""
     if options.json:
         out.json(copied.to_json())
@@ -78,7 +65,7 @@ def _write(copied: Copied, options: Namespace, out: Output) -> int:
     return int(not copied.is_whole)
 
 
-_LEFT_OUT = (
+LEFT_OUT = (
     "UUIDs stay. Damaged trajectories are left out and named; the exit code is then 1. An interrupted command leaves "
     "nothing "
     "at OUT: run it again."
@@ -89,7 +76,7 @@ MERGE = Command(
     summary="make one store of several",
     description=(
         "Write a store of the trajectories of several, in the order of their commits; duplicates are included "
-        f"once. Files are hard links where the file system allows it. Ids are reassigned, from 0. {_LEFT_OUT}"
+        f"once. Files are hard links where the file system allows it. Ids are reassigned, from 0. {LEFT_OUT}"
     ),
     configure=_configure_merge,
     run=_merge,
@@ -100,19 +87,8 @@ SPLIT = Command(
     summary="make several stores of one",
     description=(
         "Write stores of the trajectories of a store or run directory into folders of OUT. Files are hard links "
-        f"where the file system allows it. Ids stay; those of a run are reassigned, from 0. {_LEFT_OUT}"
+        f"where the file system allows it. Ids stay; those of a run are reassigned, from 0. {LEFT_OUT}"
     ),
     configure=_configure_split,
     run=_split,
-)
-
-CONVERT = Command(
-    name="convert",
-    summary="make a store of another format",
-    description=(
-        "Write a store, or each store of a run directory, with shards of another format. Ids stay. A directory of "
-        f"RLinf becomes a store. {_LEFT_OUT}"
-    ),
-    configure=_configure_convert,
-    run=_convert,
 )

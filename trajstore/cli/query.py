@@ -34,7 +34,9 @@ _WIDTH = 100
 
 def _configure_query(parser: ArgumentParser) -> None:
     _configure_place(parser)
-    parser.add_argument("sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'tokens' or 'steps'")
+    parser.add_argument(
+        "sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'tokens', 'steps' or 'trained'"
+    )
     _configure_form(parser)
 
 
@@ -79,7 +81,7 @@ def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
     reader, damage = open_readable(options.path, options.pin, verify_shards=True)
     if not len(reader):
         logger.warning("%s: there are no trajectories", options.path)
-    queries = Queries(reader.live.locked)
+    queries = Queries(reader.live.locked, reader.live.directories_by_rank)
     return queries.query("trajectories"), lambda: int(damage is not None or bool(queries.damaged))
 
 
@@ -101,9 +103,11 @@ def _run_list(options: Namespace, out: Output) -> int:
     query, code = _query(options)
     if options.facts:
         from trajstore.query import FACTS, RELATIONS
+        from trajstore.query.trained import COLUMNS, TRAINED
 
         names = query.facts().columns
-        below = [(f"{name}.{column}", meaning) for name, own in RELATIONS.items() for column, meaning in own.items()]
+        relations = [*RELATIONS.items(), (TRAINED, COLUMNS)]
+        below = [(f"{name}.{column}", meaning) for name, own in relations for column, meaning in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
         return code()
     from trajstore.core.base.arguments import whole
@@ -182,12 +186,12 @@ LIST = Command(
 
 QUERY = Command(
     name="query",
-    summary="answer a question in SQL about trajectories, messages, tokens or steps",
+    summary="answer a question in SQL about trajectories, their contents and training",
     description=(
         "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages' and "
-        "'tokens' of rollouts, and 'steps' of blocks, which have the facts of their trajectory too (trajstore list "
-        "PATH --facts). Unreadable trajectories are named and left out. The table cuts long texts; --json and --csv "
-        "do not. Needs Polars (extra 'query')."
+        "'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer steps in the training ledger "
+        "PATH/ledger. All have the facts of their trajectory (trajstore list PATH --facts). Unreadable trajectories "
+        "are named and left out. The table cuts long texts; --json and --csv do not. Needs Polars (extra 'query')."
     ),
     configure=_configure_query,
     run=_run_query,

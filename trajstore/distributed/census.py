@@ -5,6 +5,8 @@ Ids order trajectories by age: see "Ids are clocks" in docs/design/many-machines
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -136,7 +138,8 @@ class Census:
         Raises:
             EmptyBufferError: there are no trajectories.
         """
-        return self.listing.drawn(self.places(count, window_size, draws))
+        drawn = self.listing.drawn(self.places(count, window_size, draws))
+        return replace(drawn, probabilities=np.full(len(drawn), 1 / self._window(window_size).samples))
 
     def places(self, count: int, window_size: int, draws: Draws) -> IntArray:
         """Draw like :meth:`samples`; return positions in :attr:`listing`."""

@@ -18,7 +18,6 @@ from trajstore.core.base import locks
 from trajstore.core.base.arguments import columns_or_none, whole
 from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest
-from trajstore.core.feeding.source import joined
 from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore.core.sampling.draws import Draws
 from trajstore.core.sampling.selection import Selection, selected
@@ -273,8 +272,8 @@ class DrawingHandle:
             return self._whole(count, sampler)
         try:
             if whole is None:
-                return joined(left, self.draw(lacking, sampler=sampler))
-            return joined(left, self._whole(lacking, sampler, left.ids.tolist()))
+                return Drawn.joined(left, self.draw(lacking, sampler=sampler))
+            return Drawn.joined(left, self._whole(lacking, sampler, left.ids.tolist()))
         except EmptyBufferError:
             if not len(left) or (sampler is None and whole is None):
                 raise

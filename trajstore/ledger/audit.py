@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import counted
+from trajstore.errors import counted, listed
 from trajstore.ledger.contents import LedgerContents
 from trajstore.ledger.step import ROW, TrainedStep
 
@@ -46,15 +47,21 @@ class Difference:
     values: dict[str, tuple[object, object]] | None
 
 
-def audit(ledger: LedgerContents) -> Audit:
-    """Check a ledger: steps without gaps, ages of at least 0, finite advantages, ratios, weights and losses."""
+def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
+    """Check a ledger: no gaps, ages in bounds, finite numbers, and no rollout that is fresh in two steps.
+
+    Args:
+        ledger: the ledger.
+        max_age: highest age of a row in policy versions; None = any.
+    """
     problems: list[str] = []
     before: int | None = None
     for number, step in ledger.steps.items():
         if before is not None and number != before + 1:
             problems.append(f"step {number}: follows step {before}; steps between them are missing")
         before = number
-        problems += _problems(step)
+        problems += _problems(step, max_age)
+    problems += _fresh_twice(ledger)
     if ledger.torn:
         problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
     rows = sum(len(step.rows) for step in ledger.steps.values())
@@ -62,13 +69,31 @@ def audit(ledger: LedgerContents) -> Audit:
     return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), tuple(problems))
 
 
-def _problems(step: TrainedStep) -> list[str]:
+def _fresh_twice(ledger: LedgerContents) -> list[str]:
+    """Return a sentence on the stored rollouts that several steps trained as fresh ones."""
+    steps: dict[int, list[int]] = {}
+    for number, step in ledger.steps.items():
+        is_fresh = (step.rows["trajectory"] >= 0) & (step.rows["replayed"] == 0)
+        for trajectory in set(step.rows["trajectory"][is_fresh].tolist()):
+            steps.setdefault(trajectory, []).append(number)
+    twice = [(trajectory, numbers) for trajectory, numbers in steps.items() if len(numbers) > 1]
+    return [
+        f"{counted(len(twice), 'trajectory')} fresh in several steps, first {shown_id(trajectory)} in steps "
+        f"{listed(map(str, numbers))}"
+        for trajectory, numbers in twice[:1]
+    ]
+
+
+def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
     problems = [
         f"step {step.step}: loss {name} is {value}" for name, value in step.loss.items() if not np.isfinite(value)
     ]
     bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in ("advantage", "ratio", "weight")}
     if step.policy_before is not None:
         bad["version is after the policy's"] = step.rows["version"] > step.policy_before
+        if max_age is not None:
+            age = step.policy_before - step.rows["version"].astype(np.int64)
+            bad[f"age is above {max_age}"] = (step.rows["version"] >= 0) & (age > max_age)
     for reason, mask in bad.items():
         if mask.any():
             first = int(mask.argmax())
@@ -81,20 +106,39 @@ def _problems(step: TrainedStep) -> list[str]:
 
 
 def first_difference(one: LedgerContents, other: LedgerContents) -> Difference | None:
-    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal."""
+    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal.
+
+    Each store numbers its own trajectories, so two ids are equal if they first occur in the same place.
+    """
+    places = [_first_places(one), _first_places(other)]
     for number in sorted(one.steps.keys() | other.steps.keys()):
         mine, its = one.steps.get(number), other.steps.get(number)
         if mine is None or its is None:
             return Difference(number, None, None)
-        if (found := _difference(mine, its)) is not None:
+        if (found := _difference(mine, its, *(of_steps[number] for of_steps in places))) is not None:
             return found
     return None
 
 
-def _difference(mine: TrainedStep, its: TrainedStep) -> Difference | None:
+def _first_places(ledger: LedgerContents) -> dict[int, npt.NDArray[np.int64]]:
+    """Return, for each row of each step, where its trajectory first occurs; ids below 0 are unchanged."""
+    parts = [step.rows["trajectory"] for step in ledger.steps.values()]
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+    places = np.where(ids < 0, ids, first[inverse])
+    ends = np.cumsum([len(part) for part in parts])
+    return dict(zip(ledger.steps, np.split(places, ends[:-1]), strict=True)) if parts else {}
+
+
+def _difference(
+    mine: TrainedStep, its: TrainedStep, my_places: npt.NDArray[np.int64], its_places: npt.NDArray[np.int64]
+) -> Difference | None:
     both = min(len(mine.rows), len(its.rows))
-    # As bytes, so that NaN equals itself and -0.0 differs from 0.0.
-    raw = [step.rows[:both].tobytes() for step in (mine, its)]
+    raw = []
+    for step, places in ((mine, my_places), (its, its_places)):
+        rows = step.rows[:both].copy()
+        rows["trajectory"] = places[:both]
+        raw.append(rows.tobytes())  # so that NaN equals itself and -0.0 differs from 0.0
     if raw[0] != raw[1]:
         lines = [np.frombuffer(data, np.uint8).reshape(both, ROW.itemsize) for data in raw]
         row = int((lines[0] != lines[1]).any(axis=1).argmax())
@@ -102,7 +146,11 @@ def _difference(mine: TrainedStep, its: TrainedStep) -> Difference | None:
         return Difference(
             mine.step,
             row,
-            {name: (a.item(), b.item()) for name, (a, b) in pairs.items() if a.tobytes() != b.tobytes()},
+            {
+                name: (a.item(), b.item())
+                for name, (a, b) in pairs.items()
+                if (my_places[row] != its_places[row] if name == "trajectory" else a.tobytes() != b.tobytes())
+            },
         )
     if len(mine.rows) != len(its.rows):
         return Difference(mine.step, both, {"number of rows": (len(mine.rows), len(its.rows))})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +14,65 @@ import numpy.typing as npt
 
 from trajstore.core.files.base import Directory
 from trajstore.core.files.opening import open_directory
-from trajstore.core.store.log_records import decode_lines
-from trajstore.errors import StoreNotFoundError
+from trajstore.core.store.log_records import LogTail, decode_lines
+from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.ledger.step import ROW, TrainedStep
 
-STEPS = "steps.log"
-"""The only file of a ledger beside its lock."""
+LEDGER_FOLDER = "ledger"
+"""Folder of a ledger in its store's directory, unless another one is chosen."""
+
+_NAME = re.compile(r"steps-(\d{6})-after-(\d+|none)\.log")
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One file of a ledger: steps that follow each other.
+
+    Attributes:
+        number: of the file.
+        after: the step that it continues from; None = the beginning. Steps after it in earlier files do not count.
+    """
+
+    number: int
+    after: int | None
+
+    @property
+    def name(self) -> str:
+        """Name of the file."""
+        return f"steps-{self.number:06d}-after-{'none' if self.after is None else self.after}.log"
+
+    def records(self, directory: Directory) -> LogTail:
+        """Return its records.
+
+        Raises:
+            CorruptStoreError: one is damaged, or is not a record of this file.
+        """
+        source = f"{directory.url}/{self.name}"
+        tail = decode_lines(directory.read(self.name), source)
+        after = self.after
+        for record in tail.records:
+            number = record.get("step")
+            before = -1 if after is None else after
+            if type(number) is not int or record.get("after") != after or number <= before:
+                raise CorruptStoreError(
+                    f"{source}: step {number!r} after {record.get('after')!r} follows step {after!r}: it is damaged"
+                )
+            after = number
+        return tail
+
+
+def segments_of(directory: Directory) -> list[Segment]:
+    """Return the files of a ledger in order.
+
+    Raises:
+        CorruptStoreError: one is absent.
+    """
+    matches = [match for match in map(_NAME.fullmatch, directory.names()) if match]
+    segments = [Segment(int(match[1]), None if match[2] == "none" else int(match[2])) for match in matches]
+    for number, segment in enumerate(segments):
+        if segment.number != number:
+            raise CorruptStoreError(f"{directory.url}: lacks the file steps-{number:06d}-after-*.log")
+    return segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +82,11 @@ class LedgerContents:
     Attributes:
         steps: by number, in order: those that led to the newest one.
         replaced: numbers of steps that a resumed run replaced, in the order of their recording.
-        end: bytes of whole records.
-        torn: bytes of an incomplete record after them.
+        torn: bytes of an incomplete record at the end.
     """
 
     steps: dict[int, TrainedStep]
     replaced: tuple[int, ...]
-    end: int
     torn: int
 
     @property
@@ -43,7 +97,7 @@ class LedgerContents:
     def table(self) -> npt.NDArray[np.void]:
         """Return all rows, ``[n]`` of ``ROW`` with ``step`` and ``age`` (in policy versions; NaN if unknown).
 
-        ``polars.from_numpy`` makes a table of it for SQL.
+        ``trajectory`` is below 0 for rollouts that are in no store: see ``ROW``.
         """
         table = np.empty(
             sum(len(step.rows) for step in self.steps.values()),
@@ -61,35 +115,52 @@ class LedgerContents:
         return table
 
 
-def read(path: str | Path, **options: Any) -> LedgerContents:
-    """Read a ledger; its writer may be running.
+def read(path: str | Path, first: int = 0, last: int | None = None, **options: Any) -> LedgerContents:
+    """Read a ledger; its writer may be running. Files that have only other steps are not read.
 
     Args:
         path: path or URL.
+        first: the first step wanted.
+        last: the last one; None = the newest.
         options: for the file system of a URL.
 
     Raises:
         StoreNotFoundError: there is no ledger.
         CorruptStoreError: it is damaged; names the byte.
     """
-    directory = open_directory(path, **options)
-    try:
-        return contents_of(directory)
-    except FileNotFoundError as error:
-        raise StoreNotFoundError(f"{directory.url}: there is no ledger ({STEPS})") from error
+    return read_directory(open_directory(path, **options), first, last)
 
 
-def contents_of(directory: Directory) -> LedgerContents:
-    """Return the contents of a ledger's directory."""
-    source = f"{directory.url}/{STEPS}"
-    tail = decode_lines(directory.read(STEPS), source)
+def read_directory(directory: Directory, first: int = 0, last: int | None = None) -> LedgerContents:
+    """Read the ledger in a directory; see :func:`read`."""
+    segments = segments_of(directory)
+    if not segments:
+        raise StoreNotFoundError(f"{directory.url}: there is no ledger (steps-000000-after-none.log)")
+    return contents_of(directory, segments, first, last)
+
+
+def contents_of(
+    directory: Directory, segments: Sequence[Segment], first: int = 0, last: int | None = None
+) -> LedgerContents:
+    """Return the contents of a ledger's files; arguments as for :func:`read`."""
+    last_segment = segments[-1]
+    newest = last_segment.records(directory)
+    if not newest.records:  # a crash before its first record: it replaces nothing
+        segments = segments[:-1]
+    high = math.inf if last is None else last
+    starts = [-1 if segment.after is None else segment.after for segment in segments]
     steps: dict[int, TrainedStep] = {}
     replaced: list[int] = []
-    for record in tail.records:
-        step, after = TrainedStep.from_json(record, source)
-        dropped = [number for number in steps if after is None or number > after]
-        replaced += dropped
-        for number in dropped:
-            del steps[number]
-        steps[step.step] = step
-    return LedgerContents(steps, tuple(replaced), tail.end, tail.torn)
+    for place, (segment, start) in enumerate(zip(segments, starts, strict=True)):
+        end = min(starts[place + 1 :], default=math.inf)
+        if (first, last) != (0, None) and not (start < min(end, high) and first <= end):
+            continue
+        tail = newest if segment is last_segment else segment.records(directory)
+        for record in tail.records:
+            if not first <= record["step"] <= high:
+                continue
+            if record["step"] > end:
+                replaced.append(record["step"])
+            else:
+                steps[record["step"]] = TrainedStep.from_json(record, f"{directory.url}/{segment.name}")
+    return LedgerContents(steps, tuple(replaced), newest.torn)

@@ -29,9 +29,10 @@ ROW = np.dtype(
 )
 """The columns of a trained row.
 
-``trajectory`` is its id in the store, -1 without one; ``row`` its number in the rollout; ``group`` its number in the
-step; ``ratio`` the mean importance ratio; ``tokens`` the number of trained tokens; ``version`` the policy that sampled
-it, -1 if unknown; ``replayed`` 1 for a replayed row.
+``trajectory`` is its id in the store, or -1 - k for rollout k of the step's batch, which is in no store; ``row`` its
+number in the rollout; ``group`` its number in the step. ``advantage`` and ``ratio`` (importance ratio) are means over
+its trained tokens, whose number is ``tokens``; ``weight`` is its further factor in the loss, 0 if it has no loss.
+``version`` is the policy that sampled it, -1 if unknown; ``replayed`` 1 for a replayed row.
 """
 
 
@@ -73,6 +74,13 @@ class TrainedStep:
             raise ConfigurationError(
                 f"step {self.step}: groups are {groups.min()} to {groups.max()}, but there are {len(self.tasks)} tasks"
             )
+        unstored = np.sort(self.rows[self.rows["trajectory"] < 0][["trajectory", "row"]])
+        if (twice := unstored[1:] == unstored[:-1]).any():
+            rollout, row = unstored[int(twice.argmax())]
+            raise ConfigurationError(
+                f"step {self.step}: row {row} of rollout {rollout} is there twice; rollout k of the batch has "
+                "the trajectory -1 - k if it is in no store"
+            )
         header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds")}
         for name, value in (*header.items(), ("tasks", list(self.tasks)), ("loss", list(self.loss))):
             try:
@@ -100,8 +108,8 @@ class TrainedStep:
         }
 
     @staticmethod
-    def from_json(record: Mapping[str, Any], source: str) -> tuple[TrainedStep, int | None]:
-        """Return the step of a record, and the step that it continues from.
+    def from_json(record: Mapping[str, Any], source: str) -> TrainedStep:
+        """Return the step of a record.
 
         Raises:
             CorruptStoreError: it is not a record of a ledger.
@@ -115,7 +123,7 @@ class TrainedStep:
                 rows[name] = column
             values = unpack(record["loss"]["values"], np.float64).tolist()
             before, then = record["policy"]
-            step = TrainedStep(
+            return TrainedStep(
                 record["step"],
                 rows,
                 tuple(record["tasks"]),
@@ -125,6 +133,5 @@ class TrainedStep:
                 data=record["data"],
                 seeds=record["seeds"],
             )
-            return step, record["after"]
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{source}: a record is not of a ledger: {error}") from error

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 
+from trajstore.core.base import locks
+from trajstore.core.base.arguments import whole
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
+from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import local_target
 from trajstore.core.store.log_records import encode_line
 from trajstore.errors import ConfigurationError, counted
-from trajstore.ledger.contents import STEPS, contents_of
+from trajstore.ledger.contents import Segment, contents_of, segments_of
 from trajstore.ledger.step import TrainedStep
+
+SEGMENT_BYTES = 64 << 20
+"""Bytes after which the next step begins a new file."""
 
 
 @of_no_use_when_closed()
@@ -23,77 +30,108 @@ class Ledger(Closing):
 
     Args:
         path: local folder, made if absent; one for each rank.
+        segment_bytes: bytes after which the next step begins a new file.
 
     Raises:
         StoreLockedError: another process writes to it.
         CorruptStoreError: it is damaged.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._segment_bytes = whole("segment_bytes", segment_bytes, 1)
+        self._changing = locks.lock("Ledger._changing")
         self._directory = LocalDirectory(local_target("ledger", path))
         self._lock = self._directory.lock_writer()
         try:
-            self._steps = self._recovered()
+            self._recover()
         except BaseException:
             self._lock.release()
             raise
 
-    def _recovered(self) -> list[int]:
-        try:
-            contents = contents_of(self._directory)
-        except FileNotFoundError:
-            return []
-        if contents.torn:
-            warnings.warn(
-                f"{self._directory.url}: the record after step {contents.last} is incomplete and is dropped",
-                stacklevel=4,
-            )
-            self._directory.cut(STEPS, contents.end)
-        return list(contents.steps)
+    def _recover(self) -> None:
+        self._segments = segments_of(self._directory)
+        self._last: int | None = None
+        self._size = 0
+        while self._segments:
+            segment = self._segments[-1]
+            tail = segment.records(self._directory)
+            self._last, self._size = tail.records[-1]["step"] if tail.records else segment.after, tail.end
+            if tail.torn:
+                warnings.warn(
+                    f"{self._directory.url}: the record after step {self._last} is incomplete and is dropped",
+                    stacklevel=4,
+                )
+                self._directory.cut(segment.name, tail.end)
+            if tail.records:
+                return
+            self._directory.remove([segment.name], durable=True)
+            self._segments.pop()
+            self._last = None
+
+    @property
+    def url(self) -> str:
+        """The folder."""
+        return self._directory.url
 
     @property
     def last(self) -> int | None:
         """Number of the newest step; None without steps."""
-        return self._steps[-1] if self._steps else None
+        return self._last
 
-    def continue_from(self, step: int) -> None:
+    def continue_from(self, step: int | None) -> None:
         """Continue from the checkpoint of a step; the next record replaces the steps after it, with a warning.
 
         An empty ledger may begin anywhere. Without a further record nothing is replaced.
 
+        Args:
+            step: of the checkpoint; None = the run begins anew.
+
         Raises:
-            ConfigurationError: the ledger lacks the step.
+            ConfigurationError: the ledger ends before the step.
         """
-        if not self._steps:
+        if self._last is None or step == self._last:
             return
-        if step and step not in self._steps:
+        if step is not None and step > self._last:
             raise ConfigurationError(
                 f"{self._directory.url}: lacks step {step}, from which the trainer continues; it ends with "
                 f"{self.last}. Use the ledger of that run, or a new folder"
             )
-        kept = [number for number in self._steps if number <= step]
-        if replaced := len(self._steps) - len(kept):
-            warnings.warn(
-                f"{self._directory.url}: {counted(replaced, 'step')} after step {step} will be replaced", stacklevel=3
-            )
-        self._steps = kept
+        first = 0 if step is None else step + 1
+        if replaced := len(contents_of(self._directory, self._segments, first, self._last).steps):
+            after = "" if step is None else f" after step {step}"
+            warnings.warn(f"{self._directory.url}: {counted(replaced, 'step')}{after} will be replaced", stacklevel=3)
+        self._last, self._size = step, self._segment_bytes
 
     def record(self, step: TrainedStep) -> None:
         """Record a step; it is durable on return, so record it before any checkpoint that contains it.
+
+        An interrupt, such as Ctrl-C, ends the wait for it, not the recording.
 
         Raises:
             ConfigurationError: the step is invalid, or its number is not above the last one's.
             OSError: it could not be written; the ledger is as before.
         """
         step.check()
-        if self._steps and step.step <= self._steps[-1]:
-            raise ConfigurationError(
-                f"{self._directory.url}: step {step.step} is not after step {self._steps[-1]}; a trainer that resumes "
-                "calls continue_from first"
-            )
-        self._directory.append(STEPS, encode_line(step.to_json(self.last)))
-        self._steps.append(step.step)
+        uninterrupted(partial(self._record, step))
+
+    def _record(self, step: TrainedStep) -> None:
+        with self._changing:
+            if self._last is not None and step.step <= self._last:
+                raise ConfigurationError(
+                    f"{self._directory.url}: step {step.step} is not after step {self._last}; a trainer that resumes "
+                    "calls continue_from first"
+                )
+            segments = self._segments
+            begins = not segments or self._size >= self._segment_bytes
+            segment = Segment(len(segments), self._last) if begins else segments[-1]
+            line = encode_line(step.to_json(self._last))
+            self._directory.append(segment.name, line)
+            if begins:
+                segments.append(segment)
+                self._size = 0
+            self._last, self._size = step.step, self._size + len(line)
 
     def close(self) -> None:
         """Release the folder."""
-        self._lock.release()
+        with self._changing:
+            self._lock.release()

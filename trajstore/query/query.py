@@ -21,6 +21,7 @@ from trajstore.query.metadata import keys_in, with_columns, with_metadata
 from trajstore.query.naming import named, named_columns
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, and_parts, shown_columns
 from trajstore.query.stream import Stream
+from trajstore.query.trained import COLUMNS, TRAINED
 from trajstore.query.words import for_polars, split, words
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class Query:
 
     Its rows are those of a relation. ``trajectories`` has the facts (``trajstore.query.FACTS``). ``messages``,
     ``tokens`` and ``steps`` have the columns in ``trajstore.query.RELATIONS``, and each fact of the row's trajectory
-    can be named too, and values of its metadata: ``metadata.KEY``, null where it has none.
+    can be named too, and values of its metadata: ``metadata.KEY``, null where it has none. ``trained`` has the rows of
+    optimizer steps (``trajstore.query.trained.COLUMNS``); facts are null for rows whose trajectory the store lacks.
 
     Each method returns a new query. :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count` and :meth:`sql` evaluate it
     over the trajectories visible at that moment; :meth:`stream` reads its rows while they are consumed.
@@ -52,11 +54,13 @@ class Query:
         facts: returns the table of facts.
         scan: returns rows of a relation for trajectories with these facts; None if only facts can be queried.
         relation: the relation of the rows.
+        trained: returns the rows of the training ledgers; None if there can be none.
     """
 
     facts: Callable[[], DataFrame]
     scan: Callable[[str, DataFrame], LazyFrame] | None = None
     relation: str = TRAJECTORIES
+    trained: Callable[[], DataFrame] | None = None
     _conditions: tuple[str, ...] = ()
     _columns: tuple[str, ...] = ()
     _groups: tuple[str, ...] = ()
@@ -98,6 +102,8 @@ class Query:
         if self._groups:
             raise ConfigurationError("ids: the query groups rows, so its rows have no ids; leave out group_by")
         rows = self._limited(self._sorted(self._kept())).select("trajectory_id")
+        if self.relation == TRAINED:
+            rows = rows.drop_nulls()
         if self.relation != TRAJECTORIES:
             rows = rows.unique(maintain_order=True)
         ids: npt.NDArray[np.int64] = self._collected(rows)["trajectory_id"].to_numpy()
@@ -159,6 +165,8 @@ class Query:
         if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
             shown = self._collected(self._limited(self._sorted(self._kept())))
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
+            if self.trained is not None and TRAINED in words(text):
+                frames[TRAINED] = self._trained(shown, all_rows=not self._conditions and self._limit is None)
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
         statement = for_polars("sql", with_columns(with_numbers(text)))
@@ -199,7 +207,11 @@ class Query:
             )
             return self._limited(_answered("select", self._columns, kept, lambda: _checked(chosen)))
         if not every:
-            names = kept.collect_schema().names() if self.relation == TRAJECTORIES else shown_columns(self.relation)
+            names = kept.collect_schema().names()
+            if self.relation == TRAINED:
+                names = [ID, "task", *COLUMNS]
+            elif self.relation != TRAJECTORIES:
+                names = shown_columns(self.relation)
             ordered = ordered.select(name for name in names if name not in self._keys())
         return self._limited(ordered)
 
@@ -228,10 +240,29 @@ class Query:
             if self.scan is None:
                 raise ConfigurationError(f"{listed(wanted)}: only facts can be queried here")
             facts = with_metadata(facts, wanted, self.scan, self._candidates(facts))
-        table = facts.lazy() if self.scan is None or self.relation == TRAJECTORIES else self.scan(self.relation, facts)
+        if self.relation == TRAINED:
+            table = self._trained(facts, all_rows=True)
+        elif self.scan is None or self.relation == TRAJECTORIES:
+            table = facts.lazy()
+        else:
+            table = self.scan(self.relation, facts)
         for text in self._conditions:
             table = table.filter(_mask(text, table))
         return table
+
+    def _trained(self, facts: DataFrame, *, all_rows: bool) -> LazyFrame:
+        """Return the trained rows with the facts of their trajectories.
+
+        Args:
+            facts: of the trajectories.
+            all_rows: include rows of other trajectories, and of none.
+        """
+        if self.trained is None:
+            raise ConfigurationError(f"relation: {TRAINED!r}: there is no training ledger here")
+        rows = self.trained().lazy()
+        beside = facts.lazy().drop(set(facts.columns) & {"task", *COLUMNS})
+        joined: LazyFrame = rows.join(beside, ID, "left" if all_rows else "inner", maintain_order="left")
+        return joined
 
     def _keys(self) -> dict[str, tuple[str, ...]]:
         """Return the keys of metadata that the query names, by the name of their column."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from trajstore.core.base.arguments import one_of
+from trajstore.core.files.base import Directory
 from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.readable import Locked
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, Asked, Found, late_columns, read_rows, scan
+from trajstore.query.trained import TRAINED, trained
 
 
 class Queries:
@@ -16,10 +19,12 @@ class Queries:
 
     Args:
         locked: calls a function with the contents of the reader, under its lock.
+        directories: returns the directories of its stores, by rank.
     """
 
-    def __init__(self, locked: Locked) -> None:
+    def __init__(self, locked: Locked, directories: Callable[[], Mapping[int, Directory]]) -> None:
         self._locked = locked
+        self._directories = directories
         self._facts = Facts(locked)
         self.damaged: set[int] = set()
         """Ids of the trajectories whose rows were left out of answers, because they cannot be read."""
@@ -33,7 +38,8 @@ class Queries:
         return Query(
             self._facts.table,
             partial(scan, self._read, partial(late_columns, self._locked)),
-            one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
+            one_of("relation", relation, (TRAJECTORIES, *RELATIONS, TRAINED)),
+            lambda: trained(self._directories()),
         )
 
     def _read(self, asked: Asked) -> Found:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils import tensordict_utils as tu
@@ -29,6 +30,7 @@ def fresh_row(
     seed: int = 0,
     log_probs: bool = True,
     output: int = 0,
+    weights: tuple[int, int] = (4, 5),
 ) -> Row:
     """Return the row that verl's agent loop writes for one output of a session, before scoring.
 
@@ -42,7 +44,9 @@ def fresh_row(
         seed: of tokens and log-probs.
         log_probs: whether the rollout engine returned any.
         output: number of the output in the session.
+        weights: versions that began and ended it.
     """
+    versions = dict(zip(("min_global_steps", "max_global_steps"), weights, strict=True))
     random = np.random.default_rng([seed, session, prompt, response])
     mask = [0 if place == 1 and response > 2 else 1 for place in range(response)]
     made = AgentLoopOutput(
@@ -55,8 +59,7 @@ def fresh_row(
         metrics=AgentLoopMetrics(),
         extra_fields={
             "reward_extra_info": {"acc": np.float64(score)},
-            "min_global_steps": 4,
-            "max_global_steps": 5,
+            **versions,
         },
     )
     columns = made.as_dict()
@@ -80,10 +83,20 @@ def fresh_row(
         "response_len": response,
         "seq_len": prompt + response,
         "global_steps": 6,
-        "min_global_steps": 4,
-        "max_global_steps": 5,
+        **versions,
     }
     return Row(f"{uid}_{session}_{output}", tag, columns)
+
+
+def new_prompts(*indices: int, content: str = "task") -> TensorDict:
+    """Return prompts of the data loader, with the ``uid`` ``new0``, ``new1``, ..."""
+    columns: dict[str, list[Any]] = {
+        "uid": [f"new{place}" for place in range(len(indices))],
+        "index": list(indices),
+        "data_source": ["sums"] * len(indices),
+        "raw_prompt": [[{"role": "user", "content": f"{content} {index}"}] for index in indices],
+    }
+    return TensorDict({name: NonTensorStack(*values) for name, values in columns.items()}, batch_size=len(indices))
 
 
 def rated(row: Row, seed: int = 0) -> Row:

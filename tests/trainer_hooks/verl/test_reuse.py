@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
 
-from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.arrival import TRAINED_STEP, VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule
@@ -31,21 +28,9 @@ STEP = 4
 
 
 def sampled(uid: str, session: int, *, index: int = 0, weights: tuple[int, int] = (STEP, STEP), output: int = 0) -> Row:
-    """Return a row whose rollout these weights began and ended."""
-    row = fresh_row(uid, session, index=index, seed=index, response=3 + session, output=output)
-    versions = dict(zip(("min_global_steps", "max_global_steps"), weights, strict=True))
-    extra = {**row.columns["extra_fields"], **versions, "own": 1}
-    return Row(row.key, {**row.tag, **versions}, {**row.columns, "extra_fields": extra})
-
-
-def prompts(*indices: int, content: str = "task") -> TensorDict:
-    columns: dict[str, list[Any]] = {
-        "uid": [f"new{place}" for place in range(len(indices))],
-        "index": list(indices),
-        "data_source": ["sums"] * len(indices),
-        "raw_prompt": [[{"role": "user", "content": f"{content} {index}"}] for index in indices],
-    }
-    return TensorDict({name: NonTensorStack(*values) for name, values in columns.items()}, batch_size=len(indices))
+    """Return a row with an extra field of its agent loop."""
+    row = fresh_row(uid, session, index=index, seed=index, response=3 + session, output=output, weights=weights)
+    return Row(row.key, row.tag, {**row.columns, "extra_fields": {**row.columns["extra_fields"], "own": 1}})
 
 
 def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -69,7 +54,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         reuse = Reuse("options", "usual")
         reuse.find(reader, STEP, {"run-a"})
         with caplog.at_level(logging.INFO):
-            named = reuse.named(prompts(3, 0, 1, 0), STEP + 1)
+            named = reuse.named(new_prompts(3, 0, 1, 0), STEP + 1)
         assert list(named["uid"]) == ["new0", "u0", "u1", "new3"], "a group has one prompt"
         message = caplog.messages[-1]
         assert message.startswith("step 5: 3 finished rollouts of 2 prompts are in the store")
@@ -80,14 +65,16 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         assert list(offered["agent_name"]) == ["usual", REUSE_LOOP, REUSE_LOOP, "usual"]
         texts = [Finished.of_text(text) for text in list(offered[REUSE]) if text]
         assert texts == [Finished("usual", {0: ids[0], 2: ids[1]}), Finished("usual", {0: ids[2]})]
-        again = prompts(2)
+        again = new_prompts(2)
         assert reuse.offered(again) is again
-        assert list(reuse.named(prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
+        assert list(reuse.named(new_prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
         kept = Reuse("options", "usual")
         kept.find(reader, STEP, None, unfinished=True)
-        kept.named(prompts(0), STEP + 1)
-        assert [group.sessions for group in kept._offers.values()] == [{0: ids[0]}]
+        with caplog.at_level(logging.INFO):
+            kept.named(new_prompts(0, 1), STEP + 1)
+        assert [group.sessions for group in kept._offers.values()] == [{0: ids[2]}], "a reported group is left out"
+        assert "2 of groups that the pool knows" in caplog.messages[-1]
 
         get = Reader.get
 
@@ -98,7 +85,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
 
         with mock.patch.object(Reader, "get", damaged), caplog.at_level(logging.INFO):
             reuse.find(reader, STEP, {"run-a"})
-            reuse.named(prompts(0), STEP + 1)
+            reuse.named(new_prompts(0), STEP + 1)
         assert f"rollout {ids[0]} is generated again, it cannot be read: shard_00000000.pt" in caplog.text
         assert "1 unreadable" in caplog.messages[-1]
         assert [group.sessions for group in reuse._offers.values()] == [{2: ids[1]}]

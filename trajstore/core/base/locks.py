@@ -34,6 +34,7 @@ ORDER = (
     "Points._one",
     "Inbox._one",
     "CommitLog._lock",
+    "Ledger._changing",
     "Prefetcher._changed",
     "DrawingHandle._lock",
     "Contents.lock",

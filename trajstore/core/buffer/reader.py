@@ -324,7 +324,8 @@ class Reader(Closing):
 
         Args:
             relation: the kind of rows: ``"trajectories"``; messages or tokens of rollouts (``"messages"``,
-                ``"tokens"``); steps of an environment of a block (``"steps"``).
+                ``"tokens"``); steps of an environment of a block (``"steps"``); rows of optimizer steps in the training
+                ledger (``"trained"``), the folder ``ledger`` of the store.
 
         Raises:
             ConfigurationError: there is no such relation.

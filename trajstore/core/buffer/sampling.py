@@ -48,7 +48,7 @@ class Batch(dict[str, Any]):
     """A batch that a sampler drew: the nested dict of tensors, and the rows drawn.
 
     Attributes:
-        drawn: ids, places and importance weights of the rows, in the order of the batch.
+        drawn: ids, places, importance weights, probabilities and uses of the rows, in the order of the batch.
     """
 
     def __init__(self, values: Mapping[str, Any], drawn: Drawn) -> None:
@@ -158,7 +158,8 @@ class Sampling:
         """Return a query over the trajectories, see :meth:`Reader.query`."""
         if self._queries is None:
             # The query package is above the core, so it is imported on first use.
-            self._queries = cast("Queries", import_module("trajstore.query.reader").Queries(self._view.locked))
+            queries = import_module("trajstore.query.reader").Queries
+            self._queries = cast("Queries", queries(self._view.locked, self._view.directories_by_rank))
         return self._queries.query(relation)
 
     def _evaluate(self, selection: Selection) -> None:
@@ -204,7 +205,8 @@ class Sampling:
             kept.append((ids[good], samples[good], positions[good]))
             still_wanted = 0 if fits is None else still_wanted - len(kept[-1][0])
         ids, samples, positions = (np.concatenate(parts) for parts in zip(*kept, strict=True))
-        return Drawn(ids, samples), positions
+        chance = None if fits is not None else np.full(len(ids), 1 / window.samples)
+        return Drawn(ids, samples, probabilities=chance), positions
 
     def names(self) -> list[str]:
         """Return the names that identify draws of this buffer: UUIDs of its stores, or a random one in memory."""

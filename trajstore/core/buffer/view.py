@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trajstore.core.base import locks
 from trajstore.core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore.core.buffer.retention import Retention
-from trajstore.core.files.base import ReaderLease
+from trajstore.core.files.base import Directory, ReaderLease
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.places import is_of_rank, rank_number, ranks_of
@@ -155,6 +155,11 @@ class View(CommitListener):
         """Return the catalogs of the loaded stores, by rank; not to be used during a refresh."""
         loaded = self._loaded_by_rank().items()
         return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
+
+    def directories_by_rank(self) -> dict[int, Directory]:
+        """Return the directories of the stores, by rank (or ``ALONE``); empty in memory."""
+        directories = {rank: source.directory for rank, source in self._loaded_by_rank().items()}
+        return directories or ({} if self._own is None else {ALONE: self._own.directory})
 
     def _loaded_by_rank(self) -> dict[int, Source]:
         request = self.request

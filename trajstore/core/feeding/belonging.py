@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -92,17 +93,14 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
     """Return drawn rows as tensors, with their trajectories' names; None if there are none."""
     if drawn is None or buffer is None:
         return None
-    named: dict[str, Any] = {"ids": tensor_of(drawn.ids), "samples": tensor_of(drawn.samples)}
-    named["names"] = tensor_of(buffer.sampling.names_of(drawn.ids) if drawn.names is None else drawn.names)
-    if drawn.weights is not None:
-        named["weights"] = tensor_of(drawn.weights)
-    return named
+    named = {name: tensor_of(values) for name, values in drawn.arrays.items()}
+    return {"names": tensor_of(buffer.sampling.names_of(drawn.ids))} | named
 
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
     """Return the rows of a :func:`rows_state`."""
-    weights = None if state.get("weights") is None else state["weights"].numpy()
-    return Drawn(state["ids"].numpy(), state["samples"].numpy(), weights, names=state["names"].numpy())
+    known = {field.name for field in fields(Drawn)}
+    return Drawn(**{name: values.numpy() for name, values in state.items() if name in known})
 
 
 def check_rows(state: Any, buffer: Replay) -> None:

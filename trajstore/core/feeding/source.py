@@ -138,6 +138,14 @@ class Source(ABC, Generic[D]):
         return {}
 
 
+_ABSENT: Mapping[str, np.generic] = {
+    **dict.fromkeys(("ids", "samples", "names", "uses"), np.int64(0)),
+    "weights": np.float32(1),
+    "probabilities": np.float64(np.nan),
+}
+"""Value of each attribute of drawn rows in batches with rows of another buffer that has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrawnBatch:
     """Rows of a batch: of the replay buffer, then of the demonstrations."""
@@ -150,19 +158,19 @@ class DrawnBatch:
 
     @property
     def together(self) -> Drawn:
-        """All rows, in the order of the batch; demonstrations have no id, and weight 1 if their sampler gives none."""
+        """All rows, in the order of the batch; demonstrations have no id. :data:`_ABSENT` replaces absent values."""
         if self.demos is None:
             return self.replay
-        count, parts = len(self.demos), (self.replay, self.demos)
-        given = [np.ones(len(part), np.float32) if part.weights is None else part.weights for part in parts]
-        weighted = any(part.weights is not None for part in parts)
-        return replace(
-            self.replay,
-            ids=np.append(self.replay.ids, np.full(count, NO_TRAJECTORY)),
-            samples=np.append(self.replay.samples, self.demos.samples),
-            weights=np.concatenate(given) if weighted else None,
-            names=None if self.replay.names is None else np.append(self.replay.names, np.zeros(count, np.int64)),
+        unnamed = replace(
+            self.demos, ids=np.full(len(self.demos), NO_TRAJECTORY), names=np.zeros(len(self.demos), np.int64)
         )
+        parts = [(part, part.arrays) for part in (self.replay, unnamed)]
+        filled: dict[str, Any] = {
+            name: np.concatenate([here.get(name, np.full(len(part), absent)) for part, here in parts])
+            for name, absent in _ABSENT.items()
+            if any(name in here for _, here in parts)
+        }
+        return replace(self.replay, **filled)
 
 
 class BatchSource(Source[DrawnBatch]):
@@ -260,7 +268,7 @@ class BatchSource(Source[DrawnBatch]):
         left = still_there(buffer, drawn)
         lacking = len(drawn) - len(left)
         try:
-            return joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
+            return Drawn.joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
         except EmptyBufferError:  # the sampler is exhausted, or the buffer was emptied
             return left
 
@@ -394,11 +402,3 @@ def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
     """Return the rows whose trajectories are still readable."""
     readable = buffer.sampling.readable(drawn)
     return drawn if readable.all() else drawn.at(readable)
-
-
-def joined(first: Drawn, second: Drawn) -> Drawn:
-    """Concatenate the rows of both; fields that one lacks are dropped."""
-    ids, samples = np.concatenate([first.ids, second.ids]), np.concatenate([first.samples, second.samples])
-    weights = None if first.weights is None or second.weights is None else np.append(first.weights, second.weights)
-    names = None if first.names is None or second.names is None else np.append(first.names, second.names)
-    return Drawn(ids, samples, weights, second.buffer, names)

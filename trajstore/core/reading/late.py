@@ -120,4 +120,5 @@ def recorded_of(rollout: AgentTrajectory) -> tuple[AgentTrajectory, dict[str, fl
                 scores[name.removeprefix(SCORE)] = value
         scores = {name: value for name, value in scores.items() if value is not None or SCORE + name not in recorded}
         reward = replace(reward, **over, metadata=scores)
+        reward = None if reward == Reward() else reward
     return replace(rollout, reward=reward, metadata=metadata), dict(given)

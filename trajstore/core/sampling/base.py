@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -78,6 +78,11 @@ class Drawn:
         buffer: the name of a buffer with these trajectories; None if unknown.
         names: first half of the UUID of each row's trajectory, ``[n]``, 0 if not valid across processes; None =
             unknown.
+        probabilities: the chance of each row to be drawn next, just before the batch was drawn, ``[n]``; NaN for
+            demonstrations (or rollouts) without one. None if rows are not drawn independently (epochs, groups), and
+            for whole sequences, whose starts are not counted.
+        uses: batches that each row's trajectory has been in, this one included, ``[n]``; 0 = not counted. None
+            without :class:`~trajstore.core.sampling.UseLimit`.
     """
 
     ids: IntArray
@@ -85,15 +90,28 @@ class Drawn:
     weights: npt.NDArray[np.float32] | None = None
     buffer: str | None = None
     names: IntArray | None = None
+    probabilities: FloatArray | None = None
+    uses: IntArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Attributes with an element per row, by name, without those that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "buffer"}
+        return {name: value for name, value in values.items() if value is not None}
+
     def at(self, where: slice | npt.NDArray[Any]) -> Drawn:
         """Return a subset of the rows."""
-        weights = None if self.weights is None else self.weights[where]
-        names = None if self.names is None else self.names[where]
-        return Drawn(self.ids[where], self.samples[where], weights, self.buffer, names)
+        return replace(self, **{name: values[where] for name, values in self.arrays.items()})
+
+    @staticmethod
+    def joined(first: Drawn, second: Drawn) -> Drawn:
+        """Concatenate the rows of both; attributes that one lacks become None."""
+        more = second.arrays
+        both = {name: np.append(values, more[name]) for name, values in first.arrays.items() if name in more}
+        return Drawn(**both, buffer=second.buffer)
 
 
 class Sampler(ABC):

@@ -237,6 +237,10 @@ class UseLimit(Factor):
         self._uses.values[entries] = uses
         return entries
 
+    def uses(self, entries: IntArray) -> IntArray:
+        """Return the number of batches that entries have been in."""
+        return self._uses.values[entries]
+
     def weights(self, entries: IntArray) -> FloatArray:
         good = self._ready.values[entries] <= self._batch
         if self.max_uses is not None:

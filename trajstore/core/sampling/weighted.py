@@ -229,13 +229,20 @@ class WeightedSampler(Sampler):
             still_wanted = 0 if fits is None else still_wanted - len(leaves)
         leaves, samples = (np.concatenate(parts) for parts in zip(*kept, strict=True))
         entries = self._roster.entry_of(leaves)
-        drawn = Drawn(self._roster.ids[entries], samples, self._importance(leaves))
+        chances, total = self._chances(leaves), self._tree.total_from(low)
         if self.factors:
             different = np.unique(entries)
             changed = [factor.drawn(different) for factor in self.factors]
             if any(len(some) for some in changed):
                 self._weigh(changed)
-        return drawn
+        uses = [factor.uses(entries) for factor in self.factors if isinstance(factor, UseLimit)]
+        return Drawn(
+            self._roster.ids[entries],
+            samples,
+            self._importance(chances),
+            probabilities=chances / total if fits is None else None,
+            uses=uses[0] if uses else None,
+        )
 
     def _awaken(self, low: int) -> None:
         """Ensure that something can be drawn, if necessary by ending pauses."""
@@ -278,12 +285,16 @@ class WeightedSampler(Sampler):
                 self._tree.set(leaves, weight)
         return np.concatenate(parts)
 
-    def _importance(self, leaves: IntArray) -> npt.NDArray[np.float32] | None:
-        if self.priorities is None:
-            return None
+    def _chances(self, leaves: IntArray) -> FloatArray:
+        """Return the weight of one row of each leaf."""
         chances = self._tree.leaves[leaves]
         if self.unit == "sample" and not self._by_sample:  # one leaf for all rows of a trajectory
             chances = chances / self._samples.values[self._roster.entry_of(leaves)]
+        return chances
+
+    def _importance(self, chances: FloatArray) -> npt.NDArray[np.float32] | None:
+        if self.priorities is None:
+            return None
         weights: npt.NDArray[np.float32] = ((chances.min() / chances) ** self.priorities.beta).astype(np.float32)
         return weights
 

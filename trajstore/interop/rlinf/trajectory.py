@@ -37,8 +37,8 @@ class Trajectory(plain.Trajectory):
             raise ConfigurationError(f"extract_intervene_traj: mode {mode!r}, must be 'any' or 'all'")
         if self.intervene_flags is None:
             return None
-        steps = _steps_of(self)
-        flags = _without_extra("intervene_flags", self.intervene_flags, steps)
+        steps = steps_of(self)
+        flags = without_extra("intervene_flags", self.intervene_flags, steps)
         chosen = flags.any(dim=-1) if mode == "any" else flags.all(dim=-1)
         parts = [self._steps_of_one(steps, chosen[:, at], at) for at in range(chosen.shape[1]) if chosen[:, at].any()]
         return parts or None
@@ -48,7 +48,7 @@ class Trajectory(plain.Trajectory):
             rows = value[:, environment : environment + 1]
             if name in FIRST_ROW_EXTRA and value.shape[0] == steps + 1:
                 return rows[torch.cat([torch.ones(1, dtype=torch.bool), chosen])]
-            return _without_extra(name, rows, steps)[chosen]
+            return without_extra(name, rows, steps)[chosen]
 
         part = Trajectory(self.max_episode_length, self.model_weights_id)
         for name in TENSOR_FIELDS:
@@ -56,18 +56,23 @@ class Trajectory(plain.Trajectory):
             if value is not None and name != "versions":
                 setattr(part, name, of_field(name, value))
         for name in DICT_FIELDS:
-            setattr(part, name, _each(getattr(self, name), (name,), of_field))
+            setattr(part, name, each_tensor(getattr(self, name), (name,), of_field))
         return part
 
 
-def _steps_of(trajectory: plain.Trajectory) -> int:
+def steps_of(trajectory: plain.Trajectory) -> int:
+    """Return T of a trajectory.
+
+    Raises:
+        InvalidTrajectoryError: it has neither of the fields that give T.
+    """
     for value in (trajectory.prev_logprobs, trajectory.rewards):
         if value is not None:
             return int(value.shape[0])
     raise InvalidTrajectoryError("a trajectory needs prev_logprobs or rewards: one of them gives T and B")
 
 
-def _without_extra(name: str, value: torch.Tensor, steps: int) -> torch.Tensor:
+def without_extra(name: str, value: torch.Tensor, steps: int) -> torch.Tensor:
     """Return a field's T rows, without the extra row of each epoch."""
     _, extra = axis_of(name, value.shape[0], steps)
     if not extra:
@@ -77,12 +82,12 @@ def _without_extra(name: str, value: torch.Tensor, steps: int) -> torch.Tensor:
     return kept.reshape(steps, *value.shape[1:])
 
 
-def _each(
+def each_tensor(
     values: Mapping[str, Any], path: tuple[str, ...], change: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
     """Apply a function to every tensor of a nested dict that has rows and environments; keep the rest."""
     return {
-        key: _each(item, (*path, key), change)
+        key: each_tensor(item, (*path, key), change)
         if isinstance(item, Mapping)
         else change(join_name((*path, key)), item)
         if isinstance(item, torch.Tensor) and item.dim() >= 2
@@ -100,10 +105,10 @@ def flatten_trajectory(trajectory: plain.Trajectory) -> dict[str, Any]:
     Raises:
         InvalidTrajectoryError: a field has neither T nor T + E rows.
     """
-    steps = _steps_of(trajectory)
+    steps = steps_of(trajectory)
 
     def flat(name: str, value: torch.Tensor) -> torch.Tensor:
-        return (_without_extra(name, value, steps) if name in FIRST_ROW_EXTRA else value).flatten(0, 1)
+        return (without_extra(name, value, steps) if name in FIRST_ROW_EXTRA else value).flatten(0, 1)
 
     values = {name: getattr(trajectory, name) for name in TENSOR_FIELDS}
     result: dict[str, Any] = {
@@ -112,7 +117,7 @@ def flatten_trajectory(trajectory: plain.Trajectory) -> dict[str, Any]:
     for name in ("curr_obs", "next_obs", "forward_inputs"):
         nested = getattr(trajectory, name)
         if nested:
-            result[name] = _tensors_only(_each(nested, (name,), flat), nested)
+            result[name] = _tensors_only(each_tensor(nested, (name,), flat), nested)
     return result
 
 

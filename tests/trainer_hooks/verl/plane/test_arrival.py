@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -105,6 +107,25 @@ def test_an_index_of_the_plane_that_is_used_again_is_another_rollout(recorder: R
     assert recorder.flush().recorded == 2
     notes = {name: rollout.notes["old_log_probs"][0].item() for name, rollout in recorded(tmp_path).items()}
     assert notes == {"a_0_0": -1.0, "b_0_0": -2.0}
+
+
+def test_queued_rollouts_are_recorded_on_closing(recorder: RecorderHandle, tmp_path: Path) -> None:
+    def pause_until_closing(recorder: Any) -> None:
+        gate, close = threading.Event(), recorder._background.close
+
+        def closing() -> None:
+            gate.set()
+            close()
+
+        recorder._background.submit(gate.wait)
+        recorder._background.close = closing
+
+    ray.get(recorder.actor.__ray_call__.remote(pause_until_closing))
+    (row,) = plane.rollouts("a", 1)
+    add_rows([row], TRAINING)
+    write_column([row.key], TRAINING, "old_log_probs", late([row], -1.0))
+    recorder.close()
+    assert recorded(tmp_path)[row.key].notes["old_log_probs"][0] == -1.0
 
 
 def test_rows_that_are_no_rollouts_are_reported_and_cost_only_themselves(

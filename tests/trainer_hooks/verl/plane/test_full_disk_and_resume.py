@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import ray
 import torch
 import transfer_queue as tq
 
-from tests.trainer_hooks.verl.builders import fresh_row
+from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
 from trainer_hooks.transfer_queue import RecorderHandle
@@ -20,7 +21,9 @@ from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
+from trajstore import ledger
 from trajstore.errors import StoreWriteError
+from trajstore.ledger import TrainedStep
 from trajstore.testing.faults import FaultPlan, failing_disk
 
 # ---- a disk that is full ----
@@ -185,6 +188,95 @@ def test_what_the_pool_had_not_committed_yet(
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+@pytest.mark.parametrize(
+    ("on_resume", "checkpoint", "reported", "reused"),
+    [
+        ("exact", 0, False, False),
+        ("exact", 0, True, False),
+        ("exact", 1, False, True),
+        ("exact", 1, True, True),
+        ("keep", 1, False, True),
+        ("keep", 1, True, False),
+    ],
+)
+def test_a_rollout_is_reused_or_in_the_pool(
+    on_resume: OnResume,
+    checkpoint: int,
+    reported: bool,
+    reused: bool,
+    make_session: MakeSession,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A crash after the pool committed a step; the rollouts' store has its report, or not.
+
+    The next process is killed while it generates, and the one after it resumes.
+    """
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    folder, weights, step = tmp_path / "global_step_1", (checkpoint, checkpoint), checkpoint + 1
+    session = make_session(on_resume=on_resume, **pool)
+    if checkpoint:
+        session.save(folder, 1)
+    set_values = RecorderHandle.set_values
+    if not reported:
+        monkeypatch.setattr(RecorderHandle, "set_values", lambda *_: None)
+    plane.train(session, rollouts("scored", N, 0, weights=weights), step)
+    plane.put(rollouts("arrived", 2, 1, weights=weights))
+    session.close()
+    monkeypatch.setattr(RecorderHandle, "set_values", set_values)
+
+    resumed = make_session(on_resume=on_resume, **pool)
+    resumed.resume(folder if checkpoint else None, checkpoint)
+    (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
+    assert bool(history) != reused
+    named = resumed.reuse.named(new_prompts(0, 1), step)
+    assert list(named["uid"]) == ["scored" if reused else "new0", "arrived"]
+
+
+def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> None:
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+
+    def train(session: ReplaySession, uid: str, count: int, step: int, value: float) -> None:
+        joined, _ = plane.train(
+            session, [row for i in range(4) for row in rollouts(f"{uid}{i}", count, i)], step, value
+        )
+        advantages = [torch.full((tag["response_len"],), 0.5 - tag["response_len"]) for tag in joined.tags]
+        plane.write_column(joined.keys, TRAINING, "advantages", advantages)
+        session.trained(joined, step, bypass=False, loss={"pg_loss": 0.5}, data={"rows": 4}, seeds={"data": 1})
+        tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
+
+    def replay(session: ReplaySession, uid: str) -> TrainedStep:
+        session.expect({f"{uid}{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)})
+        train(session, uid, N - 1, 2, -0.5)
+        return ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[2]
+
+    session = make_session(**pool)
+    train(session, "first", N, 1, -2.0)
+    session.save(tmp_path / "global_step_1", 1)
+    second = replay(session, "u")
+    session.close()
+    first = ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[1]
+    assert first.tasks == second.tasks == tuple(TASKS)
+    assert (first.policy_before, first.policy_after, second.loss, second.seeds) == (1, 2, {"pg_loss": 0.5}, {"data": 1})
+    stored = {rollout.rollout_id: number for number, rollout in enumerate(plane.recorded(tmp_path))}
+    assert first.rows["trajectory"].tolist() == [stored[f"first{i}_{j}_0"] for i in range(4) for j in range(N)]
+    assert (first.rows["ratio"] == 1.0).all()
+    assert first.rows["tokens"].tolist() == [2, 2, 3, 4] * 4, "one token of longer responses is not the model's"
+    assert first.rows["advantage"].tolist() == [-1.5, -2.5, -3.5, -4.5] * 4
+    replayed = second.rows[second.rows["replayed"] == 1]
+    assert replayed["group"].tolist() == [0, 1, 2, 3]
+    assert set(replayed["trajectory"]) <= {stored[f"first{i}_{j}_0"] for i in range(4) for j in range(2)}
+    assert replayed["ratio"] == pytest.approx(math.exp(1.5))
+
+    resumed = make_session(run="run-a", **pool)
+    with pytest.warns(UserWarning, match="1 step after step 1 will be replaced"):
+        resumed.resume(tmp_path / "global_step_1", 1)
+    again = replay(resumed, "v")
+    names = [name for name in again.rows.dtype.names if name != "trajectory"]
+    assert (again.rows[names] == second.rows[names]).all()
+    assert again.rows["trajectory"][again.rows["replayed"] == 1].tolist() == replayed["trajectory"].tolist()
 
 
 # -- A pool file damaged on disk during training --

@@ -1,10 +1,11 @@
-"""``trajstore export`` through the command line; other tools read the added data."""
+"""``trajstore convert`` to and from files of other programs, which read what it writes."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tests.stores import stored, writer_to
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
-from trajstore.operations import export
+from trajstore.errors import ConfigurationError
+from trajstore.interop import convert
 from trajstore.operations.single import read_single
 from trajstore.query.messages import text_of
 from trajstore.testing.witness import witness
@@ -53,7 +55,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def test_json_lines_have_what_was_added(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(store), str(tmp_path / "out.jsonl")]) == 0
+    assert main(["convert", str(store), str(tmp_path / "out.jsonl"), "--to", "jsonl"]) == 0
     assert "1 trajectory of steps was left out" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["trajectory_id"] for line in lines] == [0, 2, 3, 4]
@@ -77,7 +79,7 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
         annotate(writer, [2, 4], {"advantages": advantages, "phase": [torch.full((6,), 1 + 2j), torch.zeros(6) * 1j]})
     annotate(store, 0, {"judge": 0.25, "select": "read", "outcome": 7.0, "reward_style": 3})
     annotate(store, 0, {"judge": 0.75})
-    assert main(["export", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0
+    assert main(["convert", str(store), str(target), "--to", "parquet", "--where", "outcome != 1"]) == 0
     table = pl.read_parquet(target)
     assert table["trajectory_id"].to_list() == [0, 2, 4]
     expected = rollout(4)
@@ -98,7 +100,7 @@ def test_parquet_with_values_that_came_late_is_read_by_other_tools(store: Path, 
     loaded = datasets.load_dataset("parquet", data_dir=str(target), cache_dir=str(tmp_path / "cache"), split="train")
     assert (loaded["input_ids"][2], loaded["notes.advantages"][2]) == (list(range(4, 10)), [0.0] * 4)
     assert pandas.read_parquet(target)["notes.judge"].isna().tolist() == [False, True, True]
-    assert main(["export", str(store), str(lines)]) == 0
+    assert main(["convert", str(store), str(lines), "--to", "jsonl"]) == 0
     notes = [json.loads(line)["notes"] for line in lines.read_text().splitlines()]
     assert notes[0] == {"judge": 0.75, "select": "read"}
     assert notes[1] == {"advantages": [0.5, None, -2.0, None], "phase": [[1.0, 2.0]] * 6}
@@ -110,14 +112,14 @@ def test_a_run_whose_ranks_have_values_of_two_kinds(tmp_path: Path, caplog: pyte
     for rank, given in enumerate((0.5, "good")):
         with writer_to(run / f"rank_{rank}") as writer:
             annotate(writer, writer.add_trajectories([rollout(rank)]), {"judge": given})
-    assert main(["export", str(run), str(target), "--to", "parquet"]) == 0
+    assert main(["convert", str(run), str(target), "--to", "parquet"]) == 0
     assert sorted(pl.read_parquet(target)["notes.judge"]) == ["0.5", "good"]
     with writer_to(run / "rank_0") as first, writer_to(run / "rank_1") as second:
         annotate(first, 0, {"style": 1.0})
         annotate(second, 0, {"style": [torch.zeros(6)]})
     for form in ("jsonl", "parquet"):
         caplog.clear()
-        assert main(["export", str(run), str(tmp_path / form), "--to", form]) == 0
+        assert main(["convert", str(run), str(tmp_path / form), "--to", form]) == 0
         assert (
             "values style are by row in one rank and one for each trajectory in another, so they are left"
             in caplog.text
@@ -134,39 +136,47 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
     for number in range(3):
         stored(path, [rollout(number)], trajectory_format="pkl")
     spoil_document(sorted((path / "shards").iterdir())[1], b'"task_id"')
-    assert main(["export", str(path), str(tmp_path / "out.jsonl"), "--json"]) == 1
+    assert main(["convert", str(path), str(tmp_path / "out.jsonl"), "--to", "jsonl", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["rollouts"], list(report["problems"])) == (2, ["1"])
+    assert (report["written"], list(report["problems"])) == (2, ["trajectory 1"])
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 2
 
 
-def export_until_killed(store: Path, target: Path) -> None:
-    export._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
-    export.export_rollouts(store, target, "parquet")
+def convert_until_killed(store: Path, target: Path) -> None:
+    convert._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    convert.convert_to(store, target, "parquet")
 
 
-def test_a_killed_export_leaves_nothing_under_the_name_and_the_next_one_completes(store: Path, tmp_path: Path) -> None:
-    """The export's process is killed before it syncs."""
+def test_a_killed_conversion_continues_unless_it_was_another(
+    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process is killed before it syncs, after all portions."""
     target = tmp_path / "out"
-    killed = forking().Process(target=export_until_killed, args=(store, target))
+    killed = forking().Process(target=convert_until_killed, args=(store, target))
     killed.start()
     killed.join()
     assert killed.exitcode == -signal.SIGKILL
-    (left,) = tmp_path.glob(".out.exporting.*")
     assert not target.exists()
-    descriptor = os.open(left, os.O_RDONLY)  # a running export keeps its folder
+    descriptor = os.open(tmp_path / ".out.converting", os.O_RDONLY)  # a running conversion holds its lock
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert main(["export", str(store), str(target), "--to", "parquet"]) == 0
-    assert left.exists()
+    with pytest.raises(ConfigurationError, match="another process is writing"):
+        convert.convert_to(store, target, "parquet")
     os.close(descriptor)
-    assert main(["export", str(store), str(tmp_path / "out2"), "--to", "parquet"]) == 0
-    target2 = pl.read_parquet(tmp_path / "out2")
-    assert target2.equals(pl.read_parquet(target))
-    assert main(["export", str(store), str(tmp_path / "other" / ".." / "out"), "--to", "parquet"]) == 2
-    assert len(TrajectoryReplayBuffer.open(store).query().where("kind = 'agent'").ids()) == len(target2)
+    shutil.copytree(tmp_path / ".out.converting", tmp_path / ".out2.converting")
+    (tmp_path / ".out2.converting" / "out").rename(tmp_path / ".out2.converting" / "out2")
+    done = convert.convert_to(store, target, "parquet", check=True)
+    assert (done.written, done.continued, done.checked) == (4, 4, 4)
+    assert convert.convert_to(store, tmp_path / "out2", "parquet", where="outcome = 1").continued == 0
+    assert "deleting the leftovers of another conversion" in caplog.text
+    assert pl.read_parquet(tmp_path / "out2")["trajectory_id"].to_list() == [3]
+    with pytest.raises(ConfigurationError, match="exists already"):
+        convert.convert_to(store, target, "parquet")
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("words", ["export STORE OUT", "export STORE OUT --to parquet", "view STORE --bundle OUT"])
+@pytest.mark.parametrize(
+    "words", ["convert STORE OUT --to jsonl", "convert STORE OUT --to parquet", "view STORE --bundle OUT"]
+)
 def test_a_url_is_refused_with_what_to_do(words: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = words.replace("STORE", str(store)).replace("OUT", "s3://bucket/out").split()
     assert main(line) == 2
@@ -190,7 +200,8 @@ def test_an_import_reads_an_export_back(store: Path, tmp_path: Path, form: str) 
         annotate(writer, [2, 4], {"phase": phases, "adv": [torch.tensor([0.5, float("nan"), -2, float("-inf")])] * 2})
         annotate(writer, [0, 3], {"judge": [0.25, 0.5], "select": "read", "outcome": 7.0, "reward_style": 3})
         annotate(writer, 0, {"judge": None})
-    for words in (["export", store, tmp_path / "out", "--to", form], ["import", tmp_path / "out", tmp_path / "made"]):
+    to, back = ["convert", store, tmp_path / "out", "--to", form], [tmp_path / "out", tmp_path / "made", "--from", form]
+    for words in (to, ["convert", *back, "--check"]):
         assert main(list(map(str, words))) == 0
     with TrajectoryReplayBuffer.open(store) as first, TrajectoryReplayBuffer.open(tmp_path / "made") as second:
         for number, made in zip((0, 2, 3, 4), second.trajectory_ids.tolist(), strict=True):
@@ -200,8 +211,8 @@ def test_an_import_reads_an_export_back(store: Path, tmp_path: Path, form: str) 
         assert second.query().order_by("trajectory_id").select(*names).rows() == wanted
     recorded, made_first = read_single(store, 0).trajectory, read_single(tmp_path / "made", 0).trajectory
     assert same(vars(recorded), vars(made_first)), "without late values"
-    assert main(["export", str(tmp_path / "made"), str(tmp_path / "again"), "--to", form]) == 0
-    assert main(["import", str(tmp_path / "again"), str(tmp_path / "made")]) == 2, "it exists"
+    assert main(["convert", str(tmp_path / "made"), str(tmp_path / "again"), "--to", form]) == 0
+    assert main(["convert", str(tmp_path / "again"), str(tmp_path / "made"), "--from", form]) == 2, "it exists"
 
 
 def same(one: Any, other: Any) -> bool:
@@ -215,7 +226,7 @@ def same(one: Any, other: Any) -> bool:
 
 def test_chat_templates_see_tool_calls_of_parquet(store: Path, tmp_path: Path) -> None:
     datasets, jinja = pytest.importorskip("datasets"), pytest.importorskip("jinja2")
-    assert main(["export", str(store), str(tmp_path / "out"), "--to", "parquet"]) == 0
+    assert main(["convert", str(store), str(tmp_path / "out"), "--to", "parquet"]) == 0
     loaded = datasets.load_dataset(
         "parquet", data_dir=str(tmp_path / "out"), cache_dir=str(tmp_path / "c"), split="train"
     )
@@ -226,38 +237,43 @@ def test_chat_templates_see_tool_calls_of_parquet(store: Path, tmp_path: Path) -
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1: is not JSON"),
-        ("[1]", "line 1: is not a JSON object"),
-        ('{"tokens": [1]}', "line 1: 'tokens' is not a field of an export; put it in metadata"),
-        ('{"input_ids": [1, null]}', "line 1: is not a rollout of an export: ValueError('null in place of a number')"),
-        ('{"input_ids": [1.5]}', "line 1: is not a rollout of an export"),
-        ('{"task_id": 7}', "field task_id: 7 is a int"),
-        ("", "has no rollouts"),
-    ],
-)
-def test_what_is_no_export_is_refused_by_name_and_leaves_nothing(
-    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "in.jsonl").write_text(line)
-    assert main(["import", str(tmp_path / "in.jsonl"), str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+BAD = {
+    "{": "is not JSON",
+    "[1]": "is not a JSON object",
+    '{"tokens": [1]}': "'tokens' is not a field of a rollout; put it in metadata",
+    '{"input_ids": [1, null]}': "is not a rollout: ValueError('null in place of a number')",
+    '{"input_ids": [1.5]}': "is not a rollout",
+    '{"task_id": 7}': "field task_id: 7 is a int",
+    '{"input_ids": [5, 6': "is not JSON",  # a truncated file
+}
 
 
-def test_json_lines_refuse_integers_that_readers_do_not_take(
+def test_damaged_lines_are_named_and_hide_no_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, words = tmp_path / "in.jsonl", ["--from", "jsonl"]
+    source.write_text('{"input_ids": [1]}\n' + "\n".join(f"{line}" for line in BAD))
+    assert main(["convert", str(source), str(tmp_path / "out"), *words]) == 1
+    out = capsys.readouterr().out
+    for number, message in enumerate(BAD.values(), start=2):
+        assert f"in.jsonl: line {number} was left out: {message}" in out
+    with TrajectoryReplayBuffer.open(tmp_path / "out") as reader:
+        assert [reader.get(number).input_ids.tolist() for number in reader.trajectory_ids.tolist()] == [[1]]
+    for text, message in (("", "has no rollouts"), ("{", "nothing could be converted: line 1: is not JSON")):
+        source.write_text(text)
+        assert main(["convert", str(source), str(tmp_path / "none"), *words]) == 2
+        assert message in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
+
+
+def test_json_lines_leave_out_integers_that_readers_do_not_take(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large = AgentTrajectory(input_ids=torch.arange(2), metadata={"seeds": [1, 2**63]})
-    path = stored(tmp_path / "store", [large])
-    assert main(["export", str(path), str(tmp_path / "out.jsonl")]) == 2
-    assert (
-        "trajectory 0: metadata.seeds[1] is 9223372036854775808, but readers of JSON lines" in capsys.readouterr().err
-    )
-    assert not (tmp_path / "out.jsonl").exists()
-    assert main(["export", str(path), str(tmp_path / "out"), "--to", "parquet"]) == 0
-    assert main(["import", str(tmp_path / "out"), str(tmp_path / "made")]) == 0
+    path = stored(tmp_path / "store", [large, AgentTrajectory(input_ids=torch.arange(3))])
+    assert main(["convert", str(path), str(tmp_path / "out.jsonl"), "--to", "jsonl"]) == 1
+    why = "metadata.seeds[1] is 9223372036854775808, but readers of JSON lines"
+    assert f"trajectory 0 was left out: {why}" in capsys.readouterr().out
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    assert main(["convert", str(path), str(tmp_path / "out"), "--to", "parquet", "--check"]) == 0
+    assert main(["convert", str(tmp_path / "out"), str(tmp_path / "made"), "--from", "parquet"]) == 0
     with TrajectoryReplayBuffer.open(tmp_path / "made") as reader:
         assert same(vars(reader.get(0)), vars(large))

@@ -1,26 +1,33 @@
-"""Rollouts as rows of JSON lines and Parquet files, and back: one definition for export and import."""
+"""Rollouts as JSON lines (``jsonl``) and Parquet files (``parquet``) that keep every field, and back."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 import torch
 
-from trajstore.core.columns.facts import GIVEN, RECORDED, SCORE
+from trajstore.core.columns.facts import GIVEN, SCORE
 from trajstore.core.columns.schema import dtypes
-from trajstore.core.reading.late import COLUMNS
-from trajstore.errors import ConfigurationError
+from trajstore.core.reading.late import COLUMNS, with_notes
+from trajstore.core.store.facts import FACTS
+from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, Selection, read_lines, read_parquet
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
+from trajstore.query.relations import late_columns
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 
 if TYPE_CHECKING:
     from polars import DataType
 
-Row = dict[str, Any]
+logger = logging.getLogger(__name__)
 
 TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 _MASKS = (*TOKEN_COLUMNS, "response_mask")
@@ -77,34 +84,15 @@ def _limits_in(tensor: torch.Tensor) -> dict[str, list[int]]:
     return {name: mask.nonzero().flatten().tolist() for name, mask in masks.items() if mask.any()}
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
-    """A rollout of a row, and its late values.
-
-    Attributes:
-        rollout: as it was recorded.
-        late: its late values by name, without those by row.
-        rows: its late values by row.
-    """
-
-    rollout: AgentTrajectory
-    late: Mapping[str, float | str]
-    rows: Mapping[str, torch.Tensor]
-
-
-def rollout_of(row: Row, place: str) -> Imported:
-    """Return the rollout of a row; the inverse of :func:`row_of`.
-
-    Args:
-        row: the row.
-        place: file and number of the row, for messages.
+def rollout_of(row: Row) -> AgentTrajectory:
+    """Return the rollout of a row, with its late values as a reader returns them; the inverse of :func:`row_of`.
 
     Raises:
-        ConfigurationError: it is not a row of an export; names the field.
+        ConfigurationError: it is not a row of :func:`row_of`; names the field.
     """
     try:
         if unknown := row.keys() - _NAMES:
-            raise ConfigurationError(f"{place}: {min(unknown)!r} is not a field of an export; put it in metadata")
+            raise ConfigurationError(f"{min(unknown)!r} is not a field of a rollout; put it in metadata")
         exact = row.get("exact") or {}
         kinds, limits = exact.get("dtypes", {}), exact.get("not_finite", {})
 
@@ -117,18 +105,17 @@ def rollout_of(row: Row, place: str) -> Imported:
         for name in (*_OF_THE_STORE, "exact"):
             given.pop(name, None)
         given |= {name: tensor(name, given[name]) for name in TENSORS if name in given}
-        metadata = dict(given.get("metadata", {}))
-        late, recorded = metadata.pop(GIVEN, {}), metadata.pop(RECORDED, {})
         rows = {name: tensor(f"{COLUMNS}{name}", v) for name, v in notes.items() if isinstance(v, list)}
-        late = late or {name: value for name, value in notes.items() if name not in rows}
         reward = given.pop("reward", None)
-        rollout = AgentTrajectory(**{**given, "metadata": metadata})
-        rollout.reward = None if reward is None else _recorded(Reward(**reward), recorded)
-        return Imported(rollout, late, rows)
+        rollout = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
+        if GIVEN not in rollout.metadata:
+            rollout = with_notes(rollout, {name: value for name, value in notes.items() if name not in rows})
+        rollout.notes = rows
+        return rollout
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, ConfigurationError):
             raise
-        raise ConfigurationError(f"{place}: is not a rollout of an export: {error!r}") from error
+        raise ConfigurationError(f"is not a rollout: {error!r}") from error
 
 
 def _tensor(values: Any, dtype: torch.dtype, limits: Mapping[str, Sequence[int]]) -> torch.Tensor:
@@ -156,30 +143,18 @@ def _flat(values: Any) -> list[Any]:
     return [part for item in values for part in (item if isinstance(item, list) else [item])]
 
 
-def _recorded(reward: Reward, recorded: Mapping[str, Any]) -> Reward | None:
-    """Undo the late values of a reward."""
-    for name, value in recorded.items():
-        if not name.startswith(SCORE):
-            setattr(reward, name, value)
-        elif value is None:
-            reward.metadata.pop(name.removeprefix(SCORE), None)
-        else:
-            reward.metadata[name.removeprefix(SCORE)] = value
-    return None if recorded and reward == Reward() else reward
-
-
-def check_integers(row: Row) -> None:
+def _check_integers(row: Row) -> None:
     """Refuse integers that readers of JSON lines, such as ``datasets``, do not take.
 
     Raises:
-        ConfigurationError: names the rollout and the field.
+        InvalidTrajectoryError: names the field.
     """
 
     def walk(value: Any, path: str) -> None:
         if isinstance(value, int) and value > _HIGHEST:
-            raise ConfigurationError(
-                f"export: trajectory {row['trajectory_id']}: {path} is {value}, but readers of JSON lines take "
-                "integers below 2**63: export to Parquet, or store it as a text"
+            raise InvalidTrajectoryError(
+                f"{path} is {value}, but readers of JSON lines take integers below 2**63: convert to Parquet, or "
+                "store it as a text"
             )
         if isinstance(value, list | dict):
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -192,7 +167,7 @@ def check_integers(row: Row) -> None:
 # -- Parquet ------------------------------------------------------------------------------------------
 
 
-def parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]:
+def _parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]:
     """Return the columns of Parquet files.
 
     Args:
@@ -200,10 +175,6 @@ def parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]
         is_run: ids are texts such as ``"2/1"``.
     """
     pl = polars()
-    call = pl.Struct(
-        {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
-    )
-    texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
     return {
         "trajectory_id": pl.String if is_run else pl.Int64,
         **dict.fromkeys(_TEXTS, pl.String),
@@ -211,31 +182,43 @@ def parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]
         **dict.fromkeys(_WHOLE, pl.Int64),
         **dict.fromkeys(("outcome", "success_rate", "entropy"), pl.Float64),
         "is_terminated": pl.Boolean,
-        "messages": pl.List(pl.Struct({**texts, "tool_calls": pl.List(call), "json": pl.String})),
+        "messages": pl.List(message_type()),
         **{name: pl.List(pl.Int64 if name in _MASKS else pl.Float64) for name in TENSORS},
         **{f"{COLUMNS}{name}": kind for name, kind in late.items()},
         "rest": pl.String,
     }
 
 
+def message_type() -> DataType:
+    """Return the type of a message in Parquet files: texts and tool calls that chat templates see, and all as JSON."""
+    pl = polars()
+    call = pl.Struct(
+        {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
+    )
+    texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
+    message: DataType = pl.Struct({**texts, "tool_calls": pl.List(call), "json": pl.String})
+    return message
+
+
 _MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
 """Fields of messages that are texts; anything else in them is JSON."""
 
 
-def to_parquet(row: Row) -> Row:
-    """Return a row with the columns of :func:`parquet_schema`."""
+def _to_parquet(row: Row) -> Row:
+    """Return a row with the columns of :func:`_parquet_schema`."""
     reward = row["reward"] or {}
     return {
         **row,
         "outcome": reward.get("outcome"),
         "success_rate": reward.get("success_rate"),
-        "messages": [_message(message) for message in row["messages"]],
+        "messages": [message_columns(message) for message in row["messages"]],
         **{f"{COLUMNS}{name}": value for name, value in row["notes"].items()},
         "rest": text_of({name: row[name] for name in _IN_REST}),
     }
 
 
-def _message(message: Mapping[str, Any]) -> Row:
+def message_columns(message: Mapping[str, Any]) -> Row:
+    """Return a message as the columns of :func:`message_type`."""
     calls = message.get("tool_calls")
     structured = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else None
     texts = {name: text_of(message.get(name)) for name in _MESSAGE_TEXTS}
@@ -250,8 +233,8 @@ def _call(call: Mapping[str, Any]) -> Row:
     return {**{name: text_of(call.get(name)) for name in ("id", "type")}, "function": columns}
 
 
-def from_parquet(row: Row) -> Row:
-    """Return a row of :func:`to_parquet` as that of :func:`row_of`."""
+def _from_parquet(row: Row) -> Row:
+    """Return a row of :func:`_to_parquet` as that of :func:`row_of`."""
     late = {name.removeprefix(COLUMNS): row.pop(name) for name in [*row] if name.startswith(COLUMNS)}
     rest = orjson.loads(row.pop("rest", None) or "{}")
     for name in ("outcome", "success_rate"):  # also in the reward
@@ -259,3 +242,61 @@ def from_parquet(row: Row) -> Row:
     messages = [orjson.loads(message["json"]) for message in row.pop("messages", None) or []]
     notes = {name: value for name, value in late.items() if value is not None}
     return {**row, **rest, "messages": messages, "notes": notes}
+
+
+# -- formats ------------------------------------------------------------------------------------------
+
+
+def _late_types(selection: Selection) -> dict[str, DataType]:
+    """Return the names of the late values with the types of their Parquet columns."""
+    pl = polars()
+    facts = selection.query.limit(0).table().schema
+    types = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
+    by_row = late_columns(selection.reader.live.locked, "tokens")
+    types |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
+    if both := sorted(facts.keys() & by_row.keys()):
+        logger.warning(
+            "convert: values %s are by row in one rank and one for each trajectory in another, so they are left out; "
+            "convert each rank by itself to include them",
+            ", ".join(both),
+        )
+    return {name: kind for name, kind in types.items() if name not in both}
+
+
+def _with_late(late: Mapping[str, DataType], rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
+    """Return the row of a rollout with the late values of these names and types."""
+    given = rollout.metadata.get(GIVEN, {})
+    texts = polars().String
+    shown = {name: str(given[name]) if kind == texts else given[name] for name, kind in late.items() if name in given}
+    by_row = {name: rows for name, rows in rollout.notes.items() if name in late}
+    return {**facts, **row_of(replace(rollout, notes=by_row), shown)}
+
+
+def _write_lines(path: Path, mark: Any, selection: Selection) -> LinesWriter:
+    late = _late_types(selection)
+
+    def line_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
+        row = _with_late(late, rollout, facts)
+        _check_integers(row)
+        return row
+
+    return LinesWriter(path, mark, line_of)
+
+
+def _write_parquet(path: Path, mark: Any, selection: Selection) -> PartsWriter:
+    late = _late_types(selection)
+    schema = _parquet_schema(late, bool((selection.reader.trajectory_ids >= ID_LIMIT).any()))
+    return PartsWriter(path, mark, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
+
+
+FORMATS = (
+    Format("jsonl", "rollouts", (), _OF_THE_STORE, partial(read_lines, trajectory_of=rollout_of), _write_lines),
+    Format(
+        "parquet",
+        "rollouts",
+        (),
+        _OF_THE_STORE,
+        partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row))),
+        _write_parquet,
+    ),
+)

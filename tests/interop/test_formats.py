@@ -1,0 +1,462 @@
+"""Each format of ``trajstore convert``: what it loses is what it declares, and all else comes back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.stores import stored, writer_to
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore.cli import command, main
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.interop import convert
+from trajstore.interop.convert import FORMATS, convert_from, convert_to, differences, format_named
+from trajstore.trajectory import AnyTrajectory
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+CONVERSATIONS = ["chat", "trl", "verl"]
+
+
+def full_rollout(number: int = 0) -> AgentTrajectory:
+    """Return a rollout with a value in every field."""
+    return AgentTrajectory(
+        messages=[
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "7 + 5?\x00\u202e"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "tool", "content": "12", "tool_call_id": "x"},
+            {"role": "assistant", "content": "12", "reasoning_content": "easy", "author": "llm"},
+        ],
+        input_ids=torch.arange(6, dtype=torch.int32),
+        attention_mask=torch.ones(6, dtype=torch.uint8),
+        loss_mask=torch.tensor([0, 0, 1, 1, 0, 1], dtype=torch.bool),
+        response_start=2,
+        old_log_probs=torch.tensor([-0.1, float("nan"), -float("inf"), 0.0]),
+        rollout_log_probs=torch.tensor([-0.1, -0.2, -0.3, 0.0], dtype=torch.bfloat16),
+        entropys=torch.ones(4),
+        response_mask=torch.ones(4, dtype=torch.int64),
+        reward=Reward(outcome=0.5, success_rate=0.25, description="half", metadata={"judge": 1}),
+        task_id=f"gsm8k:{number}",
+        data_id="d",
+        rollout_id="r/0",
+        query="7 + 5?",
+        is_terminated=True,
+        policy_version=3,
+        entropy=0.5,
+        tokenizer_fingerprint="f",
+        metadata={"tools": [{"type": "function"}], "ground_truth": "12", "deep": {"er": [1, None]}},
+    )
+
+
+def full_episode() -> Trajectory:
+    """Return an episode of three steps with a value in every field."""
+    seen = {"image": torch.randint(0, 255, (4, 1, 2, 3), dtype=torch.uint8), "deep": {"x": torch.rand(4, 1, 2)}}
+    return Trajectory(
+        max_episode_length=9,
+        model_weights_id="w",
+        actions=torch.rand(3, 1, 2),
+        intervene_flags=torch.zeros(3, 1, 2, dtype=torch.bool),
+        rewards=torch.tensor([0.0, float("nan"), 1.0])[:, None, None],
+        terminations=torch.tensor([False, False, True])[:, None, None],
+        truncations=torch.zeros(3, 1, 1, dtype=torch.bool),
+        dones=torch.tensor([False, False, True])[:, None, None],
+        prev_logprobs=torch.rand(3, 1, 2),
+        prev_values=torch.rand(4, 1, 1),
+        versions=torch.ones(3, 1, 1),
+        forward_inputs={"noise": torch.rand(3, 1, 2), "with": {"reset": torch.rand(4, 1, 2)}},
+        curr_obs={"image": seen["image"][:-1], "deep": {"x": seen["deep"]["x"][:-1]}},
+        next_obs={"image": seen["image"][1:], "deep": {"x": seen["deep"]["x"][1:]}},
+    )
+
+
+def read_all(path: Path) -> list[AnyTrajectory]:
+    with TrajectoryReplayBuffer.open(path) as reader:
+        return [reader.get(number) for number in reader.trajectory_ids.tolist()]
+
+
+def names_of(trajectory: AnyTrajectory) -> set[str]:
+    return {item.name for item in fields(trajectory)}
+
+
+def test_the_command_line_has_all_formats() -> None:
+    assert command.FOREIGN == FORMATS
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if format_named(name).write])
+def test_a_format_loses_what_it_declares(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the disk is full after the files were completed, and the same conversion is run again."""
+    of_steps = format_named(name).kind == "episodes"
+    path = stored(tmp_path / "store", [full_episode() if of_steps else full_rollout()])
+    with writer_to(path) as writer:
+        annotate(writer, 0, {"advantages": [torch.ones(3, 1) if of_steps else torch.ones(4)]})
+        if not of_steps:
+            annotate(writer, 0, {"judge": 0.5})
+    words = ["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_check_absent", mock.Mock(side_effect=OSError("full disk")))
+        assert main(words) == 2
+    assert "run the same conversion again to continue" in capsys.readouterr().err
+    assert main(words) == 0
+    cannot_carry = format_named(name).cannot_carry
+    kind = format_named(name).kind[:-1]
+    said = f"{name} has no place for it: {', '.join(cannot_carry)}\n" if cannot_carry else ""
+    assert capsys.readouterr().out.endswith(
+        f"{said}{tmp_path / 'out'}: 1 {kind}, 1 of them by an interrupted conversion, 1 compared\n"
+    )
+    done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
+    assert (done.written, done.checked, done.is_whole) == (1, 1, True)
+    (first,), (second,) = read_all(path), read_all(tmp_path / "back")
+    lost = {field for field in cannot_carry for at in differences(first, second) if f"{at}.".startswith(f"{field}.")}
+    assert (differences(first, second, cannot_carry), lost) == ([], set(cannot_carry))
+
+
+TEXTS = st.text(max_size=20).filter(lambda text: text.encode("utf8", "ignore").decode() == text)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"]), "content": JSON},
+    optional={"tool_calls": JSON, "name": TEXTS},
+)
+ROLLOUTS = st.builds(
+    AgentTrajectory,
+    messages=st.lists(MESSAGES, min_size=1, max_size=3),
+    reward=st.none() | st.builds(Reward, outcome=st.floats(-1, 1)),
+    task_id=TEXTS,
+    rollout_id=TEXTS,
+    query=TEXTS,
+    metadata=st.dictionaries(TEXTS | st.sampled_from(["tools", "ability"]), JSON, max_size=2),
+)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "atif", *CONVERSATIONS])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
+def test_any_rollout_comes_back(
+    name: str, rollouts: list[AgentTrajectory], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp(name)
+    path = stored(folder / "store", rollouts)
+    assert convert_to(path, folder / "out", name, check=True).checked == len(rollouts)
+    convert_from(folder / "out", folder / "back", name)
+    for first, second in zip(read_all(path), read_all(folder / "back"), strict=True):
+        assert differences(first, second) == []
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> Trajectory:
+    """Return steps of several environments with chunks, resets that are not valid, and episodes of any length."""
+    steps, batch, chunk = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    numbers = torch.arange(steps * batch, dtype=torch.float64).reshape(steps, batch, 1)
+    flags = st.lists(st.booleans(), min_size=steps * batch, max_size=steps * batch)
+    ended, cut, invalid = (torch.tensor(draw(flags)).reshape(steps, batch, 1) for _ in range(3))
+    last = torch.zeros(steps, batch, chunk - 1, dtype=torch.bool)
+    invalid = invalid & torch.cat([torch.zeros(1, batch, 1, dtype=torch.bool), (ended | cut)[:-1]])
+    ended, cut = ended & ~invalid, cut & ~invalid
+    return Trajectory(
+        actions=numbers.repeat(1, 1, 2 * chunk),
+        rewards=numbers.repeat(1, 1, chunk).float(),
+        terminations=torch.cat([last, ended], -1),
+        truncations=torch.cat([last, cut], -1),
+        dones=torch.cat([last, ended | cut], -1),
+        valid=draw(st.sampled_from([None, ~invalid[..., 0]])),
+        curr_obs={"states": numbers},
+        next_obs={"states": numbers + batch},
+    )
+
+
+@pytest.mark.parametrize("name", ["minari", "lerobot"])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(block=blocks())
+def test_any_steps_become_episodes(name: str, block: Trajectory, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each valid step is in one episode with its rewards; no episode goes on after its end."""
+    folder = tmp_path_factory.mktemp(name)
+    path = stored(folder / "store", [block])
+    done = convert_to(path, folder / "out", name, check=True)
+    convert_from(folder / "out", folder / "back", name)
+    back = [part for part in read_all(folder / "back") if isinstance(part, Trajectory)]
+    assert len(back) == done.checked == done.written
+    assert block.rewards is not None
+    assert block.actions is not None
+    assert block.dones is not None
+    kept = torch.ones(block.rewards.shape[:2], dtype=torch.bool) if block.valid is None else block.valid
+    rewards = {
+        (a, r) for a, r in zip(block.actions[kept][:, 0].tolist(), block.rewards[kept].sum(-1).tolist(), strict=True)
+    }
+    steps = [
+        (a, r)
+        for part in back
+        for a, r in zip(part.actions[:, 0, 0].tolist(), part.rewards[:, 0, 0].tolist(), strict=True)
+    ]
+    assert (len(steps), set(steps)) == (len(rewards), rewards)
+    assert not any(part.dones[:-1].any() for part in back)
+    assert sum(bool(part.dones[-1].any()) for part in back) == int(block.dones.any(-1)[kept].sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("minari", "data/1/part-0.parquet"), ("lerobot", "data/*/file-001.parquet")]
+)
+def test_a_damaged_episode_hides_no_other(
+    name: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "_PORTION_ITEMS", 1)
+    path = stored(tmp_path / "store", [full_episode() for _ in range(3)])
+    convert_to(path, tmp_path / "out", name)
+    (damaged,) = (tmp_path / "out").glob(file)
+    damaged.write_bytes(damaged.read_bytes()[:-20])
+    done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
+    assert (done.written, done.checked, list(done.problems)) == (2, 2, ["episode 1"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StoreNotFoundError, match="it is no data set of"):
+        convert_from(tmp_path / "empty", tmp_path / "none", name)
+
+
+def test_conversations_of_other_programs_become_rollouts(tmp_path: Path) -> None:
+    """Files as these programs write them, with columns of their own and rows that are damaged."""
+    datasets = pytest.importorskip("datasets")
+    question = {"role": "user", "content": "7 + 5?"}
+    answer = {"role": "assistant", "content": "12"}
+    lines = [{"messages": [question, answer], "split": "train"}, {"messages": []}, {"messages": [{"content": "x"}]}]
+    (tmp_path / "chat").write_text("\ufeff" + "\n\n".join(map(json.dumps, lines)))
+    rows: dict[str, list[dict[str, Any]]] = {
+        "trl": [
+            {"prompt": "7 + 5?", "completion": "12", "reward": 1.0, "difficulty": 3},
+            {"prompt": None, "completion": None, "reward": 1.0, "difficulty": 3},
+        ],
+        "verl": [
+            {
+                "data_source": "gsm8k",
+                "prompt": [question],
+                "ability": "math",
+                "reward_model": {"style": "rule", "ground_truth": "12"},
+                "extra_info": {"index": 7, "split": "train"},
+            }
+        ],
+    }
+    datasets.Dataset.from_list(rows["trl"]).save_to_disk(str(tmp_path / "trl"))
+    datasets.Dataset.from_list(rows["verl"]).to_parquet(str(tmp_path / "verl"))
+    made = {}
+    for name, problems in (("chat", ["line 3", "line 5"]), ("trl", ["data-00000-of-00001.arrow: row 1"]), ("verl", [])):
+        done = convert_from(tmp_path / name, tmp_path / f"{name}-store", name, check=True)
+        assert list(done.problems) == problems
+        (made[name],) = read_all(tmp_path / f"{name}-store")
+    assert (made["chat"].messages, made["chat"].metadata) == ([question, answer], {"split": "train"})
+    assert (made["trl"].messages, made["trl"].metadata) == ([question, answer], {"difficulty": 3})
+    assert made["trl"].reward == Reward(outcome=1.0)
+    assert (made["verl"].messages, made["verl"].task_id) == ([question], "gsm8k:7")
+    assert made["verl"].metadata == {"ability": "math", "ground_truth": "12", "split": "train"}
+
+
+def test_written_conversations_are_read_by_other_programs(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = stored(tmp_path / "store", [full_rollout(number) for number in range(3)])
+    load = partial(datasets.load_dataset, split="train", cache_dir=str(tmp_path / "cache"))
+    for name in CONVERSATIONS:
+        convert_to(path, tmp_path / name, name)
+    chat = [json.loads(line) for line in (tmp_path / "chat").read_text().splitlines()]
+    assert chat[2]["messages"] == full_rollout().messages
+    assert (chat[2]["tools"], chat[2]["task_id"], chat[2]["reward"]) == ([{"type": "function"}], "gsm8k:2", 0.5)
+    row = load("parquet", data_dir=str(tmp_path / "trl"))[1]
+    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
+    assert row["completion"][0]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
+    row = load("parquet", data_dir=str(tmp_path / "verl"))[1]
+    assert (row["data_source"], row["extra_info"]["index"], row["reward_model"]["ground_truth"]) == ("gsm8k", "1", "12")
+
+
+def atif_step(number: int, prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any]:
+    metrics = {"prompt_token_ids": prompt, "completion_token_ids": completion, "logprobs": [-0.5] * len(completion)}
+    return {"step_id": number, "source": "agent", "message": "m", "metrics": metrics, **more}
+
+
+def test_tokens_of_steps_are_joined_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Prompts repeat the history; steps copied as context are in the prompt of the next one."""
+    first: dict[str, Any] = {"step_id": 1, "source": "user", "message": "do"}
+    member = {
+        "schema_version": "ATIF-v1.8",
+        "trajectory_id": "b",
+        "agent": {"name": "a", "version": "1"},
+        "steps": [first, atif_step(2, [9], [8], is_copied_context=True), atif_step(3, [9, 8, 7], [6])],
+    }
+    call = {"tool_call_id": "c", "function_name": "f", "arguments": {"x": 1}}
+    results = {"results": [{"source_call_id": "c", "content": "ok"}]}
+    steps = [first, atif_step(2, [1, 2], [3], tool_calls=[call], observation=results), atif_step(3, [1, 2, 3, 4], [5])]
+    document = {**member, "session_id": "s", "steps": steps, "subagent_trajectories": [member]}
+    other = {**member, "steps": [first, atif_step(2, [1], [2]), atif_step(3, [7, 7], [5])]}
+    (tmp_path / "in").mkdir()
+    for name, content in (("0", json.dumps(document)), ("1", json.dumps(other)), ("2", json.dumps(member)[:-9])):
+        (tmp_path / "in" / f"{name}.json").write_text(content)
+    done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
+    assert (done.written, list(done.problems)) == (3, ["2.json"])
+    whole, copied, broken = (part for part in read_all(tmp_path / "store") if isinstance(part, AgentTrajectory))
+    assert whole.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
+    assert whole.messages[2] == {"role": "tool", "content": "ok", "tool_call_id": "c"}
+    assert whole.rollout_id == "s"
+    for part, ids, mask, start in (
+        (whole, [1, 2, 3, 4, 5], [0, 0, 1, 0, 1], 2),
+        (copied, [9, 8, 7, 6], [0, 0, 0, 1], 3),
+    ):
+        assert part.input_ids is not None
+        assert part.loss_mask is not None
+        assert (part.input_ids.tolist(), part.loss_mask.tolist(), part.response_start) == (ids, mask, start)
+        assert part.rollout_log_probs is not None
+    assert broken.input_ids is None
+    assert (
+        "1.json: the prompt of step 3 does not repeat the tokens before it, so all tokens are left out" in caplog.text
+    )
+
+
+@pytest.mark.campaign
+def test_the_package_of_atif_accepts_what_is_written(tmp_path: Path) -> None:
+    atif = pytest.importorskip("atif")
+    convert_to(stored(tmp_path / "store", [full_rollout()]), tmp_path / "out", "atif", check=True)
+    read = atif.Trajectory.model_validate_json((tmp_path / "out" / "00000000.json").read_bytes())
+    assert [step.source for step in read.steps] == ["system", "user", "agent", "agent"]
+    assert read.steps[2].metrics.completion_token_ids == [2, 3]
+    assert read.steps[2].metrics.logprobs == pytest.approx([-0.1, -0.2], abs=1e-2)
+    assert read.final_metrics.total_completion_tokens == 3
+
+
+@pytest.mark.campaign
+def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path: Path) -> None:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(tmp_path / "demos.hdf5", "w") as file:
+        for number in range(12):
+            group = file.create_group(f"data/demo_{number}")
+            group["actions"] = np.full((3, 2), number, np.float32)
+            group["rewards"], group["dones"] = np.zeros(3), np.array([0, 0, 1])
+            group["obs/eef"] = np.zeros((3 if number != 5 else 2, 4))
+        file["mask/valid"] = np.array([b"demo_10", b"demo_2"])
+    done = convert_from(tmp_path / "demos.hdf5", tmp_path / "store", "robomimic", check=True)
+    assert list(done.problems) == ["demo_5"]
+    parts = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
+    assert [int(part.actions[0, 0, 0]) for part in parts] == [*range(5), *range(6, 12)]
+    assert [number for number, part in enumerate(parts) if part.forward_inputs["splits"]] == [2, 9]
+    with pytest.raises(ConfigurationError, match="robomimic can only be read"):
+        convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
+
+
+class Counter(gymnasium.Env[Any, Any]):
+    """Episodes of 1 to 7 steps with observations in dicts and tuples, that end by termination or truncation."""
+
+    observation_space = Dict({"at": Box(-1e9, 1e9, (2,), np.float32), "pair": Tuple((Discrete(99), Box(0, 1, (1,))))})
+    action_space = Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.step_number, self.length = 0, int(self.np_random.integers(1, 8))
+        return self._seen(), {"noise": np.zeros(2)}
+
+    def _seen(self) -> Any:
+        at = np.array([self.step_number, self.length], np.float32)
+        return {"at": at, "pair": (self.step_number, np.array([0.5], np.float32))}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_number += 1
+        ended = self.step_number == self.length
+        return (
+            self._seen(),
+            float(action),
+            ended and self.length % 2 == 0,
+            ended and self.length % 2 == 1,
+            {"noise": np.ones(2)},
+        )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
+def test_minari_reads_and_writes_the_same_episodes(
+    data_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set that Minari's collector makes, and what Minari reads of a data set made here."""
+    minari = pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    collector = minari.DataCollector(Counter(), data_format=data_format, record_infos=True)
+    for seed in range(20):
+        collector.reset(seed=seed)
+        while not any(collector.step(collector.action_space.sample())[2:4]):
+            pass
+    theirs = list(collector.create_dataset("counter/made-v0"))
+    assert convert_from(tmp_path / "counter" / "made-v0", tmp_path / "store", "minari", check=True).written == 20
+    for part, episode in zip(read_all(tmp_path / "store"), theirs, strict=True):
+        assert isinstance(part, Trajectory)
+        at, pair = episode.observations["at"], episode.observations["pair"]
+        assert np.array_equal(part.curr_obs["at"][:, 0], at[:-1])
+        assert np.array_equal(part.next_obs["at"][:, 0], at[1:])
+        assert np.array_equal(part.curr_obs["pair"]["1"].reshape(-1), np.array(pair[1]).reshape(-1)[:-1])
+        assert np.array_equal(part.rewards.reshape(-1), episode.rewards)
+        assert np.array_equal(part.terminations.reshape(-1), episode.terminations)
+        assert np.array_equal(part.truncations.reshape(-1), episode.truncations)
+        assert np.array_equal(part.actions.reshape(-1), episode.actions)
+        assert np.array_equal(part.forward_inputs["noise"][:, 0], episode.infos["noise"])
+    convert_to(tmp_path / "store", tmp_path / "again-v0", "minari", check=True)
+    for again, episode in zip(minari.load_dataset("again-v0"), theirs, strict=True):
+        assert np.array_equal(again.observations["at"], episode.observations["at"])
+        assert np.array_equal(again.rewards, episode.rewards)
+        assert np.array_equal(again.terminations, episode.terminations)
+        assert np.array_equal(again.actions.reshape(-1), episode.actions)
+        assert np.array_equal(again.infos["noise"], episode.infos["noise"])
+
+
+@pytest.mark.campaign
+def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of what is made here, and videos of what LeRobot makes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
+    state = torch.arange(24, dtype=torch.float32).reshape(12, 1, 2)
+    image = torch.randint(0, 255, (12, 1, 32, 48, 3), dtype=torch.uint8)
+    ends = torch.zeros(12, 1, 1, dtype=torch.bool)
+    ends[[3, 11]] = True
+    block = Trajectory(
+        actions=state + 1,
+        rewards=torch.ones(12, 1, 1),
+        terminations=ends,
+        curr_obs={"states": state, "images": {"top": image}, "task": "stack"},
+        forward_inputs={"fps": torch.tensor(10.0)},
+    )
+    convert_to(stored(tmp_path / "store", [block]), tmp_path / "out", "lerobot", check=True)
+    data = lerobot.LeRobotDataset("local/out", root=tmp_path / "out")
+    assert (data.num_episodes, data.num_frames, data.fps) == (2, 12, 10)
+    for number in range(12):
+        frame = data[number]
+        assert torch.equal(frame["observation.state"], state[number, 0])
+        assert torch.equal(frame["action"], state[number, 0] + 1)
+        assert torch.equal((frame["observation.images.top"] * 255).round().byte().permute(1, 2, 0), image[number, 0])
+        assert frame["task"] == "stack"
+        assert frame["timestamp"] == pytest.approx((number if number < 4 else number - 4) / 10)
+    assert data.meta.stats["observation.state"]["mean"].tolist() == pytest.approx(state.mean((0, 1)).tolist())
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": None},
+        "action": {"dtype": "float32", "shape": (2,), "names": None},
+        "observation.images.top": {"dtype": "video", "shape": (32, 48, 3), "names": ["height", "width", "channels"]},
+    }
+    made = lerobot.LeRobotDataset.create("local/made", 10, features, root=tmp_path / "made")
+    for number in range(12):
+        picture = np.full((32, 48, 3), 20 * number, np.uint8)
+        numbers = {"observation.state": state[number, 0].numpy(), "action": state[number, 0].numpy()}
+        made.add_frame({**numbers, "observation.images.top": picture, "task": f"t{number // 6}"})
+        if number in (3, 11):
+            made.save_episode()
+    made.finalize()
+    assert convert_from(tmp_path / "made", tmp_path / "back", "lerobot", check=True).written == 2
+    _, second = read_all(tmp_path / "back")
+    assert isinstance(second, Trajectory)
+    assert torch.equal(second.curr_obs["state"], state[4:])
+    shades = second.curr_obs["images"]["top"].float().mean((1, 2, 3, 4))
+    assert shades.tolist() == pytest.approx([20 * number for number in range(4, 12)], abs=3)

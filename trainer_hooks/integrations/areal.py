@@ -1,0 +1,44 @@
+"""Recording for AReaL: the rollouts of a workflow's episodes. Written for AReaL 1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer_hooks.integrations.rollouts import agent_trajectory, prompt_key
+from trajstore.trajectory import AgentTrajectory
+
+
+def rollouts_of(episode: Mapping[str, Any] | None) -> list[AgentTrajectory]:
+    """Return the rollouts of an episode, one per row; none of a rejected episode.
+
+    The prompt ends before the first token that is trained. ``policy_version`` is the oldest version of these.
+
+    Args:
+        episode: tensors ``[B, L]`` by name, padded at the end, or interactions by id, or None.
+
+    Raises:
+        InvalidTrajectoryError: the columns of a row differ in length.
+    """
+    parts = [episode] if episode and "input_ids" in episode else list((episode or {}).values())
+    tables = [part if isinstance(part, Mapping) else part.to_tensor_dict() for part in parts]
+    return [_rollout(table, row) for table in tables for row in range(len(table["input_ids"]))]
+
+
+def _rollout(table: Mapping[str, torch.Tensor], row: int) -> AgentTrajectory:
+    tokens = int(table["attention_mask"][row].sum())
+    ids, mask = table["input_ids"][row, :tokens], table["loss_mask"][row, :tokens]
+    trained = mask.nonzero().flatten().tolist()
+    start = trained[0] if trained else tokens
+    versions = table["versions"][row, :tokens][mask.bool()].tolist() if "versions" in table else []
+    return agent_trajectory(
+        prompt_ids=ids[:start],
+        response_ids=ids[start:],
+        loss_mask=mask[start:],
+        log_probs=table["logprobs"][row, start:tokens] if "logprobs" in table else None,
+        reward=float(table["rewards"][row]) if "rewards" in table else None,
+        version=min(versions, default=None),
+        task_id=prompt_key(ids[:start].tolist()),
+    )

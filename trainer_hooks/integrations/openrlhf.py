@@ -1,0 +1,36 @@
+"""Recording for OpenRLHF: the rollout in what an ``AgentExecutor`` returns. Written for OpenRLHF 0.11."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer_hooks.integrations.rollouts import agent_trajectory, prompt_key
+from trajstore.trajectory import AgentTrajectory
+
+
+def rollout_of(output: Mapping[str, Any], version: int | None = None) -> AgentTrajectory:
+    """Return the rollout of an execution. The prompt ends where the first action begins.
+
+    Args:
+        output: what ``AgentExecutor.execute`` returned.
+        version: of the policy, which OpenRLHF does not pass to its agents.
+
+    Raises:
+        InvalidTrajectoryError: there are not as many log-probs as tokens.
+    """
+    tokens, ranges, log_probs = output["observation_tokens"], output["action_ranges"], output["rollout_log_probs"]
+    start = ranges[0][0] if ranges else len(tokens)
+    mask = [int(any(first <= at < end for first, end in ranges)) for at in range(start, len(tokens))]
+    reward, score = output["reward"], output.get("scores")
+    return agent_trajectory(
+        prompt_ids=tokens[:start],
+        response_ids=tokens[start:],
+        loss_mask=mask,
+        log_probs=None if log_probs is None else log_probs[start:],
+        reward=None if reward is None else float(reward),
+        scores={} if score is None else {"score": float(score)},
+        version=version,
+        task_id=prompt_key(output["prompt"]),
+        is_terminated=not output["truncated"],
+    )

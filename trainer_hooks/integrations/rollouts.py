@@ -1,0 +1,266 @@
+"""Shared by the adapters: a trainer's rollout as an agent trajectory, recording, and draws by policy version."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import orjson
+import torch
+
+from trajstore import TrajectoryReplayBuffer
+from trajstore.core.base.arguments import check_instance, whole_or_none
+from trajstore.core.sampling import Additions, Drawn, Sampler
+from trajstore.core.sampling.base import Fits, IntArray
+from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
+
+
+def prompt_key(prompt: Any) -> str:
+    """Return a name of a prompt, the same in every process: equal for equal text, token ids or messages.
+
+    Raises:
+        InvalidTrajectoryError: it is not JSON.
+    """
+    try:
+        document = orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError as error:
+        raise InvalidTrajectoryError(f"prompt: {error}; pass text, token ids or messages") from error
+    return hashlib.sha256(document).hexdigest()[:16]
+
+
+def agent_trajectory(
+    *,
+    prompt_ids: Any,
+    response_ids: Any,
+    loss_mask: Any = None,
+    log_probs: Any = None,
+    reward: float | None = None,
+    scores: Mapping[str, float | None] | None = None,
+    version: int | None,
+    task_id: str,
+    metadata: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> AgentTrajectory:
+    """Return a trainer's rollout as an agent trajectory. P = tokens of the prompt, R = tokens of the response.
+
+    Args:
+        prompt_ids: ``[P]``, a list, array or tensor.
+        response_ids: ``[R]``; may be empty.
+        loss_mask: ``[R]``, 1 on tokens to train, 0 on those of tools; None = all are trained.
+        log_probs: ``[R]``, under the policy that sampled, as the engine reported them; None in the list is NaN.
+        reward: NaN and None = unknown.
+        scores: parts of the reward, kept as ``reward.metadata``; NaN and None are left out.
+        version: of the policy that sampled.
+        task_id: key of the prompt; rollouts of one prompt are a group.
+        metadata: any JSON.
+        **fields: further fields of :class:`~trajstore.AgentTrajectory`.
+
+    Raises:
+        InvalidTrajectoryError: mask or log-probs have another length than the response; names the rollout.
+    """
+    prompt, response = _tensor(prompt_ids, torch.int64), _tensor(response_ids, torch.int64)
+    mask = torch.ones_like(response) if loss_mask is None else _tensor(loss_mask, torch.int64)
+    columns = {"loss_mask": mask}
+    if log_probs is not None:
+        columns["rollout_log_probs"] = _tensor(log_probs, torch.float32)
+    for name, column in columns.items():
+        if len(column) != len(response):
+            raise InvalidTrajectoryError(
+                f"rollout {fields.get('rollout_id', '')!r} of task {task_id!r}: {name} has {len(column)} values for"
+                f" {len(response)} tokens of the response"
+            )
+    return AgentTrajectory(
+        input_ids=torch.cat([prompt, response]),
+        loss_mask=torch.cat([torch.zeros_like(prompt), mask]),
+        response_mask=mask,
+        rollout_log_probs=columns.get("rollout_log_probs"),
+        response_start=len(prompt),
+        reward=Reward(
+            outcome=known(reward), metadata={k: v for k, v in (scores or {}).items() if known(v) is not None}
+        ),
+        policy_version=version,
+        task_id=task_id,
+        metadata=dict(metadata or {}),
+        **fields,
+    )
+
+
+def json_of(value: Any) -> Any:
+    """Return a number, list or dict without NaN, which is no JSON: None in its place."""
+    if isinstance(value, Mapping):
+        return {name: json_of(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [json_of(item) for item in value]
+    return known(value) if isinstance(value, float) else value
+
+
+def _tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(values, Sequence):
+        values = [math.nan if value is None else value for value in values]
+    return torch.as_tensor(values, dtype=dtype, device="cpu").reshape(-1)
+
+
+def known(value: float | None) -> float | None:
+    """Return a number; None for None and NaN."""
+    return None if value is None or math.isnan(value) else float(value)
+
+
+class _Earlier(Sampler):
+    """Draws rollouts of earlier policy versions that are not too old."""
+
+    unit = "trajectory"
+    needs_tasks = True
+
+    def __init__(self, max_staleness: int | None, *, by_task: bool) -> None:
+        self.version = 0
+        self.task = ""
+        self.drawn: list[int] = []
+        self._max_staleness, self._by_task = max_staleness, by_task
+        self._groups: dict[str | int, dict[int, int]] = {}
+        """Versions by id; by task, or by version."""
+        self._group_of: dict[int, str | int] = {}
+
+    @property
+    def ids(self) -> IntArray:
+        return np.array(list(self._group_of), np.int64)
+
+    def added(self, additions: Additions) -> None:
+        tasks = additions.tasks or [""] * len(additions)
+        for number, version, task in zip(additions.ids.tolist(), additions.versions.tolist(), tasks, strict=True):
+            key = self._group_of[number] = task if self._by_task else version
+            self._groups.setdefault(key, {})[number] = version
+
+    def evicted(self, ids: Sequence[int] | IntArray) -> None:
+        for number in np.asarray(ids).tolist():
+            if (key := self._group_of.pop(number, None)) is not None:
+                del self._groups[key][number]
+                if not self._groups[key]:
+                    del self._groups[key]
+
+    def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
+        oldest = 0 if self._max_staleness is None else max(0, self.version - self._max_staleness)
+        keys = [self.task] if self._by_task else [key for key in self._groups if oldest <= int(key) < self.version]
+        ids = [
+            number
+            for key in keys
+            for number, version in self._groups.get(key, {}).items()
+            if oldest <= version < self.version
+        ]
+        if not ids:
+            raise EmptyBufferError(f"cannot sample: no rollout of versions {oldest} to {self.version - 1}")
+        self.drawn = [ids[at] for at in torch.randperm(len(ids), generator=generator)[:count].tolist()]
+        return Drawn(np.array(self.drawn), np.zeros(len(self.drawn), np.int64))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Do nothing: everything follows from the trajectories in the buffer."""
+
+
+class Recording:
+    """Records rollouts in a buffer, and draws recorded ones of earlier policy versions.
+
+    Rollouts that cannot be trained are not drawn: without a trained token, or without a finite log-prob of each. The
+    window of the buffer (``sample_window_size``) does not limit draws.
+
+    Args:
+        buffer: the store; the rollouts of an earlier process are drawn too.
+        max_staleness: how many versions a drawn rollout may be behind the current one; None = any number.
+        by_task: draw rollouts of one task at a time.
+        needs_reward: draw only rollouts with a known reward.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or the buffer was opened for reading.
+    """
+
+    def __init__(
+        self,
+        buffer: TrajectoryReplayBuffer,
+        *,
+        max_staleness: int | None = None,
+        by_task: bool = False,
+        needs_reward: bool = False,
+    ) -> None:
+        check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer, which can add rollouts")
+        self.buffer, self._needs_reward = buffer, needs_reward
+        self.newest = 0
+        """The newest policy version that was recorded in this process."""
+        self._sampler = _Earlier(whole_or_none("max_staleness", max_staleness, 0), by_task=by_task)
+
+    def record(self, rollouts: Sequence[AgentTrajectory]) -> list[int]:
+        """Add rollouts and return their ids. Writing continues in the background.
+
+        Raises:
+            InvalidTrajectoryError: one cannot be stored; nothing was added.
+            StoreWriteError: the store cannot be written, for example because its disk is full; nothing was added.
+            StoreClosedError: the buffer is closed.
+        """
+        ids = self.buffer.add_trajectories(rollouts)
+        self.newest = max([self.newest, *(rollout.policy_version or 0 for rollout in rollouts)])
+        return ids
+
+    def draw(self, version: int, count: int = 1, task_id: str = "") -> list[AgentTrajectory]:
+        """Return up to ``count`` different recorded rollouts of earlier versions.
+
+        Args:
+            version: the current policy version.
+            count: how many, at least 1.
+            task_id: the task to draw from, if draws are by task.
+
+        Raises:
+            CorruptStoreError: a file is missing or damaged.
+        """
+        self._sampler.version, self._sampler.task = version, task_id
+        while True:
+            try:
+                rollouts = self.buffer.sample_trajectories(count, sampler=self._sampler)
+            except EmptyBufferError:
+                return []
+            pairs = zip(self._sampler.drawn, rollouts, strict=True)
+            if not (refused := [number for number, rollout in pairs if not self._can_be_trained(rollout)]):
+                return cast(list[AgentTrajectory], rollouts)
+            self._sampler.evicted(refused)
+
+    def draw_into_groups(self, keys: Sequence[str], version: int, count: int) -> dict[int, AgentTrajectory]:
+        """Return recorded rollouts for the last ``count`` places of each group, by place; one place stays free.
+
+        Args:
+            keys: task of each place; equal ones are a group.
+            version: the current policy version.
+            count: places of a group; 0 = none.
+        """
+        drawn: dict[int, AgentTrajectory] = {}
+        for key, size in Counter(keys).items():
+            if part := min(count, size - 1):
+                places = [at for at, other in enumerate(keys) if other == key][-part:]
+                drawn |= zip(places, self.draw(version, part, key), strict=False)
+        return drawn
+
+    def _can_be_trained(self, rollout: AnyTrajectory) -> bool:
+        if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None:
+            return False
+        if self._needs_reward and (rollout.reward is None or rollout.reward.outcome is None):
+            return False
+        if (log_probs := rollout.rollout_log_probs) is None:
+            return False
+        trained = log_probs[rollout.response_mask.bool()]
+        return len(trained) > 0 and bool(trained.isfinite().all())
+
+
+def check_corrects(trainer: str, corrects: Any, remedy: str) -> None:
+    """Refuse replay in a trainer that ignores recorded log-probs.
+
+    Raises:
+        ConfigurationError: it does; says what to set.
+    """
+    if not corrects:
+        raise ConfigurationError(
+            f"replay: this {trainer} does not use recorded log-probs and would train replayed rollouts as its own,"
+            f" with a ratio of 1; set {remedy}"
+        )

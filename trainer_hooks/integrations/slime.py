@@ -1,0 +1,215 @@
+"""Recording and replay for slime, and for miles, which has the same arguments. Their functions are named by path.
+
+The functions take their options from slime's arguments, which the YAML file of ``--custom-config-path`` sets:
+``trajstore_path``, the directory or URL of the store; ``trajstore_replay``, how many rollouts of each group are
+recorded ones (0); ``trajstore_max_staleness``, how many weight versions old a replayed rollout may be (any number); and
+``trajstore_source``, the path of the data source to wrap (slime's own, with a buffer).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, known, prompt_key
+from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.core.base.arguments import whole, whole_or_none
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+SLIME = "slime"
+"""Key of ``metadata`` with the other fields of a ``Sample``, and author of late values."""
+
+RECORDED, REPLAYED = "trajectory_id", "replayed"
+"""Keys of a sample's ``metadata``: the id under which it is recorded, and true for replayed samples."""
+
+ENDED = ("completed", "truncated")
+"""Values of the status of samples that slime does not generate again."""
+
+_COLUMNS = ("tokens", "loss_mask", "rollout_log_probs")
+_NOT_KEPT = (
+    "multimodal_inputs",
+    "multimodal_train_inputs",
+    "rollout_top_p_token_ids",
+    "rollout_top_p_token_offsets",
+    "rollout_routed_experts",
+    "teacher_log_probs",
+)
+"""Fields that the store does not keep; a sample that has one is recorded without it, and not replayed."""
+
+_recordings: dict[str, Recording] = {}
+"""By path: slime's functions share one process, and each is called alone."""
+
+
+def recording_of(args: Any) -> Recording:
+    """Return the recording of ``trajstore_path``; opens the store at the first call in a process.
+
+    Raises:
+        ConfigurationError: the path is missing, or an option is out of range.
+        StoreLockedError: another process writes to the store.
+    """
+    path = getattr(args, "trajstore_path", None)
+    if not path:
+        raise ConfigurationError("trajstore_path: missing; set it in the YAML file of --custom-config-path")
+    recording = _recordings.get(path)
+    if recording is None or recording.buffer.closed:
+        age = whole_or_none("trajstore_max_staleness", getattr(args, "trajstore_max_staleness", None), 0)
+        buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
+        recording = _recordings[path] = Recording(buffer, max_staleness=age, by_task=True, needs_reward=True)
+    return recording
+
+
+def record_sample(args: Any, sample: Any, evaluation: bool = False) -> None:
+    """Record a sample when it ends, for ``--rollout-sample-hook-path``: a crash costs only unfinished ones.
+
+    Its reward follows with :func:`record_samples`.
+    """
+    if not evaluation and sample.status.value in ENDED:
+        _record(args, [sample])
+
+
+def record_samples(args: Any, samples: list[Any], data_source: Any = None) -> None:
+    """Record the samples of a step with their rewards, for ``--rollout-all-samples-process-path``.
+
+    Those that a filter dropped are recorded too; aborted and replayed ones are not.
+
+    Raises:
+        InvalidTrajectoryError, StoreWriteError, StoreClosedError: they cannot be recorded.
+    """
+    rewards, rest = {}, []
+    for sample in _leaves(samples):
+        kept, ended = sample.metadata or {}, sample.status.value not in ("aborted", "pending")
+        if RECORDED not in kept and REPLAYED not in kept and ended:
+            rest.append(sample)
+        elif RECORDED in kept and (reward := known(_reward(args, sample))) is not None:
+            rewards[kept[RECORDED]] = reward
+    if rewards:
+        annotate(recording_of(args).buffer, list(rewards), {"outcome": list(rewards.values())}, who=SLIME)
+    _record(args, rest)
+
+
+class ReplayDataSource:
+    """A data source for ``--data-source-path``: puts recorded samples into the groups of the source that it wraps.
+
+    The last samples of a group are recorded ones of the same prompt, with their log-probs and rewards. slime does not
+    generate these. ``save`` writes the store first, so that it has the samples that the checkpoint was trained on.
+
+    Raises:
+        ConfigurationError: an option is missing or out of range, or slime would not correct for the recorded log-probs.
+    """
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.recording = args, recording_of(args)
+        self.replay = whole("trajstore_replay", getattr(args, "trajstore_replay", 0), 0)
+        if self.replay:
+            corrects = getattr(args, "use_tis", False) or getattr(args, "use_rollout_logprobs", False)
+            check_corrects("slime", corrects, "--use-tis or --use-rollout-logprobs")
+        path = getattr(args, "trajstore_source", "slime.rollout.data_source.RolloutDataSourceWithBuffer")
+        module, _, name = path.rpartition(".")
+        self.source = getattr(importlib.import_module(module), name)(args)
+
+    def get_samples(self, num_samples: int) -> list[list[Any]]:
+        """Return groups of the source, with recorded samples in place of their last ones."""
+        groups: list[list[Any]] = self.source.get_samples(num_samples)
+        for group in groups:
+            if not all(sample.status.value == "pending" for sample in _leaves(group)):
+                continue  # begun in an earlier step
+            keys = [prompt_key(sample.prompt) for sample in group]
+            for at, rollout in self.recording.draw_into_groups(keys, self.recording.newest, self.replay).items():
+                sample = _replayed(self.args, rollout, group[at])
+                if sample.status.value in ENDED and not rollout.metadata[SLIME]["lacks"]:
+                    group[at] = sample
+        return groups
+
+    def add_samples(self, samples: list[list[Any]]) -> None:
+        """Pass samples on to the source."""
+        self.source.add_samples(samples)
+
+    def save(self, rollout_id: Any) -> None:
+        """Write the store, and save the source's state."""
+        self.recording.buffer.flush()
+        self.source.save(rollout_id)
+
+    def load(self, rollout_id: Any = None) -> None:
+        """Load the source's state."""
+        self.source.load(rollout_id)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # before __init__, or in a copy
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+
+def _record(args: Any, samples: list[Any]) -> None:
+    ids = recording_of(args).record([_recorded(args, sample) for sample in samples])
+    for number, sample in zip(ids, samples, strict=True):
+        sample.metadata = {**(sample.metadata or {}), RECORDED: number}
+
+
+def _leaves(samples: Any) -> Iterator[Any]:
+    """Yield the samples of a group, of which one rollout may have several."""
+    for sample in samples:
+        if isinstance(sample, list):
+            yield from _leaves(sample)
+        else:
+            yield sample
+
+
+def _reward(args: Any, sample: Any) -> Any:
+    key = getattr(args, "reward_key", None)
+    return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward
+
+
+def _recorded(args: Any, sample: Any) -> AgentTrajectory:
+    fields = sample.to_dict()
+    lacks = [name for name in _NOT_KEPT if fields.get(name) is not None]
+    if sample.rollout_id not in (None, sample.index):
+        lacks.append("rollout_id")  # one of several samples of a rollout
+    versions = [int(version) for version in sample.weight_versions if str(version).isdigit()]
+    if not versions:
+        lacks.append("weight_versions")
+    if lacks:
+        logger.warning("slime: sample %s is recorded without %s, and is not replayed", sample.index, ", ".join(lacks))
+    start, scores = len(sample.tokens) - sample.response_length, _reward(args, sample)
+    parts = sample.reward if isinstance(sample.reward, dict) else {}
+    prompt = sample.prompt if isinstance(sample.prompt, list) else [{"role": "user", "content": sample.prompt}]
+    return agent_trajectory(
+        prompt_ids=sample.tokens[:start],
+        response_ids=sample.tokens[start:],
+        loss_mask=sample.loss_mask,
+        log_probs=sample.rollout_log_probs,
+        reward=None if isinstance(scores, dict) else scores,
+        scores={name: value for name, value in parts.items() if isinstance(value, int | float)},
+        version=min(versions, default=None),
+        task_id=prompt_key(sample.prompt),
+        is_terminated=sample.status.value == "completed",
+        messages=[*prompt, {"role": "assistant", "content": sample.response}],
+        metadata={
+            SLIME: {
+                "sample": json_of({name: fields[name] for name in fields if name not in (*_COLUMNS, *_NOT_KEPT)}),
+                "lacks": lacks,
+            }
+        },
+    )
+
+
+def _replayed(args: Any, rollout: AgentTrajectory, place: Any) -> Any:
+    """Return a recorded rollout as a sample of the group of ``place``."""
+    columns = (rollout.input_ids, rollout.response_mask, rollout.rollout_log_probs)
+    kept = rollout.metadata[SLIME]["sample"]
+    fields = dict(zip(_COLUMNS, ([] if column is None else column.tolist() for column in columns), strict=True))
+    sample = type(place).from_dict(kept | fields)
+    sample.index, sample.group_index, sample.session_id = place.index, place.group_index, place.session_id
+    sample.rollout_id, sample.remove_sample = place.rollout_id, False
+    if sample.reward is None and rollout.reward is not None and (outcome := rollout.reward.outcome) is not None:
+        key = getattr(args, "reward_key", None)  # the hook recorded it before it had a reward
+        sample.reward = {key: outcome} if key else outcome
+    sample.metadata = {**(sample.metadata or {}), REPLAYED: True}
+    return sample

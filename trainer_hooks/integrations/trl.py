@@ -1,0 +1,295 @@
+"""Recording and replay for TRL: a rollout worker of ``AsyncGRPOTrainer``, and a ``rollout_func`` of ``GRPOTrainer``.
+
+Written for TRL 1.16, whose interfaces for both are experimental.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
+from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.core.base.arguments import finite, whole
+from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+TRL = "trl"
+"""Key of ``metadata`` with what TRL needs to train a rollout again, and author of late values."""
+
+IDS = "trajectory_ids"
+"""Name under which TRL passes the ids of recorded rollouts to reward functions; None for replayed ones."""
+
+
+class RolloutWorker(Protocol):
+    """A rollout worker, as TRL's ``RolloutWorkerProtocol``."""
+
+    rollout_buffer: Any
+    metrics_queue: Any
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def update_model_version(self, model_version: int) -> None: ...
+
+    def check_health(self, stale_after_s: float) -> None: ...
+
+
+class RolloutFunction(Protocol):
+    """A ``rollout_func`` of TRL's ``GRPOTrainer``."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> Mapping[str, Any]: ...
+
+
+class RecordingWorker:
+    """Wraps a rollout worker: records the samples that the trainer takes, and mixes in recorded ones.
+
+    Pass it as ``rollout_worker`` of ``AsyncGRPOTrainer``. Each training row is recorded when the trainer takes it, also
+    if the trainer then drops it as stale. A replayed sample has its recorded log-probs, advantage and version, and
+    its group is that of the newest fresh sample, because TRL counts the groups of a process to stop and to resume.
+    Its metrics begin with ``replay/``, so that TRL's ``reward`` covers fresh samples only.
+
+    Args:
+        worker: the worker to wrap.
+        buffer: the store.
+        replay: part of the samples that are recorded ones, at least 0 and less than 1; fewer while none is recent.
+        max_staleness: ``max_staleness`` of the trainer's configuration, which drops older samples.
+
+    Raises:
+        ConfigurationError: an argument is out of range, or ``replay`` is above 0 with ``max_staleness`` 0.
+    """
+
+    def __init__(
+        self, worker: RolloutWorker, buffer: TrajectoryReplayBuffer, *, replay: float = 0.0, max_staleness: int = 3
+    ) -> None:
+        share = finite("replay", replay, 0)
+        if share >= 1:
+            raise ConfigurationError(f"replay: {replay}, must be less than 1: fresh samples are needed too")
+        if share and max_staleness == 0:
+            raise ConfigurationError("max_staleness: 0, but a recorded sample is at least one version old; raise it")
+        self.worker = worker
+        self.rollout_buffer = _MixedQueue(
+            worker.rollout_buffer, Recording(buffer, max_staleness=max_staleness), share / (1 - share)
+        )
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the class of the wrapped worker: TRL keeps the place in the data set only for its own class."""
+        return type(self.worker)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Take over the version of the trainer's weights, and pass it on."""
+        self.rollout_buffer.version = model_version
+        self.worker.update_model_version(model_version)
+
+    def stop(self) -> None:
+        """Stop the worker, also if it failed, and flush the store.
+
+        Raises:
+            StoreWriteError: it could not be written.
+        """
+        try:
+            self.worker.stop()
+        finally:
+            self.rollout_buffer.recording.buffer.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "worker":  # before __init__, or in a copy
+            raise AttributeError(name)
+        return getattr(self.worker, name)
+
+
+class _MixedQueue:
+    """The worker's queue, for the trainer that takes samples from it."""
+
+    def __init__(self, samples: Any, recording: Recording, per_fresh: float) -> None:
+        self.version = 0
+        self.recording = recording
+        self._samples, self._per_fresh, self._due = samples, per_fresh, 0.0
+        self._newest: Any = None
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return a recorded sample if one is due, else the worker's next one.
+
+        Raises:
+            queue.Empty: the worker has produced none in time.
+            InvalidTrajectoryError, StoreWriteError, StoreClosedError: it cannot be recorded.
+        """
+        if self._due >= 1 and (rollouts := self.recording.draw(self.version)):
+            self._due -= 1
+            return self._replayed(rollouts[0])
+        sample = self._newest = self._samples.get(block, timeout)
+        self.recording.record([_recorded(sample)])
+        self._due = min(self._due + self._per_fresh, 1 + self._per_fresh)
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_samples":  # before __init__, or in a copy
+            raise AttributeError(name)
+        return getattr(self._samples, name)
+
+    def _replayed(self, rollout: AgentTrajectory) -> Any:
+        kept, prompt = rollout.metadata[TRL], rollout.response_start or 0
+        staleness = self.version - (rollout.policy_version or 0)
+        reward = None if rollout.reward is None else rollout.reward.outcome
+        metrics = {"replay/reward": math.nan if reward is None else reward, "replay/staleness": float(staleness)}
+        return type(self._newest)(
+            prompt=rollout.messages[: kept["prompt_messages"]],
+            completion=rollout.messages[kept["prompt_messages"] :],
+            input_ids=np.asarray(rollout.input_ids),
+            completion_mask=np.asarray(rollout.loss_mask),
+            old_log_probs=np.pad(np.asarray(rollout.rollout_log_probs), (prompt, 0)),
+            advantage=kept["advantage"],
+            model_version=rollout.policy_version,
+            group_id=self._newest.group_id,
+            metrics=metrics,
+        )
+
+
+class RecordingRollouts:
+    """Wraps a ``rollout_func`` of ``GRPOTrainer``: records its rollouts, and puts recorded ones into their groups.
+
+    A group is the rollouts of one prompt in a call. ``rollout_func`` gets the prompts of fresh rollouts only, and the
+    trainer's reward functions score replayed ones again. Evaluation is neither recorded nor replayed.
+
+    Args:
+        rollout_func: makes the rollouts.
+        buffer: the store; each process of the trainer has its own.
+        replay: rollouts of a group that are recorded ones of the same prompt; at least one of a group is fresh.
+        max_staleness: how many optimizer steps a replayed rollout may be old; None = any number.
+
+    Raises:
+        ConfigurationError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        rollout_func: RolloutFunction,
+        buffer: TrajectoryReplayBuffer,
+        *,
+        replay: int = 0,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.rollout_func = rollout_func
+        self.replay = whole("replay", replay, 0)
+        self.recording = Recording(buffer, max_staleness=max_staleness, by_task=True)
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Return the rollouts of the prompts, in order.
+
+        Raises:
+            ConfigurationError: rollouts are to be replayed, but the trainer would take them for its own, or
+                ``rollout_func`` returns no log-probs.
+            InvalidTrajectoryError, StoreWriteError, StoreClosedError: rollouts cannot be recorded.
+        """
+        if not trainer.model.training:
+            return dict(self.rollout_func(prompts, trainer))
+        if self.replay:
+            check_corrects(
+                "GRPOTrainer",
+                trainer.off_policy_mask_threshold is not None
+                or (trainer.use_vllm and trainer.vllm_importance_sampling_correction),
+                "use_vllm with vllm_importance_sampling_correction, or off_policy_mask_threshold",
+            )
+        version, keys = int(trainer.state.global_step), [prompt_key(prompt) for prompt in prompts]
+        replayed = self.recording.draw_into_groups(keys, version, self.replay)
+        fresh = [at for at in range(len(prompts)) if at not in replayed]
+        output = dict(self.rollout_func([prompts[at] for at in fresh], trainer))
+        if self.replay and output["logprobs"] is None:
+            raise ConfigurationError(
+                "replay: rollout_func returns logprobs=None, but only rollouts with them can be used"
+            )
+        made = [_of_output(output, place, keys[at], prompts[at], version) for place, at in enumerate(fresh)]
+        ids = dict(zip(fresh, self.recording.record(made), strict=True))
+        rollouts = dict(zip(fresh, made, strict=True)) | replayed
+        places = range(len(prompts))
+        return _joined(output, [rollouts[at] for at in places]) | {IDS: [ids.get(at) for at in places]}
+
+    def scored(self, reward_func: Callable[..., Any], name: str = "outcome") -> Callable[..., Any]:
+        """Wrap a reward function to record its rewards as late values; None and NaN are not recorded.
+
+        Args:
+            reward_func: one of the trainer's ``reward_funcs``.
+            name: of the value. ``outcome`` is the reward of the rollout; name the other functions of several.
+        """
+
+        @functools.wraps(reward_func)
+        def score(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.pop(IDS, None)
+            rewards = reward_func(*args, **kwargs)
+            if ids is not None:
+                pairs = zip(ids, map(known, rewards), strict=True)
+                scores = {number: reward for number, reward in pairs if None not in (number, reward)}
+                if scores:
+                    annotate(self.recording.buffer, list(scores), {name: list(scores.values())}, who=TRL)
+            return rewards
+
+        return score
+
+
+def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, version: int) -> AgentTrajectory:
+    """Return one rollout of the output of a ``rollout_func``."""
+    return agent_trajectory(
+        prompt_ids=output["prompt_ids"][place],
+        response_ids=output["completion_ids"][place],
+        loss_mask=output["env_mask"][place] if "env_mask" in output else None,
+        log_probs=None if output["logprobs"] is None else output["logprobs"][place],
+        version=version,
+        task_id=key,
+        messages=_messages(prompt, "user"),
+        metadata={TRL: {"extra": {name: output[name][place] for name in _extra(output)}}},
+    )
+
+
+def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory]) -> dict[str, Any]:
+    """Return rollouts as the output of a ``rollout_func``."""
+    masks = [_list(rollout.response_mask) for rollout in rollouts]
+    joined = dict(output)
+    for name in _extra(output):
+        joined[name] = [rollout.metadata[TRL]["extra"].get(name) for rollout in rollouts]
+    joined["prompt_ids"] = [_list(rollout.input_ids)[: rollout.response_start] for rollout in rollouts]
+    joined["completion_ids"] = [_list(rollout.input_ids)[rollout.response_start :] for rollout in rollouts]
+    if output["logprobs"] is not None:
+        joined["logprobs"] = [_list(rollout.rollout_log_probs) for rollout in rollouts]
+    if "env_mask" in output or not all(map(all, masks)):
+        joined["env_mask"] = masks
+    return joined
+
+
+def _extra(output: Mapping[str, Any]) -> list[str]:
+    """Return the names of the lists that a ``rollout_func`` returns and TRL does not know."""
+    known_names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+    return [name for name, values in output.items() if name not in known_names and isinstance(values, list)]
+
+
+def _list(column: torch.Tensor | None) -> list[Any]:
+    return [] if column is None else column.tolist()
+
+
+def _messages(part: Any, role: str) -> list[dict[str, Any]]:
+    return [{"role": role, "content": part}] if isinstance(part, str) else list(part)
+
+
+def _recorded(sample: Any) -> AgentTrajectory:
+    """Return a ``RolloutSample`` as an agent trajectory."""
+    mask = np.asarray(sample.completion_mask)
+    start = int(mask.argmax()) if mask.any() else len(mask)
+    prompt = _messages(sample.prompt, "user")
+    return agent_trajectory(
+        prompt_ids=sample.input_ids[:start],
+        response_ids=sample.input_ids[start:],
+        loss_mask=mask[start:],
+        log_probs=sample.old_log_probs[start:],
+        reward=sample.metrics.get("reward"),
+        scores=sample.metrics,
+        version=sample.model_version,
+        task_id=prompt_key(sample.prompt),
+        messages=prompt + _messages(sample.completion, "assistant"),
+        metadata={TRL: {"advantage": sample.advantage, "group": sample.group_id, "prompt_messages": len(prompt)}},
+    )

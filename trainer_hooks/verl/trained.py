@@ -1,0 +1,119 @@
+"""A trained batch of verl as a step of the training ledger (:mod:`trajstore.ledger`). Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trainer_hooks.trained import trained_step
+from trainer_hooks.transfer_queue import Row
+from trainer_hooks.verl.rows import session_of
+from trajstore.ledger import TrainedStep
+
+TRAINED = ("uid", "response_mask", "old_log_probs", "advantages")
+"""Required columns of trained rows."""
+
+WEIGHTS = "rollout_is_weights"
+"""Optional column: the weights of verl's rollout correction."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row whose advantages are not computed yet."""
+
+    task: str
+    rollout: str
+    """``rollout_id``; of a replayed row, its history's."""
+    version: int | None
+    """Policy version that sampled it."""
+    actor: Tensor | None = None
+    """The actor's log-probs of a replayed row, which has the recorded ones; ``None`` of other rows."""
+
+
+def step_of_rows(
+    rows: Sequence[Row],
+    scored: Mapping[str, ScoredRow],
+    numbers: Mapping[str, int | None],
+    step: int,
+    *,
+    drops_negative: bool,
+    bypass: bool,
+    loss: Mapping[str, float],
+    data: Mapping[str, Any],
+    seeds: Mapping[str, Any],
+) -> TrainedStep:
+    """Return the record of a step, with rows by task and session, whose order does not depend on the time of arrival.
+
+    ``ratio`` is that before the step's first update, 1 for fresh rows; NaN in verl's bypass mode, in which the actor
+    computes no log-probs then.
+
+    Args:
+        rows: with the columns of :data:`TRAINED`, without padding.
+        scored: the same rows by key.
+        numbers: ids in the store by ``rollout_id``; ``None`` = not in the store.
+        step: number of the step.
+        drops_negative: replayed rows with a negative advantage have no loss.
+        bypass: ``old_log_probs`` are the engine's.
+        loss: loss terms by name.
+        data: data set identity and position.
+        seeds: seeds by name.
+    """
+    ordered = sorted(rows, key=lambda row: (scored[row.key].task, *_parts(row.key)))
+    facts = [scored[row.key] for row in ordered]
+    mask, old, advantages = (
+        pad_sequence([row.columns[name].float() for row in ordered], batch_first=True) for name in TRAINED[1:]
+    )
+    own = [
+        row.columns["old_log_probs"] if fact.actor is None else fact.actor
+        for row, fact in zip(ordered, facts, strict=True)
+    ]
+    actor = pad_sequence([log_probs.float() for log_probs in own], batch_first=True)
+    weights = torch.tensor([_weight(row, scored[row.key], drops_negative=drops_negative) for row in ordered])
+    return trained_step(
+        step,
+        uids=[str(row.columns["uid"]) for row in ordered],
+        task_ids=[fact.task for fact in facts],
+        mask=mask,
+        advantages=advantages,
+        ratios=torch.full_like(old, torch.nan) if bypass else (actor - old).exp(),
+        versions=[fact.version for fact in facts],
+        replayed=[fact.actor is not None for fact in facts],
+        trajectories=[numbers.get(fact.rollout) for fact in facts],
+        rollouts=[session_of(row.key) for row in ordered],
+        weights=weights,
+        policy_before=step,
+        policy_after=step + 1,
+        loss=loss,
+        data=data,
+        seeds=seeds,
+    )
+
+
+def _parts(key: str) -> tuple[str, int, int]:
+    uid, session, output = key.split("_")
+    return uid, int(session), int(output)
+
+
+def _weight(row: Row, scored: ScoredRow, *, drops_negative: bool) -> float:
+    trained = row.columns["response_mask"] != 0
+    if not trained.any():
+        return 1.0
+    if drops_negative and scored.actor is not None and row.columns["advantages"][trained].float().mean() < 0:
+        return 0.0
+    return float(row.columns[WEIGHTS][trained].float().mean()) if WEIGHTS in row.columns else 1.0
+
+
+def loss_terms(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers among verl's metrics of an actor update, without those of speed and memory."""
+    return {
+        name.removeprefix("actor/"): float(value)
+        for name, value in metrics.items()
+        if name.startswith("actor/") and "perf/" not in name
+        if isinstance(value, int | float) and math.isfinite(value)
+    }

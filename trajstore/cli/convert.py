@@ -1,0 +1,101 @@
+"""``trajstore convert``: stores in another shard format, or files of other programs, and back."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+
+from trajstore.cli.command import FOREIGN, FORMATS, SOURCE, Command, add_target
+from trajstore.cli.move import LEFT_OUT, write_copied
+from trajstore.cli.output import Output, ProgressBar
+from trajstore.errors import ConfigurationError, counted, listed, trajectories
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SRC", help=f"{SOURCE}; with --from, a file or folder of that format")
+    add_target(parser, "DST", "file or folder to write; must be absent")
+    parser.add_argument("--from", dest="origin", choices=FOREIGN, help="format of SRC (default: a store)")
+    parser.add_argument(
+        "--to", choices=(*FORMATS, *FOREIGN), help="format of DST; pt, pkl and zarr are stores (with --from: pt)"
+    )
+    parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
+    parser.add_argument("--pin", metavar="NAME", help="the trajectories of a pin")
+    parser.add_argument(
+        "--check", action="store_true", help="read DST back and compare it with SRC before it appears; stores always"
+    )
+
+
+def _run(options: Namespace, out: Output) -> int:
+    if options.origin is None and options.to is None:
+        raise ConfigurationError("convert: give --to, --from or both")
+    if options.origin is not None and options.to in FOREIGN:
+        raise ConfigurationError(
+            f"convert: from {options.origin} to {options.to} takes two steps: make a store with --from, convert it "
+            "with --to"
+        )
+    if options.to not in FOREIGN and (options.where is not None or options.pin is not None):
+        raise ConfigurationError("convert: --where and --pin select trajectories for files of other programs (--to)")
+    if options.origin is None and options.to in FORMATS:
+        from trajstore.operations.moving import convert
+
+        with ProgressBar("verifying", sys.stderr) as bar:
+            return write_copied(convert(options.source, options.target, options.to, bar), options, out)
+    return _foreign(options, out)
+
+
+def _foreign(options: Namespace, out: Output) -> int:
+    """Convert to or from files of another program."""
+    from trajstore.interop.convert import convert_from, convert_to, format_named
+
+    form = format_named(options.origin or options.to)
+    lost = form.not_read if options.origin else form.cannot_carry
+    if lost and not options.json:
+        place = "a store" if options.origin else form.name
+        out.line(f"not converted, because {place} has no place for it: {listed(lost, 99)}")
+    with ProgressBar("converting", sys.stderr) as bar:
+        if options.origin is None:
+            done = convert_to(
+                options.source,
+                options.target,
+                form.name,
+                where=options.where,
+                pin=options.pin,
+                check=options.check,
+                progress=bar,
+            )
+        else:
+            done = convert_from(
+                options.source,
+                options.target,
+                form.name,
+                trajectory_format=options.to or "pt",
+                check=options.check,
+                progress=bar,
+            )
+    if options.json:
+        out.json(done.to_json())
+        return int(not done.is_whole)
+    out.problems([f"{options.source}: {key} was left out: {why}" for key, why in done.problems.items()], options.source)
+    if done.left_out:
+        kind = "of steps" if form.kind == "rollouts" else "of agents"
+        have = trajectories(done.left_out, f"{kind} was left out", f"{kind} were left out")
+        out.line(f"{options.source}: {have}; {form.name} has {form.kind}")
+    continued = f", {done.continued:,} of them by an interrupted conversion" if done.continued else ""
+    checked = "" if done.checked is None else f", {done.checked:,} compared"
+    out.line(f"{done.target}: {counted(done.written, form.kind[:-1])}{continued}{checked}")
+    return int(not done.is_whole)
+
+
+COMMAND = Command(
+    name="convert",
+    summary="write rollouts and episodes as files of other programs, read such files, or change a store's format",
+    description=(
+        "Write a store's rollouts or episodes as files of another program (--to), or make a store of such files "
+        "(--from). Fields without a place in the format are listed first. DST appears when it is complete; run an "
+        "interrupted command again to continue it. The formats jsonl and parquet keep every field of rollouts, with "
+        "late values; chat is OpenAI's; trl and verl are Parquet files for these trainers. Between stores (--to pt, "
+        f"pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes a store. {LEFT_OUT}"
+    ),
+    configure=_configure,
+    run=_run,
+)

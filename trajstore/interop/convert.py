@@ -1,0 +1,498 @@
+"""Convert stores to files of other programs, and such files to stores.
+
+A source yields items with stable keys, a writer writes them in portions, and each durable portion is noted in a
+journal. All of it is made in a hidden, locked folder beside the target and renamed once complete. A killed conversion
+continues from its journal when it is run again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from hashlib import blake2b
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trajstore.core.base.arguments import one_of
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.facts import GIVEN, RECORDED
+from trajstore.core.columns.portions import portions
+from trajstore.core.columns.steps import NothingToStoreError
+from trajstore.core.files.local import LocalDirectory
+from trajstore.core.files.opening import local_target, nested, open_directory
+from trajstore.core.formats import FORMATS as SHARD_FORMATS
+from trajstore.core.store.run_ids import shown_id, written_id
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    StoreNotFoundError,
+    TrajstoreError,
+    listed,
+    written,
+)
+from trajstore.interop.episodes import episodes_of
+from trajstore.interop.formats import Format, Item, Kind, Selection, Source, Writer, append_durably, damaged
+from trajstore.operations.opening import open_readable
+from trajstore.trajectory import AnyTrajectory, Trajectory
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total), in units of the source."""
+
+_MODULES = {
+    **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
+    **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic"},
+}
+
+FORMATS = tuple(_MODULES)
+"""Names of the formats."""
+
+_PORTION_BYTES = 16 << 20
+_PORTION_ITEMS = 256
+
+LATE = "late values"
+"""Name of late values among the fields that a format cannot carry."""
+
+
+def format_named(name: str) -> Format:
+    """Return a format by its name, with the fields that it cannot carry.
+
+    Raises:
+        ConfigurationError: there is no such format.
+    """
+    module = importlib.import_module(f"trajstore.interop.{_MODULES[one_of('format', name, FORMATS)]}")
+    forms: Sequence[Format] = module.FORMATS
+    return next(form for form in forms if form.name == name)
+
+
+@dataclass(slots=True)
+class Converted:
+    """The result of a conversion.
+
+    Attributes:
+        target: file or folder.
+        cannot_carry: fields that were lost, as the format declares them.
+        written: number of rollouts or episodes written.
+        continued: how many of them an interrupted conversion had written.
+        left_out: number of trajectories of the other kind.
+        problems: reason by key for each item that was not written.
+        checked: how many were read back and compared; None without ``check``.
+        damage: damage of a store that hides an unknown set of trajectories; None if there is none.
+    """
+
+    target: str
+    cannot_carry: tuple[str, ...]
+    written: int = 0
+    continued: int = 0
+    left_out: int = 0
+    problems: dict[str, str] = field(default_factory=dict)
+    checked: int | None = None
+    damage: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was left out because of damage."""
+        return not self.problems and self.damage is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return asdict(self)
+
+
+def convert_to(
+    source: str | Path,
+    target: str | Path,
+    format_name: str,
+    *,
+    where: str | None = None,
+    pin: str | None = None,
+    check: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """Write the rollouts or episodes of a store, checkpoint or run directory as files of another program.
+
+    They are written oldest first. Unreadable ones are named and left out. The target appears once complete; an
+    interrupted conversion continues when it is called again with the same arguments.
+
+    Args:
+        source: path or URL.
+        target: must not exist; its folder must.
+        format_name: one of :data:`FORMATS`.
+        where: SQL condition on facts; None converts all.
+        pin: convert the trajectories of this pin instead of the present ones.
+        check: read the files back and compare them with the store before they appear.
+        progress: called with (done, total) trajectories.
+
+    Raises:
+        ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown or cannot be
+            written; or the condition is wrong.
+        MissingDependencyError: an optional package is not installed.
+        CorruptStoreError: the check found a difference; names the item and the fields.
+        TrajstoreError: the source cannot be opened.
+        StoreWriteError: the target cannot be written; call again to continue.
+    """
+    form = format_named(format_name)
+    write = form.write
+    if write is None:
+        raise ConfigurationError(f"convert: {form.name} can only be read, not written")
+    path = local_target("convert", target)
+    if nested(LocalDirectory(path), open_directory(source)):
+        raise ConfigurationError(f"convert: {path} is in the source; name another target")
+    result = Converted(str(path), form.cannot_carry)
+    identity = {"source": str(source), "to": form.name, "where": where, "pin": pin}
+    with _staging(path, identity) as staging:
+        reader, result.damage = open_readable(source, pin, verify_shards=True)
+        with reader:
+            query = reader.query() if where is None else reader.query().where(where)
+            selection = Selection(reader, query)
+            rows = query.select("trajectory_id", "kind", "committed").rows()
+            wanted = [row for row in rows if (row["kind"] == "agent") == (form.kind == "rollouts")]
+            result.left_out = len(rows) - len(wanted)
+            items = Source(_stored(reader, wanted, form.kind), len(wanted))
+            with closing(write(staging.made, staging.mark, selection)) as writer:
+                _write(items, writer, staging, result, progress)
+            if check and form.read is not None:
+                copies = form.read(staging.made).items
+                _check(_stored(reader, wanted, form.kind), copies, result, form.cannot_carry)
+        staging.publish()
+    return result
+
+
+def convert_from(
+    source: str | Path,
+    target: str | Path,
+    format_name: str,
+    *,
+    trajectory_format: str = "pt",
+    check: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> Converted:
+    """Make a store of files of another program.
+
+    Damaged items are named and left out. Ids and commit times are new. The store appears once complete; an interrupted
+    conversion continues when it is called again with the same arguments.
+
+    Args:
+        source: file or folder.
+        target: folder; must not exist.
+        format_name: one of :data:`FORMATS`.
+        trajectory_format: format of the shards.
+        check: read the store back and compare it with the files before it appears.
+        progress: called with (done, total) bytes or items of the source.
+
+    Raises:
+        StoreNotFoundError: there is no such file or folder, or it is empty.
+        ConfigurationError: the target exists or is a URL, the format is unknown or cannot be read, or no item could be
+            converted; names the first.
+        MissingDependencyError: an optional package is not installed.
+        CorruptStoreError: the check found a difference; names the item and the fields.
+        StoreWriteError: the target cannot be written; call again to continue.
+    """
+    form = format_named(format_name)
+    if form.read is None:
+        raise ConfigurationError(f"convert: {form.name} can only be written, not read")
+    one_of("trajectory_format", trajectory_format, list(SHARD_FORMATS))
+    path, origin = local_target("convert", target), Path(source)
+    if not origin.exists():
+        raise StoreNotFoundError(f"{origin}: no such file or folder")
+    result = Converted(str(path), form.not_read)
+    items = form.read(origin)
+    identity = {"source": str(origin), "from": form.name, "format": trajectory_format, "size": items.total}
+    with _staging(path, identity) as staging:
+        with closing(_StoreWriter(staging.made, staging.mark, trajectory_format)) as writer:
+            _write(items, writer, staging, result, progress)
+        if not result.written:
+            reasons = [f"{key}: {why}" for key, why in result.problems.items()]
+            raise (
+                ConfigurationError(f"{origin}: nothing could be converted: {listed(reasons, 3)}")
+                if reasons
+                else StoreNotFoundError(f"{origin}: has no {form.kind}")
+            )
+        if check:
+            with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
+                rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
+                copies = _stored(reader, rows, "rollouts")  # episodes are whole trajectories here
+                _check(form.read(origin).items, copies, result, ())
+        staging.publish()
+    return result
+
+
+def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
+    """Yield the rollouts of a store, or the episodes of its step trajectories."""
+    for done, row in enumerate(rows, start=1):
+        number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
+        facts = {"trajectory_id": written_id(number), "committed": row.get("committed")}
+        if kind == "rollouts":
+            yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
+            continue
+        try:
+            whole = reader.get(number)
+            parts = list(episodes_of(whole)) if isinstance(whole, Trajectory) else []
+        except (TrajstoreError, OSError) as error:
+            yield damaged(key, str(error), done)
+            continue
+        for at, part in enumerate(parts):
+            yield Item(f"{key}, episode {at}", lambda part=part: part, done, facts)  # type: ignore[misc]
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+def _write(source: Source, writer: Writer, staging: _Staging, result: Converted, progress: Progress) -> None:
+    """Write the items that the journal does not have, in portions; record those that cannot be written."""
+    result.problems = dict(staging.problems)
+    result.written = result.continued = staging.written
+    fresh: dict[str, str] = {}
+
+    def encoded() -> Iterator[tuple[str, Any, int, int]]:
+        for item in source.items:
+            if _digest(item.key) in staging.seen:
+                continue
+            try:
+                trajectory = item.load()
+                yield item.key, writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
+            except (TrajstoreError, OSError) as error:
+                fresh[item.key] = str(error)
+
+    for portion, _ in portions(encoded(), _PORTION_BYTES, lambda entry: entry[2], most=_PORTION_ITEMS):
+        keys = [key for key, *_ in portion]
+        mark = writer.append([content for _, content, *_ in portion])
+        staging.note(keys, mark, fresh)
+        result.problems |= fresh
+        fresh.clear()
+        result.written += len(keys)
+        progress(portion[-1][3], source.total)
+    result.problems |= fresh
+    writer.finish()
+
+
+def _digest(key: str) -> bytes:
+    return blake2b(key.encode(), digest_size=8).digest()
+
+
+def _nbytes(value: Any) -> int:
+    """Return the approximate size of a trajectory in memory."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if is_dataclass(value):
+        return sum(_nbytes(getattr(value, item.name)) for item in fields(value))
+    if isinstance(value, Mapping):
+        return sum(map(_nbytes, value.values()))
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else len(value) if isinstance(value, str) else 8
+
+
+class _StoreWriter:
+    """Writes a store; the mark is the step of a saved point, which is the number of trajectories."""
+
+    def __init__(self, path: Path, mark: int | None, trajectory_format: str) -> None:
+        if mark is None:
+            shutil.rmtree(path, ignore_errors=True)
+        self._buffer = TrajectoryReplayBuffer(
+            auto_save=True, auto_save_path=path, trajectory_format=trajectory_format, enable_cache=False
+        )
+        self._count = mark or 0
+        if mark is not None:
+            self._buffer.points.rollback(mark, aside=False)
+
+    def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> AnyTrajectory:
+        try:
+            flatten(replace(trajectory, notes={}))
+        except NothingToStoreError as error:
+            raise InvalidTrajectoryError(str(error)) from error
+        return trajectory
+
+    def append(self, encoded: Sequence[AnyTrajectory]) -> int:
+        self._buffer.add_trajectories(encoded)
+        self._count += len(encoded)
+        self._buffer.points.save(self._count, keep=1)
+        return self._count
+
+    def finish(self) -> None:
+        for point in self._buffer.points.saved:
+            self._buffer.points.remove(point.step)
+        self._buffer.flush()
+
+    def close(self) -> None:
+        self._buffer.close()
+
+
+class _Staging:
+    """The folder in which a target is made, with the journal of its durable portions.
+
+    Attributes:
+        made: path of the target while it is made.
+        mark: of the last durable portion; None if there is none.
+        written: number of items written.
+        seen: digests of the keys written and of those that cannot be.
+        problems: reasons by key.
+    """
+
+    def __init__(self, folder: Path, target: Path, identity: Mapping[str, Any]) -> None:
+        self.made = folder / target.name
+        self.mark: Any = None
+        self.written = 0
+        self.seen: set[bytes] = set()
+        self.problems: dict[str, str] = {}
+        self._target = target
+        self._journal = folder / ".journal"
+        lines = self._lines()
+        if lines and lines[0] != identity:
+            logger.warning("%s: deleting the leftovers of another conversion", folder)
+            self.clear()
+            lines = []
+        if not lines:
+            append_durably(self._journal, [json.dumps(identity).encode() + b"\n"])
+        for line in lines[1:]:
+            self.mark = line["mark"]
+            self.written += len(line["keys"])
+            self.problems |= line["problems"]
+            self.seen.update(map(_digest, [*line["keys"], *line["problems"]]))
+
+    def _lines(self) -> list[Any]:
+        """Return the whole lines of the journal; cut off a torn one."""
+        lines: list[Any] = []
+        if self._journal.exists():
+            with self._journal.open("r+b") as file:
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        file.seek(-len(line), os.SEEK_END)
+                        file.truncate()
+                        break
+                    lines.append(json.loads(line))
+        return lines
+
+    def note(self, keys: Sequence[str], mark: Any, problems: Mapping[str, str]) -> None:
+        """Record a durable portion; marks may have NaN."""
+        line = {"keys": keys, "mark": mark, "problems": problems}
+        append_durably(self._journal, [json.dumps(line).encode() + b"\n"])
+        self.mark = mark
+
+    def clear(self) -> None:
+        """Delete everything in the folder."""
+        for path in self._journal.parent.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def publish(self) -> None:
+        """Rename the target into place; never replace anything."""
+        if self.made.is_dir():
+            _sync(self.made)
+        _check_absent(self._target)
+        self.made.rename(self._target)
+        _sync(self._target.parent)
+        self.clear()
+
+
+def _check_absent(target: Path) -> None:
+    if target.is_symlink() or target.exists():
+        raise ConfigurationError(f"convert: {target} exists already; name another target, or delete it")
+
+
+@contextmanager
+def _staging(target: Path, identity: Mapping[str, Any]) -> Iterator[_Staging]:
+    """Yield the locked folder for a target. It stays if a portion was written and the target was not published."""
+    folder = target.parent / f".{target.name}.converting"
+    with ExitStack() as stack, written(f": {target} was not written; run the same conversion again to continue"):
+        if not target.parent.is_dir():
+            raise ConfigurationError(f"convert: {target.parent} is not a folder")
+        exists = target.is_symlink() or target.exists()
+        if not (exists and not folder.exists()):
+            folder.mkdir(exist_ok=True)
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigurationError(f"convert: another process is writing {target}") from error
+        if exists:  # a kill after the rename leaves an empty folder
+            shutil.rmtree(folder, ignore_errors=True)
+            _check_absent(target)
+        staging = _Staging(folder, target, identity)
+        try:
+            yield staging
+        finally:
+            if staging.mark is None or target.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- checking -----------------------------------------------------------------------------------------
+
+
+def _check(items: Iterable[Item], copies: Iterable[Item], result: Converted, lost: Sequence[str]) -> None:
+    """Compare the items of a source with those read back from the target.
+
+    Raises:
+        CorruptStoreError: there is a difference; names the item and the fields.
+    """
+    wanted = (item for item in items if item.key not in result.problems)
+    result.checked = 0
+    for item, copy in zip_longest(wanted, copies):
+        if item is None or copy is None:
+            raise CorruptStoreError(f"{result.target}: the check found {'more' if item is None else 'fewer'} items")
+        names = differences(item.load(), copy.load(), lost)
+        if names:
+            raise CorruptStoreError(f"{result.target}: {item.key}: the check found other values of {listed(names)}")
+        result.checked += 1
+
+
+def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = ()) -> list[str]:
+    """Return the names of the fields in which two trajectories differ, without those that a format loses.
+
+    NaN equals itself; dtypes must be equal.
+
+    Args:
+        one: a trajectory.
+        other: another one.
+        lost: names of fields, as ``Format.cannot_carry`` has them.
+    """
+    first, second = dict(_leaves(one)), dict(_leaves(other))
+    return sorted(
+        name
+        for name in first.keys() | second.keys()
+        if not any(name == field or name.startswith(f"{field}.") for field in lost)
+        and not (name in first and name in second and _equal(first[name], second[name]))
+    )
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if is_dataclass(value):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            inner = f"{path}.{name}" if path else str(name)
+            is_late = path == "metadata" and name in (GIVEN, RECORDED)
+            yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
+    elif value is not None and value != "" and value != []:
+        yield path, value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    known = ~one.isnan()
+    return torch.equal(known, ~other.isnan()) and torch.equal(one[known], other[known])

@@ -1,0 +1,238 @@
+"""The parts that converters share: formats, items of a source, writers of JSON lines and Parquet files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import orjson
+
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.files.base import Buffer
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.query.engine import polars
+from trajstore.query.query import Query
+from trajstore.trajectory import AnyTrajectory
+
+Row = dict[str, Any]
+
+Encode = Callable[[Any, Mapping[str, Any]], Row]
+"""Returns the row of a trajectory and its facts in the store."""
+
+Kind = Literal["rollouts", "episodes"]
+
+_ROWS = 256
+"""Rows of a Parquet file that are read together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One episode or rollout of a source.
+
+    Attributes:
+        key: names it in the source, e.g. ``"line 3"``; the same each time the source is read.
+        load: returns it; raises ``TrajstoreError`` or ``OSError`` if it is damaged.
+        done: part of the source's ``total`` that ends with this item.
+        facts: of a store's trajectory: ``trajectory_id`` and ``committed``.
+    """
+
+    key: str
+    load: Callable[[], AnyTrajectory]
+    done: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The items of a source.
+
+    Attributes:
+        items: in the order of the source; not loaded yet.
+        total: size of the source, for progress.
+    """
+
+    items: Iterable[Item]
+    total: int
+
+
+class Writer(Protocol):
+    """Writes files of a format. Made with the mark of the last durable portion, or None, it removes later data."""
+
+    def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
+        """Return the content of a trajectory as it is written.
+
+        Args:
+            trajectory: as a reader returns it.
+            facts: its ``trajectory_id`` and ``committed`` in a store.
+
+        Raises:
+            InvalidTrajectoryError: the format cannot have this trajectory; says why.
+        """
+
+    def append(self, encoded: Sequence[Any]) -> Any:
+        """Write a portion durably; return a mark as JSON."""
+
+    def finish(self) -> None:
+        """Complete the files."""
+
+    def close(self) -> None:
+        """Release what is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The trajectories of a store that are converted.
+
+    Attributes:
+        reader: of the store.
+        query: selects them.
+    """
+
+    reader: Reader
+    query: Query
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A format of other programs.
+
+    Attributes:
+        name: on the command line.
+        kind: rollouts of agents, or episodes of steps.
+        cannot_carry: fields of trajectories that are lost in these files; ``reward.description`` is a part of one, and
+            ``late values`` those set by :func:`trajstore.annotate`.
+        not_read: parts of these files that are lost in a store.
+        read: reads a file or folder; None if the format can only be written.
+        write: makes a writer of (path, mark, selection); None if the format can only be read.
+    """
+
+    name: str
+    kind: Kind
+    cannot_carry: tuple[str, ...]
+    not_read: tuple[str, ...]
+    read: Callable[[Path], Source] | None = None
+    write: Callable[[Path, Any, Selection], Writer] | None = None
+
+
+def append_durably(path: Path, pieces: Iterable[Buffer]) -> None:
+    """Append to a file and wait until the disk has it."""
+    with path.open("ab") as file:
+        file.writelines(pieces)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class FilesWriter:
+    """A writer without open files."""
+
+    def finish(self) -> None:
+        """Do nothing: each portion is complete."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class LinesWriter(FilesWriter):
+    """Writes JSON lines; the mark is the size of the file."""
+
+    def __init__(self, path: Path, mark: int | None, row_of: Encode) -> None:
+        self._path = path
+        self._row_of = row_of
+        with path.open("ab") as file:
+            file.truncate(mark or 0)
+
+    def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> bytes:
+        return orjson.dumps(self._row_of(trajectory, facts)) + b"\n"
+
+    def append(self, encoded: Sequence[bytes]) -> int:
+        append_durably(self._path, encoded)
+        return self._path.stat().st_size
+
+
+class PartsWriter(FilesWriter):
+    """Writes a folder of Parquet files, one for each portion; the mark is their number."""
+
+    def __init__(self, path: Path, mark: int | None, row_of: Encode, schema: dict[str, Any]) -> None:
+        self._path = path
+        self._row_of = row_of
+        self._schema = schema
+        self._count = mark or 0
+        path.mkdir(exist_ok=True)
+        for part in path.iterdir():
+            if int(part.stem.removeprefix("part-")) >= self._count:
+                part.unlink()
+
+    def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> Row:
+        return self._row_of(trajectory, facts)
+
+    def append(self, encoded: Sequence[Row]) -> int:
+        part = BytesIO()  # Polars reports a full disk as one of its own errors
+        polars().DataFrame(encoded, schema=self._schema).write_parquet(part)
+        append_durably(self._path / f"part-{self._count:05d}.parquet", [part.getbuffer()])
+        self._count += 1
+        return self._count
+
+
+def damaged(key: str, reason: str, done: int) -> Item:
+    """Return an item that cannot be loaded."""
+
+    def load() -> AnyTrajectory:
+        raise ConfigurationError(reason)
+
+    return Item(key, load, done)
+
+
+def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
+    """Return the items of a file of JSON lines; empty lines are skipped."""
+
+    def load(line: bytes) -> AnyTrajectory:
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ConfigurationError(f"is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigurationError("is not a JSON object")
+        return trajectory_of(row)
+
+    def items() -> Iterator[Item]:
+        done = 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                done += len(line)
+                line = line.removeprefix(b"\xef\xbb\xbf").strip()
+                if line:
+                    yield Item(f"line {number}", lambda line=line: load(line), done)  # type: ignore[misc]
+
+    if path.is_dir():
+        raise ConfigurationError(f"{path}: is a folder, must be a file of JSON lines")
+    return Source(items(), path.stat().st_size)
+
+
+def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
+    """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for pattern in ("**/*.parquet", "**/*.arrow") for file in path.glob(pattern))
+        if not files:
+            raise StoreNotFoundError(f"{path}: has no Parquet files")
+    sizes = [file.stat().st_size for file in files]
+
+    def items() -> Iterator[Item]:
+        pl = polars()
+        for at, file in enumerate(files):
+            number, done = 0, sum(sizes[: at + 1])
+            name = str(file.relative_to(path)) if path.is_dir() else file.name
+            try:
+                table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file)
+                for rows in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
+                    for row in rows.iter_rows(named=True):
+                        yield Item(f"{name}: row {number}", lambda row=row: trajectory_of(row), done)  # type: ignore[misc]
+                        number += 1
+            except pl.exceptions.PolarsError as error:
+                yield damaged(f"{name}: rows from {number} on", f"are not Parquet: {error}", done)
+
+    return Source(items(), sum(sizes))

@@ -1,0 +1,349 @@
+"""Minari's data sets (``minari``): episodes of Gymnasium environments, with T + 1 observations. Does not import Minari.
+
+They are written as Parquet files, one folder for each episode; data sets of Parquet, Arrow and HDF5 files are read.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import torch
+
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    MissingDependencyError,
+    StoreNotFoundError,
+)
+from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, leaves
+from trajstore.interop.formats import FilesWriter, Format, Item, Source, append_durably
+from trajstore.query.engine import polars
+from trajstore.trajectory import Trajectory
+
+_STATES = "states"
+"""Key of observations that are arrays, as in ``trajstore.interop.gymnasium``."""
+
+_ACTIONS = "actions"
+"""Key of actions that are dicts, in ``forward_inputs``."""
+
+_PADDED = "trajstore_padded"
+"""Metadata of an episode: names of infos without a value after the last step."""
+
+_NEEDED = ("rewards", "terminations", "truncations")
+
+
+# -- writing ------------------------------------------------------------------------------------------
+
+
+def _joined(before: Any, after: Any, name: str) -> Any:
+    """Return T + 1 observations: those before each step and the last one after.
+
+    Raises:
+        InvalidTrajectoryError: the observation after a step is not the one before the next.
+    """
+    if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
+        return {key: _joined(item, after[key], f"{name}.{key}") for key, item in before.items()}
+    if isinstance(before, list) and isinstance(after, list):
+        same, joined = before[1:] == after[:-1], [*before, *after[-1:]]
+        return joined if same else _break(name)
+    if isinstance(before, dict | list) or isinstance(after, dict | list) or before.shape != after.shape:
+        raise InvalidTrajectoryError(f"curr_obs and next_obs differ in {name}")
+    same = np.array_equal(before[1:], after[:-1], equal_nan=before.dtype.kind == "f")
+    return np.concatenate([before, after[-1:]]) if same else _break(name)
+
+
+def _break(name: str) -> Any:
+    raise InvalidTrajectoryError(f"next_obs.{name} of a step is not curr_obs.{name} of the step after it")
+
+
+def _space(value: Any) -> dict[str, Any]:
+    """Return a space that has these values, as Minari writes spaces."""
+    if isinstance(value, dict):
+        return {"type": "Dict", "subspaces": {key: _space(item) for key, item in value.items()}}
+    if isinstance(value, list):
+        return {"type": "Text", "max_length": 1 << 20, "min_length": 0, "charset": ""}
+    kind, shape = value.dtype, value.shape[1:]
+    if kind.kind == "b":
+        return {"type": "MultiBinary", "n": list(shape)}
+    bounds = np.iinfo(kind) if kind.kind in "iu" else np.finfo(kind)
+    low, high = (np.full(shape, bound, kind).tolist() for bound in (bounds.min, bounds.max))
+    return {"type": "Box", "dtype": str(kind), "shape": list(shape), "low": low, "high": high}
+
+
+def _padded(value: Any, rows: int) -> Any:
+    """Return arrays with zeros appended up to a number of rows."""
+    if isinstance(value, dict):
+        return {key: _padded(item, rows) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*value, *[""] * (rows - len(value))]
+    return np.concatenate([value, np.zeros((rows - len(value), *value.shape[1:]), value.dtype)])
+
+
+def _series(name: str, value: Any) -> Any:
+    pl = polars()
+    if isinstance(value, dict):
+        return pl.DataFrame([_series(key, item) for key, item in value.items()]).to_struct(name)
+    flat = value if isinstance(value, list) or value.ndim == 1 else value.reshape(len(value), -1)
+    return pl.Series(name, flat)
+
+
+class _Writer(FilesWriter):
+    """Writes a data set; the mark has the numbers of episodes and steps, and the spaces."""
+
+    def __init__(self, path: Path, mark: dict[str, Any] | None) -> None:
+        self._path, self._data = path, path / "data"
+        self._mark = mark or {"episodes": 0, "steps": 0, "spaces": None}
+        self._data.mkdir(parents=True, exist_ok=True)
+        for folder in self._data.iterdir():
+            if not folder.is_dir() or int(folder.name) >= self._mark["episodes"]:
+                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+
+    def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
+        for name in _NEEDED:
+            if getattr(trajectory, name) is None:
+                also = "; dones do not tell terminations from truncations" if name != "rewards" else ""
+                raise InvalidTrajectoryError(f"has no {name}, which this format needs{also}")
+        if not trajectory.curr_obs or not trajectory.next_obs:
+            raise InvalidTrajectoryError("has no curr_obs and next_obs, which this format needs")
+        inputs = arrays_of(trajectory.forward_inputs, "forward_inputs")
+        actions = inputs.pop(_ACTIONS, None) if trajectory.actions is None else arrays_of(trajectory.actions, "actions")
+        if actions is None:
+            raise InvalidTrajectoryError("has no actions, which this format needs")
+        before, after = arrays_of(trajectory.curr_obs, "curr_obs"), arrays_of(trajectory.next_obs, "next_obs")
+        observations = _joined(before, after, "")
+        if list(observations) == [_STATES]:
+            observations = observations[_STATES]
+        columns = {name: arrays_of(getattr(trajectory, name), name).reshape(-1) for name in _NEEDED}
+        steps = len(columns["rewards"])
+        ended = columns["terminations"] | columns["truncations"]
+        if not np.array_equal(arrays_of(trajectory.dones, "dones").reshape(-1)[-steps:], ended):
+            raise InvalidTrajectoryError(
+                "dones: differ from terminations or truncations, which are all this format has"
+            )
+        spaces = {"observation_space": _space(observations), "action_space": _space(actions)}
+        if self._mark["spaces"] is None:
+            self._mark["spaces"] = spaces
+        elif spaces != self._mark["spaces"]:
+            raise InvalidTrajectoryError(
+                "its observations or actions have other names, shapes or dtypes than the first"
+            )
+        values = {"observations": observations, "actions": actions, **columns, "infos": inputs}
+        padded = [name for name, value in leaves(inputs, "/") if len(value) == steps]
+        table = polars().DataFrame(
+            [_series(name, _padded(value, steps + 1)) for name, value in values.items() if not _is_empty(value)]
+        )
+        part = BytesIO()
+        table.write_parquet(part, row_group_size=steps + 1)  # Minari takes an episode to be one batch
+        return part.getvalue(), {"total_steps": steps, _PADDED: padded}
+
+    def append(self, encoded: Sequence[tuple[bytes, dict[str, Any]]]) -> dict[str, Any]:
+        for content, metadata in encoded:
+            number = self._mark["episodes"]
+            folder = self._data / str(number)
+            folder.mkdir()
+            append_durably(folder / "part-0.parquet", [content])
+            append_durably(folder / "metadata.json", [orjson.dumps({"id": number, **metadata})])
+            self._mark["episodes"] += 1
+            self._mark["steps"] += metadata["total_steps"]
+        return self._mark
+
+    def finish(self) -> None:
+        spaces = self._mark["spaces"] or {"observation_space": _space({}), "action_space": _space({})}
+        size = sum(file.stat().st_size for file in self._data.rglob("*") if file.is_file())
+        metadata = {
+            **{name: orjson.dumps(space).decode() for name, space in spaces.items()},
+            "data_format": "parquet",
+            "jpeg_encoding": False,
+            "total_episodes": self._mark["episodes"],
+            "total_steps": self._mark["steps"],
+            "dataset_size": size / 1e6,
+            "dataset_id": self._path.name,
+            "minari_version": "0.5.4",
+        }
+        append_durably(self._data / "metadata.json", [orjson.dumps(metadata)])
+
+
+def _is_empty(value: Any) -> bool:
+    return not any(True for _ in leaves(value, "/"))
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> Source:
+    data = path / "data" if (path / "data").is_dir() else path
+    if not (data / "metadata.json").is_file():
+        raise StoreNotFoundError(f"{path}: has no data/metadata.json: it is no data set of Minari")
+    try:
+        metadata = orjson.loads((data / "metadata.json").read_bytes())
+        count, form = int(metadata["total_episodes"]), metadata.get("data_format", "hdf5")
+        spaces = [orjson.loads(metadata.get(name) or "{}") for name in ("observation_space", "action_space")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CorruptStoreError(f"{data / 'metadata.json'}: is no metadata of Minari: {error!r}") from error
+    if form not in ("hdf5", "arrow", "parquet"):
+        raise ConfigurationError(f"{data}: data_format {form!r} is unknown")
+    jpeg = bool(metadata.get("jpeg_encoding", True))
+    load = _hdf5(data / "main_data.hdf5") if form == "hdf5" else _tables(data, form)
+
+    def episode(number: int) -> Trajectory:
+        try:
+            return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, polars().exceptions.PolarsError) as error:
+            raise CorruptStoreError(f"is no episode of Minari: {error!r}") from error
+
+    items = (Item(f"episode {n}", lambda n=n: episode(n), n + 1) for n in range(count))  # type: ignore[misc]
+    return Source(items, count)
+
+
+Loaded = tuple[dict[str, Any], dict[str, Any]]
+"""Nested columns and metadata of an episode."""
+
+
+def _tables(data: Path, form: str) -> Callable[[int], Loaded]:
+    def load(number: int) -> Loaded:
+        pl, folder = polars(), data / str(number)
+        read = pl.read_parquet if form == "parquet" else pl.read_ipc
+        suffix = "parquet" if form == "parquet" else "arrow"
+        files = sorted(folder.glob(f"*.{suffix}"))
+        if not files:
+            raise CorruptStoreError(f"{folder}: has no {suffix} file")
+        tables = [read(file) for file in files]
+        columns = {series.name: _nested(series) for series in pl.concat(tables)}
+        for name in ("actions", *_NEEDED):
+            columns[name] = _each(columns[name], lambda value: value[:-1])
+        return columns, orjson.loads((folder / "metadata.json").read_bytes())
+
+    return load
+
+
+def _nested(series: Any) -> Any:
+    """Return a column as arrays, nested like its structs; texts and bytes are lists."""
+    pl = polars()
+    if series.dtype == pl.Struct:
+        return {field: _nested(series.struct.field(field)) for field in series.struct.fields}
+    if series.dtype in (pl.String, pl.Binary):
+        return series.to_list()
+    return np.stack(series.to_list()) if series.dtype == pl.List else np.array(series.to_numpy())
+
+
+def h5py_module() -> Any:
+    """Return the module of HDF5 files.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import h5py
+    except ImportError as error:
+        raise MissingDependencyError("h5py", "convert") from error
+    return h5py
+
+
+def _hdf5(path: Path) -> Callable[[int], Loaded]:
+    h5py = h5py_module()
+
+    def tree(node: Any) -> Any:
+        if isinstance(node, h5py.Group):
+            return {name.removeprefix("_index_"): tree(item) for name, item in node.items()}
+        value = node[()]
+        return [bytes(item) for item in value] if value.dtype == object else value
+
+    def load(number: int) -> Loaded:
+        with h5py.File(path) as file:
+            return tree(file[f"episode_{number}"]), {}
+
+    return load
+
+
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    return {key: _each(item, change) for key, item in value.items()} if isinstance(value, dict) else change(value)
+
+
+def _shaped(value: Any, space: Mapping[str, Any], jpeg: bool) -> Any:
+    """Return columns with the shapes of a space, images decoded."""
+    inner = space.get("subspaces")
+    if isinstance(value, dict):
+        named = dict(enumerate(inner)) if isinstance(inner, list) else inner or {}
+        return {
+            key: _shaped(item, {str(k): v for k, v in named.items()}.get(key, {}), jpeg) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        if space.get("type") == "Text":
+            return [item.decode() if isinstance(item, bytes) else item for item in value]
+        from PIL import Image
+
+        return np.stack([np.asarray(Image.open(BytesIO(item))) for item in value])
+    shape = space.get(
+        "shape", [space["n"]] if isinstance(space.get("n"), int) and space["type"] == "MultiBinary" else None
+    )
+    return value if shape is None else value.reshape(len(value), *shape)
+
+
+def _tensors(value: Any, rows: slice) -> Any:
+    """Return arrays ``[rows, ...]`` as tensors ``[rows, 1, ...]``; texts are lists."""
+    if isinstance(value, dict):
+        return {key: _tensors(item, rows) for key, item in value.items()}
+    if isinstance(value, list):
+        return value[rows]
+    array: npt.NDArray[Any] = np.ascontiguousarray(value[rows])
+    return torch.from_numpy(array if array.flags.writeable else array.copy())[:, None]
+
+
+def _trajectory(
+    columns: dict[str, Any],
+    metadata: Mapping[str, Any],
+    space: Mapping[str, Any],
+    action_space: Mapping[str, Any],
+    jpeg: bool,
+) -> Trajectory:
+    steps = len(columns["rewards"])
+    observations = _shaped(columns["observations"], space, jpeg)
+    lengths = {len(value) for _, value in leaves(observations, "/")}
+    if lengths != {steps + 1}:
+        raise ValueError(f"{sorted(lengths)} observations for {steps} steps, must be {steps + 1}")
+    if not isinstance(observations, dict):
+        observations = {_STATES: observations}
+    actions = _tensors(_shaped(columns["actions"], action_space, jpeg), slice(None))
+    padded = set(metadata.get(_PADDED, ()))
+    inputs = _tensors(columns.get("infos") or {}, slice(None))
+    inputs = _cut(inputs, padded, steps)
+    flags = {name: _tensors(columns[name].astype(bool), slice(None))[..., None] for name in _NEEDED[1:]}
+    return Trajectory(
+        model_weights_id=UNKNOWN_WEIGHTS,
+        actions=None if isinstance(actions, dict) else actions[..., None] if actions.dim() == 2 else actions,
+        rewards=_tensors(columns["rewards"], slice(None))[..., None],
+        dones=flags["terminations"] | flags["truncations"],
+        curr_obs=_tensors(observations, slice(0, steps)),
+        next_obs=_tensors(observations, slice(1, None)),
+        forward_inputs=inputs | ({_ACTIONS: actions} if isinstance(actions, dict) else {}),
+        **flags,
+    )
+
+
+def _cut(value: Any, padded: set[str], steps: int, path: str = "") -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(item, padded, steps, f"{path}/{key}" if path else key) for key, item in value.items()}
+    return value[:steps] if path in padded else value
+
+
+FORMATS = (
+    Format(
+        "minari",
+        "episodes",
+        (
+            *("max_episode_length", "model_weights_id", "intervene_flags", "prev_logprobs", "prev_values", "versions"),
+            "late values",
+        ),
+        ("spaces", "env_spec", "seeds and options of episodes", "metadata of the data set"),
+        _read,
+        lambda path, mark, _: _Writer(path, mark),
+    ),
+)

@@ -1,0 +1,152 @@
+"""Checks the training ledgers of a store or run directory against its trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.columns.limits import UNKNOWN_VERSION
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.run_ids import ALONE
+from trajstore.errors import StoreNotFoundError, counted
+from trajstore.ledger import LEDGER_FOLDER, Audit, LedgerContents, audit, read
+from trajstore.ledger.contents import read_directory
+from trajstore.operations.opening import open_readable
+from trajstore.operations.pools import pool_support
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAudit:
+    """The result of :func:`audit_store` for one store.
+
+    Attributes:
+        ledger: the result for the ledger alone.
+        untrained: number of the store's trajectories that no step trained.
+        most: the highest number of steps that trained a trajectory.
+        gone: number of trained trajectories that the store has evicted since.
+        only_drawn: number of draws of a pool's histories that no step trained; None if this is no pool's store.
+        problems: inconsistencies of ledger and store, those of the ledger alone included.
+    """
+
+    ledger: Audit
+    untrained: int
+    most: int
+    gone: int
+    only_drawn: int | None
+    problems: tuple[str, ...]
+
+
+def ledger_of(path: str | Path) -> LedgerContents:
+    """Read the ledger in a folder, or in the folder ``ledger`` of a store.
+
+    Raises:
+        StoreNotFoundError: there is none.
+        CorruptStoreError: it is damaged.
+    """
+    try:
+        return read(path)
+    except StoreNotFoundError:
+        return read(f"{path}/{LEDGER_FOLDER}")
+
+
+def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, StoreAudit]:
+    """Check the ledgers of a store or of the ranks of a run, and compare them with the trajectories.
+
+    Every id was committed by the store, a stored trajectory has its group's task and its row's policy version, and a
+    pool has drawn each history at least as often as steps have replayed it.
+
+    Args:
+        path: store or run directory, or URL.
+        max_age: highest age of a row in policy versions; None = any.
+
+    Returns:
+        The result of each store with a ledger, by rank (``ALONE``).
+
+    Raises:
+        StoreNotFoundError: there is no store, or none with a ledger.
+        CorruptStoreError: a ledger is damaged.
+        MissingDependencyError: the store is a pool's, and Polars is not installed (extra ``query``).
+    """
+    reader, _ = open_readable(path)
+    results = {}
+    for rank, catalog in reader.live.catalogs_by_rank().items():
+        try:
+            ledger = read_directory(catalog.directory.inner(LEDGER_FOLDER))
+        except StoreNotFoundError as error:
+            absent = error
+        else:
+            results[rank] = _compared(ledger, audit(ledger, max_age), catalog, _uses(reader, catalog, rank))
+    if not results:
+        raise absent
+    return results
+
+
+def _uses(reader: Reader, catalog: Catalog, rank: int) -> dict[int, int] | None:
+    """Return how often a pool's histories were drawn, by id; None if the store is not a pool's."""
+    support = pool_support()
+    if rank != ALONE or support is None or not len(catalog.index) or not support.is_pool(catalog):
+        return None
+    table = support.records(reader).look().query().select("trajectory_id", "uses").table()
+    return dict(zip(table["trajectory_id"].to_list(), table["uses"].to_list(), strict=True))
+
+
+def _compared(ledger: LedgerContents, alone: Audit, catalog: Catalog, uses: dict[int, int] | None) -> StoreAudit:
+    index = catalog.index
+    ids, tasks = index["trajectory_id"], index.fact("task")
+    low, high = index["version_low"], index["version_high"]
+    problems = list(alone.problems)
+    for number, step in ledger.steps.items():
+        rows = step.rows
+        lost = rows["trajectory"] >= catalog.next_id
+        positions = np.searchsorted(ids, rows["trajectory"])
+        there = np.isin(rows["trajectory"], ids)
+        at = np.where(there, positions, 0)
+        other_version, other_task = np.zeros((2, len(rows)), np.bool_)
+        if there.any():
+            known = there & (rows["version"] >= 0) & (low[at] != UNKNOWN_VERSION)
+            other_version = known & ((rows["version"] < low[at]) | (rows["version"] > high[at]))
+            if step.tasks:
+                texts = [index.texts[text] if text >= 0 else "" for text in tasks[at].tolist()]
+                wanted = [step.tasks[group] for group in rows["group"].tolist()]
+                other_task = there & np.array([text != task for text, task in zip(texts, wanted, strict=True)])
+        for reason, mask in (
+            (f"was never committed; the store's next id is {catalog.next_id}", lost),
+            ("has another task than its group", other_task),
+            ("was sampled by another policy version than the store says", other_version),
+        ):
+            if mask.any():
+                first = int(mask.argmax())
+                problems.append(
+                    f"step {number}: {counted(int(mask.sum()), 'row')} of which the trajectory {reason}, first row "
+                    f"{first} (trajectory {rows['trajectory'][first]})"
+                )
+    times = _times(ledger, replayed_only=False)
+    only_drawn = None
+    if uses is not None:
+        replayed = _times(ledger, replayed_only=True)
+        only_drawn = sum(max(drawn - replayed.get(number, 0), 0) for number, drawn in uses.items())
+        problems += [
+            f"trajectory {number}: replayed in {replayed[number]:,} steps, but drawn {drawn:,} times by the pool"
+            for number, drawn in uses.items()
+            if replayed.get(number, 0) > drawn
+        ]
+    trained = np.array([*times], np.int64)
+    gone = int((~np.isin(trained, ids) & (trained < catalog.next_id)).sum())
+    untrained = int((~np.isin(ids, trained)).sum())
+    return StoreAudit(alone, untrained, max(times.values(), default=0), gone, only_drawn, tuple(problems))
+
+
+def _times(ledger: LedgerContents, *, replayed_only: bool) -> dict[int, int]:
+    """Return the number of steps that trained each trajectory."""
+    parts = []
+    for step in ledger.steps.values():
+        mask = step.rows["trajectory"] >= 0
+        parts.append(np.unique(step.rows["trajectory"][mask & (step.rows["replayed"] != 0) if replayed_only else mask]))
+    numbers, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *parts]), return_counts=True)
+    return dict(zip(numbers.tolist(), counts.tolist(), strict=True))

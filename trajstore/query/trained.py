@@ -1,0 +1,94 @@
+"""The rows of optimizer steps, from the training ledgers in the stores' directories."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.core.files.base import Directory
+from trajstore.core.store.run_ids import in_run
+from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.ledger import LEDGER_FOLDER, LedgerContents
+from trajstore.ledger.contents import read_directory
+from trajstore.query.engine import polars
+from trajstore.query.ids import ID
+
+if TYPE_CHECKING:
+    from polars import DataFrame
+
+TRAINED = "trained"
+"""The relation of trained rows."""
+
+COLUMNS: Mapping[str, str] = {
+    "step": "optimizer step that trained the row",
+    "place": "number of the row in the step",
+    "rollout": "number of its rollout in the step's batch, if that is in no store",
+    "rollout_row": "number of the row in its rollout",
+    "group": "number of its prompt group in the step",
+    "advantage": "mean over its trained tokens",
+    "ratio": "mean importance ratio over its trained tokens",
+    "weight": "further factor in the loss; 0 = it had no loss",
+    "tokens": "trained tokens",
+    "version": "policy version that sampled it",
+    "age": "policy versions from then to the step",
+    "replayed": "whether it was replayed",
+}
+"""Columns of the relation, besides ``trajectory_id``, ``task``, and the facts of the row's trajectory."""
+
+
+def trained(directories: Mapping[int, Directory]) -> DataFrame:
+    """Return the trained rows of all ledgers, step by step.
+
+    Args:
+        directories: of the stores, by rank.
+
+    Raises:
+        StoreNotFoundError: none of the stores has a ledger.
+        CorruptStoreError: a ledger is damaged.
+    """
+    tables = []
+    for rank, directory in directories.items():
+        try:
+            tables.append(_table(rank, read_directory(directory.inner(LEDGER_FOLDER))))
+        except StoreNotFoundError as error:
+            absent = error
+    if not directories:
+        raise ConfigurationError(f"{TRAINED}: a buffer in memory has no training ledger")
+    if not tables:
+        raise absent
+    frame: DataFrame = polars().concat(tables).sort("step", maintain_order=True)
+    return frame
+
+
+def _table(rank: int, ledger: LedgerContents) -> DataFrame:
+    pl = polars()
+    table = ledger.table()
+    ids = table["trajectory"]
+    is_stored = ids >= 0
+    steps = ledger.steps.values()
+    places = [np.arange(len(step.rows)) for step in steps]
+    names = [step.tasks[group] if step.tasks else None for step in steps for group in step.rows["group"]]
+
+    def where(known: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> Any:
+        return pl.Series(values).set(pl.Series(~known), None)
+
+    frame: DataFrame = pl.DataFrame(
+        {
+            ID: where(is_stored, np.where(is_stored, in_run(rank, np.maximum(ids, 0)), 0)),
+            "task": pl.Series(names, dtype=pl.String),
+            "step": table["step"],
+            "place": np.concatenate([np.zeros(0, np.int64), *places]),
+            "rollout": where(~is_stored, -1 - ids),
+            "rollout_row": table["row"],
+            "group": table["group"],
+            **{name: table[name].astype(np.float64) for name in ("advantage", "ratio", "weight")},
+            "tokens": table["tokens"],
+            "version": where(table["version"] >= 0, table["version"]),
+            "age": where(~np.isnan(table["age"]), table["age"]),
+            "replayed": table["replayed"] != 0,
+        }
+    )
+    return frame
