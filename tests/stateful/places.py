@@ -90,8 +90,7 @@ class Place:
         """Write the files of a copy."""
         for name, data in files.items():
             if self.bucket:
-                key = f"{path}/{name}".removeprefix("memory:/")
-                MemoryFileSystem.store[key] = MemoryFile(MemoryFileSystem(), key, data)
+                MemoryFileSystem().pipe_file(f"{path}/{name}", data)
             else:
                 (Path(path) / name).parent.mkdir(parents=True, exist_ok=True)
                 (Path(path) / name).write_bytes(data)
@@ -99,7 +98,7 @@ class Place:
     def remove(self) -> None:
         """Remove everything."""
         for key in [key for key in MemoryFileSystem.store.copy() if key.startswith(f"/{self.folder.name}/")]:
-            del MemoryFileSystem.store[key]
+            MemoryFileSystem()._rm(key)
         shutil.rmtree(self.folder)
 
     @contextmanager
