@@ -47,7 +47,7 @@ def test_a_reader_that_stops_reading_is_no_error(store: Path, project_root: Path
 def test_bash_completes_commands_and_options(run: Run) -> None:
     script = run.out("completion", "bash")
     ask = script + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_trajstore; echo "${COMPREPLY[@]}"'
-    for words, completions in ((["ver"], "verify"), (["verify", "--j"], "--json"), (["export", "--to", "j"], "jsonl")):
+    for words, completions in ((["ver"], "verify"), (["verify", "--j"], "--json"), (["convert", "--to", "j"], "jsonl")):
         done = subprocess.run(
             ["bash", "-c", ask, "bash", "trajstore", *words], capture_output=True, text=True, check=True
         )

@@ -14,7 +14,6 @@ import torch
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
 from trajstore import WriterOptions
 from trajstore.core.columns.fields import nest
-from trajstore.core.feeding.source import joined
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.draws import Draws
 from trajstore.distributed.census import Census
@@ -125,7 +124,7 @@ def test_a_mended_batch_asks_only_for_the_new_rows(tmp_path: Path, monkeypatch: 
     new = census.samples(int(gone.sum()), 0, Draws(4))
     lacking = np.count_nonzero(~reads.keeps(new))
     assert lacking
-    check_batch(nest(reads.rows(joined(drawn.at(~gone), new), None, None, 60.0)))
+    check_batch(nest(reads.rows(Drawn.joined(drawn.at(~gone), new), None, None, 60.0)))
     assert here.asked == lacking
     assert not reads.keeps(drawn).any()
     store.clear()
