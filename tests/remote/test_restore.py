@@ -42,6 +42,8 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
         publish(self, files)
 
     target = tmp_path / "new"
+    target.mkdir()
+    (target / f"{MARKER_NAME}.tmp").write_bytes(b'{"mir')  # as a kill leaves its first write
     with monkeypatch.context() as patched:
         patched.setattr(LocalDirectory, "publish", failing)
         for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker, then one or two files each time

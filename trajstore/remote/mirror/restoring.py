@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from trajstore.core.files.base import Buffer, Directory, EncodedFile
+from trajstore.core.files.local import TEMPORARY_SUFFIX
 from trajstore.core.files.opening import nested, open_directory
 from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore.core.formats.checksums import check_file
@@ -194,9 +195,10 @@ def _begin(catalog: Catalog, target: Directory) -> bool:
                 "empty directory"
             )
         return METADATA_NAME not in files
-    if files or folders:
+    others = [name for name in files if name != MARKER_NAME + TEMPORARY_SUFFIX]  # of a restore killed as it began
+    if others or folders:
         raise ConfigurationError(
-            f"{target.url}: is not empty ({listed([*files, *folders])}); restore to an empty directory"
+            f"{target.url}: is not empty ({listed([*others, *folders])}); restore to an empty directory"
         )
     target.create()
     target.publish([EncodedFile(MARKER_NAME, [marker])])
