@@ -68,9 +68,9 @@ def written(page: str) -> str:
         if entries:
             head, _, _ = part.partition(f"<!-- ::: {entries[0]} -->\n")
             table = "\n".join(
-                ["| name | what it is |", "| --- | --- |", *(row for one in entries for row in rows(one))]
+                ["| name | description |", "| --- | --- |", *(row for one in entries for row in rows(one))]
             )
-            part = f"{head}{table}\n\n" + "".join(f"<!-- ::: {one} -->\n\n" for one in entries)
+            part = f"{head}{table}\n\n" + "".join(f"<!-- ::: {entry} -->\n\n" for entry in entries)
         made.append(part)
     return "".join(made).rstrip("\n") + "\n"
 

@@ -17,6 +17,7 @@ from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.buffer.runs import save_rank_point
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
@@ -56,6 +57,7 @@ def test_a_copy_of_a_live_store_is_one_moment_of_it(run: Run, tmp_path: Path, tr
 
 def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) -> None:
     store = filled(tmp_path / "store", range(5))
+    Ledger(store / LEDGER_FOLDER).close()
     shards = sorted((store / "shards").iterdir())
     shards[1].unlink()
     flip(shards[3])
@@ -63,6 +65,7 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     before = files_of(store)
     out = run.out("repair", store, tmp_path / "whole", code=DAMAGED)  # the exit code reports the loss
     assert "lost: 2 trajectories, ids 1, 3" in out
+    assert "the training ledger is not copied" in out
     assert "metadata.json" in out
     assert keys_at(tmp_path / "whole") == {0: 0, 2: 2, 4: 4}
     assert verify(tmp_path / "whole").sound

@@ -163,7 +163,7 @@ def test_a_conversion_that_was_killed_continues(
 
 
 def _converted(folder: Path, form: str) -> Any:
-    """Return what a conversion wrote; there must be no other files."""
+    """Return the trajectories of a finished conversion; no other files may be there."""
     assert [path.name for path in folder.iterdir()] == ["out"]
     if form == "store":
         assert saved_points(folder / "out") == []

@@ -546,6 +546,7 @@ def test_a_loader_that_nobody_holds_ends_its_thread(store: Store) -> None:
         next(ReplayLoader(buffer, 8))
     gc.collect()
     wait_until(lambda: _prefetchers() <= before)
+    assert _prefetchers() <= before
 
 
 def test_what_made_batches_goes_when_the_loader_begins_anew(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""``trajstore convert`` to and from files of other programs, which read what it writes."""
+"""``trajstore convert``, compared with the programs that read its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each format of ``trajstore convert``: what it loses is what it declares, and all else comes back."""
+"""Each format of ``trajstore convert`` loses exactly the fields that it declares."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_minari_reads_and_writes_the_same_episodes(
 
 @pytest.mark.campaign
 def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images of what is made here, and videos of what LeRobot makes."""
+    """Images that are written here, and videos that LeRobot writes."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
     state = torch.arange(24, dtype=torch.float32).reshape(12, 1, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,10 +109,10 @@ def _weight(row: Row, scored: ScoredRow, *, drops_negative: bool) -> float:
 
 
 def loss_terms(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers among verl's metrics of an actor update, without those of speed and memory."""
+    """Return the numbers among verl's metrics of an actor update, NaN too, without those of speed and memory."""
     return {
         name.removeprefix("actor/"): float(value)
         for name, value in metrics.items()
         if name.startswith("actor/") and "perf/" not in name
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float)
     }

@@ -80,7 +80,7 @@ class Writer(Protocol):
         """Complete the files."""
 
     def close(self) -> None:
-        """Release what is open."""
+        """Close open files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from trajstore.errors import (
     listed,
     trajectories,
 )
+from trajstore.ledger import LEDGER_FOLDER
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
@@ -117,7 +118,9 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
 
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
-            return _copy(place.url, to, [], progress)
+            copied = _copy(place.url, to, [], progress)
+            copied.notes += _ledger_note(place.url)
+            return copied
         source_files = RLinfSource.open(place.directory, strict=None)
         copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
         if source_files.unwritten:
@@ -149,6 +152,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         files = [problem.file for problem in verification.problems]
         copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
         copied.take(verification, place.url)
+        copied.notes += _ledger_note(place.url)
         points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
         if points:
             copied.problems.append(
@@ -157,6 +161,13 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         return copied
 
     return _each(find_place(source), str(target), repair, lenient=True)
+
+
+def _ledger_note(url: str) -> list[str]:
+    """Return a remark if a store's directory has a training ledger."""
+    if not open_directory(url).listing(LEDGER_FOLDER)[0]:
+        return []
+    return [f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool"]
 
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:

@@ -21,6 +21,7 @@ from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
+from trainer_hooks.verl.trained import loss_terms
 from trajstore import ledger
 from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
@@ -277,6 +278,11 @@ def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> 
     names = [name for name in again.rows.dtype.names if name != "trajectory"]
     assert (again.rows[names] == second.rows[names]).all()
     assert again.rows["trajectory"][again.rows["replayed"] == 1].tolist() == replayed["trajectory"].tolist()
+
+
+def test_the_ledger_has_losses_that_are_not_finite() -> None:
+    terms = loss_terms({"actor/pg_loss": math.nan, "actor/lr": 0.1, "actor/perf/mfu": 0.5, "critic/score": 1.0})
+    assert (sorted(terms), math.isnan(terms["pg_loss"])) == (["lr", "pg_loss"], True)
 
 
 # -- A pool file damaged on disk during training --
