@@ -81,6 +81,27 @@ def test_arms_differ_in_the_two_mechanisms_alone() -> None:
     assert config_of("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
 
 
+def test_arms_with_the_same_supervised_start_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(t13_replay, "_STARTS", {})
+    monkeypatch.setattr(t13_replay, "BASE", replace(t13_replay.BASE, warm_start_steps=2))
+    made: list[int] = []
+    genuine = ReferenceTrainer.warm_start
+
+    def warm_start(trainer: ReferenceTrainer) -> float:
+        made.append(trainer.config.seed)
+        return genuine(trainer)
+
+    monkeypatch.setattr(ReferenceTrainer, "warm_start", warm_start)
+    weights = []
+    for arm, seed in [("neither", 1), ("neither-warm", 1), ("replay", 1), ("both", 1), ("neither", 2)]:
+        with ARMS[arm].trainer(config_of(arm, seed, 1, "sort")) as trainer:
+            t13_replay.start(trainer)
+            weights.append(trainer.model.state_dict())
+    assert made == [1, 1, 2]
+    for first, second in ((0, 2), (1, 3)):
+        assert all(weights[first][name].equal(value) for name, value in weights[second].items())
+
+
 @pytest.mark.parametrize(
     "make",
     [
