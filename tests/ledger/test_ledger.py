@@ -16,7 +16,7 @@ from tests.cli.stores import Run
 from tests.stores import stored, writer_to
 from trajstore import AgentTrajectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
-from trajstore.ledger import ROW, Ledger, TrainedStep, first_difference, read
+from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, first_difference, read
 
 
 @pytest.fixture
@@ -104,8 +104,12 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
     assert file.read_bytes() == whole
     file.write_bytes(whole.replace(b'"step":1', b'"step":3', 1))
-    with pytest.raises(CorruptStoreError, match=r"after-none\.log: the record at byte 0 is damaged"):
+    with pytest.raises(CorruptStoreError, match=r"after-none\.log: the record at byte 0 is damaged; .*strict=False"):
         read(tmp_path)
+    intact = read(tmp_path, strict=False)
+    assert [*intact.steps] == [2]
+    assert [f"byte 0 is damaged; {first:,} bytes are left out" in text for text in intact.damaged] == [True]
+    assert audit(intact).problems == intact.damaged
     file.write_bytes(whole)
     for size in (0, first // 2):  # killed in the first record that replaces step 2
         (tmp_path / "steps-000001-after-1.log").write_bytes(whole[:size])
@@ -169,11 +173,14 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
             ledger.record(last)
     one, same, other = (tmp_path / name for name in ("one", "same", "other"))
     assert "equal in every step and row" in run.out("audit", one, "--against", same)
-    assert first_difference(read(one), read(other)).step == 1  # type: ignore[union-attr]
+    assert first_difference(read(one), read(other)) == Difference(1, "other")
+    assert run("audit", other, "--against", one)[1].splitlines()[-1] == "  the first ledger lacks this step"
     code, out, _ = run("audit", one, "--against", tmp_path / "loss", "--json")
     assert (code, json.loads(out)["difference"]) == (
-        1, {"step": 3, "row": None, "values": {"loss": [{"pg": 0.1, "kl": 1e-300}, {}]}},
-    )  # fmt: skip
+        1,
+        {"step": 3, "absent": None, "fields": {"loss": [{"pg": 0.1, "kl": 1e-300}, {}]}}
+        | {"row": None, "columns": {}, "rows": 0},
+    )
     with Ledger(one) as ledger:
         with pytest.warns(UserWarning, match="1 step after step 2 will be replaced"):
             ledger.continue_from(2)
@@ -186,6 +193,7 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
         f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
         f"{same}: differs first in step 3, row 11",
         f"  advantage: nan here, {step(3, 20).rows['advantage'][11].item()!r} there",
+        "  2 rows of this step differ",
     ]
 
 

@@ -32,7 +32,7 @@ def _run(options: Namespace, out: Output) -> int:
     if options.against is not None:
         difference = first_difference(ledger_of(options.path), ledger_of(options.against))
     try:
-        alone = audit(read(options.path), options.max_age)
+        alone = audit(read(options.path, strict=False), options.max_age)
         results = {}
     except StoreNotFoundError:
         results = audit_store(options.path, options.max_age)
@@ -73,10 +73,12 @@ def _write_difference(out: Output, other: str, difference: Difference | None) ->
         return
     place = f"step {difference.step}" + ("" if difference.row is None else f", row {difference.row}")
     out.line(f"{other}: differs first in {place}")
-    if difference.values is None:
-        out.line("  only one of the two ledgers has this step")
-    for name, (mine, its) in (difference.values or {}).items():
+    if difference.absent is not None:
+        out.line(f"  {'the first' if difference.absent == 'this' else 'the other'} ledger lacks this step")
+    for name, (mine, its) in (difference.fields | difference.columns).items():
         out.line(f"  {name}: {mine!r} here, {its!r} there")
+    if difference.rows > 1:
+        out.line(f"  {difference.rows:,} rows of this step differ")
 
 
 COMMAND = Command(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,17 +36,23 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference of two ledgers.
+    """The first step in which two ledgers differ.
 
     Attributes:
-        step: the first step that differs.
-        row: the first row of it that differs; None if fields of the step do.
-        values: both values by column or field; None if one ledger lacks the step.
+        step: its number.
+        absent: which ledger lacks it, "this" or "other"; None if both have it.
+        fields: both values of each field of the step that differs.
+        row: its first row that differs; None if only fields do.
+        columns: both values of each column of this row that differs.
+        rows: number of rows that differ, with those that only one ledger has.
     """
 
     step: int
-    row: int | None
-    values: dict[str, tuple[object, object]] | None
+    absent: Literal["this", "other"] | None = None
+    fields: dict[str, tuple[object, object]] = field(default_factory=dict)
+    row: int | None = None
+    columns: dict[str, tuple[object, object]] = field(default_factory=dict)
+    rows: int = 0
 
 
 def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
@@ -64,6 +72,7 @@ def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
     problems += _fresh_twice(ledger)
     if ledger.torn:
         problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
+    problems += ledger.damaged
     rows = sum(len(step.rows) for step in ledger.steps.values())
     replayed = sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values())
     return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), tuple(problems))
@@ -106,7 +115,7 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
 
 
 def first_difference(one: LedgerContents, other: LedgerContents) -> Difference | None:
-    """Return the first step and row in which two ledgers differ, bit by bit; None if they are equal.
+    """Return the first step in which two ledgers differ, and its first row, bit by bit; None if they are equal.
 
     Each store numbers its own trajectories, so two ids are equal if they first occur in the same place.
     """
@@ -114,7 +123,7 @@ def first_difference(one: LedgerContents, other: LedgerContents) -> Difference |
     for number in sorted(one.steps.keys() | other.steps.keys()):
         mine, its = one.steps.get(number), other.steps.get(number)
         if mine is None or its is None:
-            return Difference(number, None, None)
+            return Difference(number, "this" if mine is None else "other")
         if (found := _difference(mine, its, *(of_steps[number] for of_steps in places))) is not None:
             return found
     return None
@@ -134,27 +143,25 @@ def _difference(
     mine: TrainedStep, its: TrainedStep, my_places: npt.NDArray[np.int64], its_places: npt.NDArray[np.int64]
 ) -> Difference | None:
     both = min(len(mine.rows), len(its.rows))
-    raw = []
+    lines = []
     for step, places in ((mine, my_places), (its, its_places)):
         rows = step.rows[:both].copy()
         rows["trajectory"] = places[:both]
-        raw.append(rows.tobytes())  # so that NaN equals itself and -0.0 differs from 0.0
-    if raw[0] != raw[1]:
-        lines = [np.frombuffer(data, np.uint8).reshape(both, ROW.itemsize) for data in raw]
-        row = int((lines[0] != lines[1]).any(axis=1).argmax())
-        pairs = {name: (mine.rows[name][row], its.rows[name][row]) for name in ROW.names or ()}
-        return Difference(
-            mine.step,
-            row,
-            {
-                name: (a.item(), b.item())
-                for name, (a, b) in pairs.items()
-                if (my_places[row] != its_places[row] if name == "trajectory" else a.tobytes() != b.tobytes())
-            },
-        )
-    if len(mine.rows) != len(its.rows):
-        return Difference(mine.step, both, {"number of rows": (len(mine.rows), len(its.rows))})
-    names = [field.name for field in fields(TrainedStep) if field.name != "rows"]
-    values = {name: (getattr(mine, name), getattr(its, name)) for name in names}
-    differing = {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}
-    return Difference(mine.step, None, differing) if differing else None
+        lines.append(rows.view(np.uint8).reshape(both, -1))  # so that NaN equals itself and -0.0 differs from 0.0
+    differ = (lines[0] != lines[1]).any(axis=1)
+    names = [item.name for item in dataclasses.fields(TrainedStep) if item.name != "rows"]
+    values: dict[str, tuple[object, object]] = {name: (getattr(mine, name), getattr(its, name)) for name in names}
+    values |= {"number of rows": (len(mine.rows), len(its.rows))}
+    unequal = {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}
+    count = int(differ.sum()) + abs(len(mine.rows) - len(its.rows))
+    if not unequal and not count:
+        return None
+    if not differ.any():
+        return Difference(mine.step, fields=unequal, row=both if count else None, rows=count)
+    row = int(differ.argmax())
+    columns: dict[str, tuple[object, object]] = {}
+    for name in ROW.names or ():
+        a, b = mine.rows[name][row], its.rows[name][row]
+        if my_places[row] != its_places[row] if name == "trajectory" else a.tobytes() != b.tobytes():
+            columns[name] = (a.item(), b.item())
+    return Difference(mine.step, fields=unequal, row=row, columns=columns, rows=count)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from trajstore.core.files.base import Directory
 from trajstore.core.files.opening import open_directory
-from trajstore.core.store.log_records import LogTail, decode_lines
+from trajstore.core.store.log_records import LogTail, decode_each, decode_lines
+from trajstore.core.store.sealed import without_advice
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.ledger.step import ROW, TrainedStep
 
@@ -41,15 +42,24 @@ class Segment:
         """Name of the file."""
         return f"steps-{self.number:06d}-after-{'none' if self.after is None else self.after}.log"
 
-    def records(self, directory: Directory) -> LogTail:
+    def records(self, directory: Directory, damaged: list[str] | None = None) -> LogTail:
         """Return its records.
+
+        Args:
+            directory: of the ledger.
+            damaged: if given, damaged records are left out, and a sentence on each is appended.
 
         Raises:
             CorruptStoreError: one is damaged, or is not a record of this file.
         """
-        source = f"{directory.url}/{self.name}"
-        tail = decode_lines(directory.read(self.name), source)
+        source, data = f"{directory.url}/{self.name}", directory.read(self.name)
         after = self.after
+        try:
+            tail = decode_lines(data, source)
+        except CorruptStoreError as error:
+            if damaged is None:
+                raise CorruptStoreError(f"{without_advice(str(error))}; strict=False reads the others") from error
+            return _intact(data, source, damaged)
         for record in tail.records:
             number = record.get("step")
             before = -1 if after is None else after
@@ -59,6 +69,18 @@ class Segment:
                 )
             after = number
         return tail
+
+
+def _intact(data: bytes, source: str, damaged: list[str]) -> LogTail:
+    records: list[dict[str, Any]] = []
+    begin = 0
+    for record, end in decode_each(data):
+        if record is None:
+            damaged.append(f"{source}: the record at byte {begin} is damaged; {end - begin:,} bytes are left out")
+        else:
+            records.append(record)
+        begin = end
+    return LogTail(records, len(data), 0)
 
 
 def segments_of(directory: Directory) -> list[Segment]:
@@ -83,11 +105,13 @@ class LedgerContents:
         steps: by number, in order: those that led to the newest one.
         replaced: numbers of steps that a resumed run replaced, in the order of their recording.
         torn: bytes of an incomplete record at the end.
+        damaged: a sentence on each damaged record, which is left out; only with ``strict=False``.
     """
 
     steps: dict[int, TrainedStep]
     replaced: tuple[int, ...]
     torn: int
+    damaged: tuple[str, ...] = ()
 
     @property
     def last(self) -> int | None:
@@ -115,36 +139,42 @@ class LedgerContents:
         return table
 
 
-def read(path: str | Path, first: int = 0, last: int | None = None, **options: Any) -> LedgerContents:
+def read(
+    path: str | Path, first: int = 0, last: int | None = None, *, strict: bool = True, **options: Any
+) -> LedgerContents:
     """Read a ledger; its writer may be running. Files that have only other steps are not read.
 
     Args:
         path: path or URL.
         first: the first step wanted.
         last: the last one; None = the newest.
+        strict: refuse a damaged ledger; False leaves damaged records out and lists them in ``damaged``.
         options: for the file system of a URL.
 
     Raises:
         StoreNotFoundError: there is no ledger.
         CorruptStoreError: it is damaged; names the byte.
     """
-    return read_directory(open_directory(path, **options), first, last)
+    return read_directory(open_directory(path, **options), first, last, strict=strict)
 
 
-def read_directory(directory: Directory, first: int = 0, last: int | None = None) -> LedgerContents:
+def read_directory(
+    directory: Directory, first: int = 0, last: int | None = None, *, strict: bool = True
+) -> LedgerContents:
     """Read the ledger in a directory; see :func:`read`."""
     segments = segments_of(directory)
     if not segments:
         raise StoreNotFoundError(f"{directory.url}: there is no ledger (steps-000000-after-none.log)")
-    return contents_of(directory, segments, first, last)
+    return contents_of(directory, segments, first, last, strict=strict)
 
 
 def contents_of(
-    directory: Directory, segments: Sequence[Segment], first: int = 0, last: int | None = None
+    directory: Directory, segments: Sequence[Segment], first: int = 0, last: int | None = None, *, strict: bool = True
 ) -> LedgerContents:
     """Return the contents of a ledger's files; arguments as for :func:`read`."""
+    damaged: list[str] | None = None if strict else []
     last_segment = segments[-1]
-    newest = last_segment.records(directory)
+    newest = last_segment.records(directory, damaged)
     if not newest.records:  # a crash before its first record: it replaces nothing
         segments = segments[:-1]
     high = math.inf if last is None else last
@@ -155,7 +185,7 @@ def contents_of(
         end = min(starts[place + 1 :], default=math.inf)
         if (first, last) != (0, None) and not (start < min(end, high) and first <= end):
             continue
-        tail = newest if segment is last_segment else segment.records(directory)
+        tail = newest if segment is last_segment else segment.records(directory, damaged)
         for record in tail.records:
             if not first <= record["step"] <= high:
                 continue
@@ -163,4 +193,4 @@ def contents_of(
                 replaced.append(record["step"])
             else:
                 steps[record["step"]] = TrainedStep.from_json(record, f"{directory.url}/{segment.name}")
-    return LedgerContents(steps, tuple(replaced), newest.torn)
+    return LedgerContents(steps, tuple(replaced), newest.torn, tuple(damaged or ()))

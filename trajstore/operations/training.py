@@ -43,16 +43,15 @@ class StoreAudit:
 
 
 def ledger_of(path: str | Path) -> LedgerContents:
-    """Read the ledger in a folder, or in the folder ``ledger`` of a store.
+    """Read the intact records of the ledger in a folder, or in the folder ``ledger`` of a store.
 
     Raises:
         StoreNotFoundError: there is none.
-        CorruptStoreError: it is damaged.
     """
     try:
-        return read(path)
+        return read(path, strict=False)
     except StoreNotFoundError:
-        return read(f"{path}/{LEDGER_FOLDER}")
+        return read(f"{path}/{LEDGER_FOLDER}", strict=False)
 
 
 def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, StoreAudit]:
@@ -70,14 +69,14 @@ def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, Store
 
     Raises:
         StoreNotFoundError: there is no store, or none with a ledger.
-        CorruptStoreError: a ledger is damaged.
+        CorruptStoreError: the store is damaged.
         MissingDependencyError: the store is a pool's, and Polars is not installed (extra ``query``).
     """
     reader, _ = open_readable(path)
     results = {}
     for rank, catalog in reader.live.catalogs_by_rank().items():
         try:
-            ledger = read_directory(catalog.directory.inner(LEDGER_FOLDER))
+            ledger = read_directory(catalog.directory.inner(LEDGER_FOLDER), strict=False)
         except StoreNotFoundError as error:
             absent = error
         else:
