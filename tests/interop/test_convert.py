@@ -215,6 +215,27 @@ def test_an_import_reads_an_export_back(store: Path, tmp_path: Path, form: str) 
     assert main(["convert", str(tmp_path / "again"), str(tmp_path / "made"), "--from", form]) == 2, "it exists"
 
 
+def test_an_import_continues_if_it_ended_before_a_line_of_its_journal(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has a portion more than the journal."""
+    convert.convert_to(store, tmp_path / "lines", "jsonl")
+    monkeypatch.setattr(convert, "_PORTION_ITEMS", 2)
+    with monkeypatch.context() as patch:
+        note = convert._Staging.note
+
+        def ends_at_the_second(staging: Any, keys: Any, mark: int, problems: Any) -> None:
+            if mark > 2:
+                raise KeyboardInterrupt
+            note(staging, keys, mark, problems)
+
+        patch.setattr(convert._Staging, "note", ends_at_the_second)
+        with pytest.raises(KeyboardInterrupt):
+            convert.convert_from(tmp_path / "lines", tmp_path / "made", "jsonl")
+    done = convert.convert_from(tmp_path / "lines", tmp_path / "made", "jsonl", check=True)
+    assert (done.written, done.continued, done.checked) == (4, 2, 4)
+
+
 def same(one: Any, other: Any) -> bool:
     """Return whether two values are equal, with NaN equal to itself."""
     if isinstance(one, torch.Tensor):
