@@ -41,7 +41,7 @@ def collected(steps: int, batch: int, seed: int = 0) -> tuple[EmbodiedRolloutRes
         result.append_step_result(item)
         if item.actions is not None:
             seen = {"states": torch.randn(batch, 3, generator=generator), "deep": {"x": torch.ones(batch, 1)}}
-            result.append_transitions({**seen, "task_descriptions": ["t"] * batch}, seen)
+            result.append_transitions(seen, seen)
     return result, given
 
 
@@ -50,6 +50,30 @@ def leaves(trajectory: Trajectory) -> dict[str, torch.Tensor]:
     for name in DICT_FIELDS:
         tensors |= {".".join(path): leaf for path, leaf in walk(getattr(trajectory, name), (name,))}
     return tensors
+
+
+def test_arrays_give_the_trajectory_that_tensors_give() -> None:
+    results = [EmbodiedRolloutResult(), EmbodiedRolloutResult()]
+    for one in (step(3, torch.Generator().manual_seed(1)), step(3, torch.Generator().manual_seed(2))):
+        for result, change in zip(results, (lambda tensor: tensor, torch.Tensor.numpy), strict=True):
+            values = {name: change(value) for name, value in vars(one).items() if isinstance(value, torch.Tensor)}
+            inputs = {name: change(value) for name, value in one.forward_inputs.items()}
+            result.append_step_result(ChunkStepResult(**values, forward_inputs=inputs))
+            seen = {"deep": {"x": change(one.rewards)}}
+            result.append_transitions(seen, seen)
+    expected, got = (leaves(result.to_trajectory()) for result in results)
+    assert got.keys() == expected.keys() >= {"actions", "intervene_flags", "forward_inputs.action", "curr_obs.deep.x"}
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_observations_without_a_time_axis_are_left_out_by_name() -> None:
+    result, ones = EmbodiedRolloutResult(), torch.ones(2, 1)
+    with pytest.warns(UserWarning, match=r"curr_obs\.deep\.task is left out: .* this is list"):
+        result.append_transitions({"x": ones, "deep": {"y": ones, "task": ["t"] * 2}}, {"x": ones})
+    result.append_step_result(ChunkStepResult(rewards=torch.ones(2, 1)))
+    assert leaves(result.to_trajectory()).keys() == {"rewards", "curr_obs.x", "curr_obs.deep.y", "next_obs.x"}
+    with pytest.raises(InvalidTrajectoryError, match=r"next_obs\.x: torch has no dtype for this array of object"):
+        result.append_transitions({}, {"x": np.array(["a", None])})
 
 
 def test_a_trajectory_is_the_stack_of_its_steps() -> None:

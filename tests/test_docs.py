@@ -59,6 +59,7 @@ PAGES = [
         )
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
+    "docs/howto/object-store.md",
 ]
 """Each page is one program; one process runs all, as importing torch dominates."""
 
@@ -101,7 +102,6 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
         "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto.py
         "docs/howto/demonstrations.md",  # tests/replay/test_transcripts.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
-        "docs/howto/object-store.md",  # tests/remote/test_remote.py
         "docs/howto/other-trainers.md",  # tests/integrations/test_episodes.py
         "docs/howto/skyrl.md",  # tests/integrations/test_skyrl.py
         "docs/howto/trl.md",  # tests/integrations/test_trl.py

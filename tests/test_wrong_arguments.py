@@ -65,6 +65,7 @@ FINE: dict[str, dict[str, str]] = {
     "update_priorities": {"sampler": "", "drawn": "", "priorities": ""},
     "get": {"trajectory_id": "0 -1 3"},
     "is_ready": {"min_size": "0"},
+    "add_rollouts": {"columns": "{}", "prompts": "None", "starts": "None"},
     "load_state_dict": {"state": ""},
     "flush": {"timeout": "None 0 2.5"},
     "wait": {"ids": "[]", "timeout": "None 0 2.5"},
@@ -130,6 +131,7 @@ GOOD: dict[str, Any] = {
     **dict.fromkeys(("buffer", "replay", "replay_buffer"), lambda b: b),
     **dict.fromkeys(("path", "load_path"), lambda b: b.auto_save_path),
     **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
+    **{"columns": {"input_ids": torch.arange(3)}, "lengths": [3], "documents": [{}]},
 }
 MODULES = (trajstore, trajstore.core.feeding, trajstore.core.sampling, trajstore.core.buffer.sequences)
 ALSO: dict[str, dict[str, Any]] = {
@@ -177,6 +179,8 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sample_window_size", "sample_window_size", lambda b, v: setattr(b, "sample_window_size", v), "0"),
     ("add_trajectories", "add_trajectories|rajectory", lambda b, v: b.add_trajectories(v), "[]"),
     ("add_trajectories of one", "rajectory", lambda b, v: b.add_trajectories([v]), ""),
+    ("add_rollouts", "lengths|documents", lambda b, v: b.add_rollouts(GOOD["columns"], v, [{}]), ""),
+    ("add_rollouts", "document", lambda b, v: b.add_rollouts(GOOD["columns"], [3], v), ""),
     ("load_checkpoint", "is_distributed", lambda b, v: b.load_checkpoint(b.auto_save_path, v, 0, 1), "0 True"),
     ("load_checkpoint", "local_rank", lambda b, v: b.load_checkpoint(b.auto_save_path, True, v, 1), "0"),
     ("load_checkpoint", "world_size", lambda b, v: b.load_checkpoint(b.auto_save_path, True, 0, v), ""),

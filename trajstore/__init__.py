@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
+    from trajstore.attachments import attach, attached, filled_rows
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.core.buffer.annotating import annotate, notes_of
     from trajstore.core.buffer.reader import Reader
@@ -41,7 +42,10 @@ __all__ = [
     "TrajectoryReplayBuffer",
     "WriterOptions",
     "annotate",
+    "attach",
+    "attached",
     "errors",
+    "filled_rows",
     "notes_of",
     "roll_back_run",
     "run_points",
@@ -66,6 +70,9 @@ _MODULES = {
     "TrajectoryReplayBuffer": "core.buffer.replay_buffer",
     "WriterOptions": "core.writing.options",
     "annotate": "core.buffer.annotating",
+    "attach": "attachments",
+    "attached": "attachments",
+    "filled_rows": "attachments",
     "notes_of": "core.buffer.annotating",
     "roll_back_run": "core.buffer.runs",
     "run_points": "core.buffer.runs",

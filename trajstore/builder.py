@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
@@ -46,19 +48,19 @@ class EmbodiedRolloutResult:
             value = getattr(result, item.name)
             if item.name == "forward_inputs":
                 if value:
-                    self._dicts["forward_inputs"].append(copied(value))
+                    self._dicts["forward_inputs"].append(_tensors("forward_inputs", value))
             elif value is not None:
-                self._steps[item.name].append(copied(value))
+                self._steps[item.name].append(_tensors(item.name, value))
         if result.actions is not None:
-            self._steps["intervene_flags"].append(torch.zeros_like(result.actions, dtype=torch.bool))
+            self._steps["intervene_flags"].append(torch.zeros_like(self._steps["actions"][-1], dtype=torch.bool))
 
     def append_transitions(self, curr_obs: Mapping[str, Any], next_obs: Mapping[str, Any]) -> None:
-        """Add the observations before and after a step: (nested) dicts of ``[B, ...]`` tensors.
+        """Add the observations before and after a step: (nested) dicts of ``[B, ...]`` tensors or arrays.
 
-        Leaves that are not tensors (task descriptions) are left out: they have no time axis.
+        Other leaves (task descriptions) are left out, with a warning that names them: they have no time axis.
         """
-        self._dicts["curr_obs"].append(_tensors_only(curr_obs))
-        self._dicts["next_obs"].append(_tensors_only(next_obs))
+        self._dicts["curr_obs"].append(_observation("curr_obs", curr_obs))
+        self._dicts["next_obs"].append(_observation("next_obs", next_obs))
 
     def mark_last_step_with_intervene_flags(self, intervene_flags: torch.Tensor) -> None:
         """Mark where a human acted in the last step; before the first step with actions, do nothing.
@@ -217,12 +219,32 @@ def _mapped(value: Mapping[str, Any], change: Callable[[torch.Tensor], torch.Ten
     }
 
 
-def _tensors_only(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _tensors_only(item) if isinstance(item, Mapping) else copied(item)
-        for key, item in value.items()
-        if isinstance(item, Mapping | torch.Tensor)
-    }
+def _tensors(name: str, value: Any) -> Any:
+    """Return a copy of ``value``, nested in any dicts, with tensors instead of arrays."""
+    if isinstance(value, Mapping):
+        return {key: _tensors(f"{name}.{key}", item) for key, item in value.items()}
+    value = copied(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    try:
+        return torch.from_numpy(value)
+    except TypeError as error:
+        raise InvalidTrajectoryError(f"{name}: torch has no dtype for this array of {value.dtype}") from error
+
+
+def _observation(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            result[key] = _observation(f"{name}.{key}", value)
+        elif isinstance(value, torch.Tensor | np.ndarray):
+            result[key] = _tensors(f"{name}.{key}", value)
+        else:
+            warnings.warn(
+                f"{name}.{key} is left out: observations are tensors or arrays, this is {type(value).__name__}",
+                stacklevel=3,
+            )
+    return result
 
 
 def _stacked(name: str, steps: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, attach, attached, filled_rows
+from trajstore.core.columns.schema import dtypes
 from trajstore.core.formats import FORMATS
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS
 
 _DTYPES = {
@@ -96,6 +97,74 @@ def test_tensors_of_many_rollouts_store_what_objects_do(data: st.DataObject, kin
                 ]
                 stored.append((shards_of(path), [{k: v for k, v in e.items() if k != "committed"} for e in entries]))
         assert stored[0] == stored[1]
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.data())
+def test_attached_values_of_any_dtype_come_back(data: st.DataObject) -> None:
+    def values(leading: list[int]) -> st.SearchStrategy[torch.Tensor]:
+        return st.builds(
+            lambda name, shape, content: (
+                torch.tensor((content * 99)[:99], dtype=torch.uint8)
+                .repeat(99)[: dtypes()[name].itemsize * torch.Size([*leading, *shape]).numel()]
+                .view(dtypes()[name])
+                .reshape([*leading, *shape])
+            ),
+            st.sampled_from(sorted({*dtypes()} - {"bool", "complex32"})),  # bytes that are no bool; torch warns
+            st.lists(st.integers(0, 2), max_size=2),
+            st.lists(st.integers(0, 255), min_size=1, max_size=9),
+        )
+
+    blobs = data.draw(st.dictionaries(st.text("ab.", min_size=1), st.binary(max_size=5) | values([]), max_size=3))
+    columns = data.draw(st.dictionaries(st.sampled_from(["experts", "versions"]), values([3]), max_size=2))
+    short = data.draw(st.booleans())
+    expected = {**blobs, **columns}
+    shorter = {name: column[: 3 - short] for name, column in columns.items()}
+    metadata = attach(attach({"own": 1}, blobs), shorter, tokens=3)
+    with TrajectoryReplayBuffer() as buffer:
+        ids = buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3), metadata=metadata)])
+        ids += buffer.add_rollouts({"input_ids": torch.arange(3)}, [3], [{"metadata": metadata}])
+        read = [buffer.get(number).metadata for number in ids]
+    for each in read:
+        assert each["own"] == 1
+        assert filled_rows(each) == (dict.fromkeys(columns, 1) if short else {})
+        found = attached(each)
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            wanted = expected[name]
+            if not isinstance(value, torch.Tensor):
+                assert value == wanted
+                continue
+            assert (value.dtype, value.shape) == (wanted.dtype, wanted.shape)
+            if name in columns and short:
+                assert not any(bits(value[2:]))
+                value, wanted = value[:2], wanted[:2]
+            assert bits(value) == bits(wanted)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@pytest.mark.parametrize(
+    ("value", "tokens", "message"),
+    [
+        (torch.zeros(5, 2), 3, r"attached\.experts: shape \[5, 2\], must begin with 3, a row for each token"),
+        (torch.zeros(1), 3, r"attached\.experts: shape \[1\]"),
+        (torch.tensor(1), 3, r"attached\.experts: shape \[\]"),
+        (b"bytes", 3, r"attached\.experts: must be a tensor, is a bytes"),
+        ("text", None, r"attached\.experts: must be a tensor, is a str"),
+    ],
+)
+def test_values_that_cannot_be_attached_are_refused(value: Any, tokens: int | None, message: str) -> None:
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        attach({}, {"experts": value}, tokens)
+
+
+@pytest.mark.parametrize("damaged", [3, {"tensors": {"experts": ["int16", [4], "?"]}}, {"leaves": {"experts": 3}}])
+def test_attached_values_of_another_form_are_reported(damaged: Any) -> None:
+    with pytest.raises(CorruptStoreError, match=r"attached|experts"):
+        attached({"attached": damaged})
 
 
 _FINE: dict[str, Any] = {

@@ -84,12 +84,12 @@ def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_o
     assert [sorted(batch) for batch in first + second] == expected
 
 
-def test_workers_that_are_spawned_give_the_same_sequence(tmp_path: Path) -> None:
+def test_workers_in_new_processes_give_the_same_sequence(tmp_path: Path) -> None:
     fill(tmp_path / "store", range(10)).close()
     with ReplayLoader(reader(tmp_path / "store"), 8) as plain:
         expected = [rewards(next(plain)) for _ in range(4)]
     dataset = ReplayLoader(reader(tmp_path / "store"), 8)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context=forking())
     batches = iter(loader)
     assert [rewards(next(batches)) for _ in range(4)] == expected
 

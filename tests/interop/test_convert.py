@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from tests.forging import spoil_document
 from tests.stores import stored, writer_to
 from tools.crash.forked import forking
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.cli import main
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.interop import convert
 from trajstore.operations.single import read_single
 from trajstore.query.messages import text_of
@@ -172,6 +173,30 @@ def test_a_killed_conversion_continues_unless_it_was_another(
     with pytest.raises(ConfigurationError, match="exists already"):
         convert.convert_to(store, target, "parquet")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("ended", ["note", "publish"])
+def test_a_conversion_to_a_store_continues_wherever_it_ended(
+    ended: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a line of the journal, and after the store's saved points were removed."""
+    convert.convert_to(store, tmp_path / "lines", "jsonl")
+    monkeypatch.setattr(convert, "_PORTION_ITEMS", 1)
+    passes = iter([ended == "note", False])  # the second portion, when a point of an earlier one exists
+
+    def end(*arguments: object) -> None:
+        if not next(passes, False):
+            raise StoreWriteError("ended here")
+        real(*arguments)
+
+    real: Callable[..., None] = getattr(convert._Staging, ended)
+    monkeypatch.setattr(convert._Staging, ended, end)
+    with pytest.raises(StoreWriteError, match="ended here"):
+        convert.convert_from(tmp_path / "lines", tmp_path / "out", "jsonl")
+    monkeypatch.setattr(convert._Staging, ended, real)
+    done = convert.convert_from(tmp_path / "lines", tmp_path / "out", "jsonl", check=True)
+    assert (done.written, done.continued, done.checked) == (4, 1 if ended == "note" else 4, 4)
+    assert saved_points(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(

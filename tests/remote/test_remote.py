@@ -6,14 +6,12 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
-from pathlib import Path
 from typing import Any, cast
 
 import fsspec
 import pytest
 import torch
 
-from tests.pages import run_page
 from tests.stores import add_each, keys_of, writer_to
 from tools.crash.forked import forking
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
@@ -186,8 +184,3 @@ def test_a_buffer_lives_in_an_object_store(
     with TrajectoryReplayBuffer.open(f"{url}-checkpoint", storage_options=storage_options) as loaded:
         assert keys_of(loaded) == {1: 1, 2: 2, 3: 3}
         check_batch(loaded.sample(24))
-
-
-@pytest.mark.usefixtures("s3_options")
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path) -> None:
-    run_page(project_root, tmp_path, "howto/object-store.md")

@@ -117,5 +117,5 @@ class MemoryTwin(Twinned):
         self.temporary.cleanup()
 
 
-TestMemoryTwin = short(MemoryTwin, 16, 25)
+TestMemoryTwin = short(MemoryTwin, 8, 25)
 TestLongMemoryTwin = long(MemoryTwin, 300)

@@ -210,5 +210,5 @@ class Ranks(RuleBasedStateMachine):
         self.temporary.cleanup()
 
 
-TestRun = short(Ranks, 8, 25)
+TestRun = short(Ranks, 5, 25)
 TestLongRun = long(Ranks, 300)

@@ -636,7 +636,7 @@ class Runs(RuleBasedStateMachine):
 
 
 EXAMPLES = int(os.environ.get("TRAJSTORE_SNAPSHOT_EXAMPLES", "200"))
-TestSnapshots = short(Snapshots, 6, 20)
+TestSnapshots = short(Snapshots, 4, 20)
 TestLongSnapshots = long(Snapshots, EXAMPLES)
 TestRuns = short(Runs, 2, 14)
 TestLongRuns = long(Runs, EXAMPLES // 3)

@@ -221,5 +221,5 @@ def check_notes(buffer: TrajectoryReplayBuffer, expected: dict[int, dict[str, An
         assert rows is None if value is None else rows.unique().tolist() == [value]
 
 
-TestTwin = short(Twin, 8, 25)
+TestTwin = short(Twin, 5, 25)
 TestLongTwin = long(Twin, 400)

@@ -336,6 +336,12 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
             "document.querySelector('.versions [aria-current]').textContent === '0' && "
             "document.querySelectorAll('.sibling').length === 4"
         )
+        writer.evict([3])
+        writer.flush()
+        page.until("document.querySelector('#live').textContent === 'live · 28 trajectories'")
+        page.expected_errors.append("status of 404")
+        page.run("location.hash = '#/trajectory/3'")
+        page.until("document.querySelector('main .trouble')?.textContent.includes('id 3')")
 
 
 def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests.forging import spoil_document
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout
@@ -185,16 +184,6 @@ def test_a_store_at_a_url_is_shown_and_followed(memory_url: str, serve: Serve) -
         seen = ""
         while ask(address, "page")["total"] < 9:
             seen, _ = stream(address, seen)
-
-
-def test_a_damaged_rollout_hides_no_other(tmp_path: Path, serve: Serve) -> None:
-    rollouts = [rollout(number, task_id=task) for number, task in enumerate(("first", "second", "third"))]
-    stored(tmp_path / "store", rollouts, each=True, trajectory_format="pkl")
-    spoil_document(tmp_path / "store" / "shards" / "shard_00000001.pkl", b'"second"')
-    address = serve(tmp_path / "store")
-    status, _, body = get(address, "/api/rollout?id=1")
-    assert (status, "error" in json.loads(body)) == (500, True)
-    assert trajectory(address, "2")[0]["tokens"] > 0
 
 
 def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -57,12 +57,23 @@ class RolloutFormat(Protocol):
         """Column that only a rollout's first put has."""
 
     @property
-    def columns(self) -> Sequence[str]:
-        """Columns of the first put to pass on."""
+    def left_out(self) -> Collection[str]:
+        """Columns of the first put that are not recorded; all others are."""
+
+    @property
+    def left_out_late(self) -> Collection[str]:
+        """Columns of later puts that are not recorded."""
+
+    @property
+    def prompt_tag(self) -> str:
+        """Name of a tag that rows of prompts have; their columns are not recorded."""
 
     @property
     def late(self) -> Mapping[str, str]:
-        """Names of late values by column, with one value per response token; of other lengths they are skipped."""
+        """Names of late values by column, with a value per response token; those of other lengths are skipped.
+
+        Other columns keep their name, and may have a value per token.
+        """
 
     def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the keys of the rows of a put, from their columns."""
@@ -95,8 +106,9 @@ class Wanted:
 
     partitions: frozenset[str]
     begins: str
-    columns: frozenset[str]
-    late: frozenset[str]
+    left_out: frozenset[str]
+    left_out_late: frozenset[str]
+    prompt_tag: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +162,8 @@ class Recorder:
         """Ids and late values that are not in the store yet."""
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error: Exception | None = None
+        self._warned: set[str] = set()
+        """Names of late values that are not recorded, each logged once."""
 
     def open(self, options: StoreOptions, rollouts: RolloutFormat) -> None:
         """Open the store and record from now on.
@@ -188,7 +202,8 @@ class Recorder:
         made = self._rollouts
         if made is None:
             return None
-        return Wanted(frozenset(made.partitions), made.begins, frozenset(made.columns), frozenset(made.late))
+        left_out = frozenset(made.left_out), frozenset(made.left_out_late)
+        return Wanted(frozenset(made.partitions), made.begins, *left_out, made.prompt_tag)
 
     def accept(
         self,
@@ -390,20 +405,29 @@ class Recorder:
             return
         late: dict[str, dict[int, Any]] = {}
         for column, values in unpack_columns(message).items():
-            name = made.late[column]
+            name = made.late.get(column, column)
             ready = late.setdefault(name, {})
             for index, value in zip(indexes, values, strict=True):
                 if (found := self._by_index.get(index)) is None or not isinstance(value, Tensor):
                     continue
                 known, row = found
                 length, prompt = known.rows[row]
-                if value.ndim == 1 and len(value) == length - prompt:
-                    rows = known.partial.setdefault(name, {})
-                    rows[row] = value
-                    if len(rows) == len(known.rows):
-                        del known.partial[name]
-                        parts = [rows[number] for number in range(len(rows))]
-                        ready[known.number] = join_responses(parts, [prompt for _, prompt in known.rows])
+                whole = column not in made.late and len(value) == length
+                if not whole and len(value) != length - prompt:
+                    if column not in made.late and name not in self._warned:
+                        self._warned.add(name)
+                        logger.warning(
+                            "late values %s are not recorded: %d for %d tokens, %d of them of the prompt",
+                            *(name, len(value), length, prompt),
+                        )
+                    continue
+                rows = known.partial.setdefault(name, {})
+                rows[row] = value
+                if len(rows) == len(known.rows):
+                    del known.partial[name]
+                    parts = [rows[number] for number in range(len(rows))]
+                    prompts = [0 if whole else prompt for _, prompt in known.rows]
+                    ready[known.number] = join_responses(parts, prompts)
         self._annotate(late)
 
     def _set_values(self, names: Sequence[str], values: Mapping[str, Sequence[Any]]) -> None:

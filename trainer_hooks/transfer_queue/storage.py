@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
+from torch import Tensor
 from transfer_queue.metadata import BatchMeta
 from transfer_queue.storage.bootstrap import StorageBootstrapProvider
 from transfer_queue.storage.managers.base import StorageManager, StorageManagerFactory
@@ -135,6 +136,8 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         self._recorder = config.recorder.actor
         self._wanted: Wanted | None = None
         self._failures: Counter[str] = Counter()
+        self._warned: set[str] = set()
+        """Names of columns that are not recorded, each logged once."""
 
     async def put_data(self, data: TensorDict, metadata: BatchMeta, data_parser: Any = None) -> None:
         """Store rows for readers; then hand over what is recorded of them."""
@@ -153,9 +156,12 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         wanted = self._wanted = self._wanted or await self._recorder.wanted.remote()
         if wanted is None or metadata.partition_ids[0] not in wanted.partitions:
             return
-        present = set(data.keys())
-        begins = wanted.begins in present
-        names = sorted(present.intersection(wanted.columns if begins else wanted.late))
+        begins = wanted.begins in data.keys()  # noqa: SIM118 - no dict
+        names = sorted(set(data.keys()) - (wanted.left_out if begins else wanted.left_out_late))
+        if not begins:
+            if any(wanted.prompt_tag in tag for tag in metadata.custom_meta or ()):
+                return
+            names = self._per_token(data, names)
         if not names:
             return
         if parsed:
@@ -165,6 +171,15 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
             await self._recorder.accept.remote(metadata.global_indexes, metadata.custom_meta, message)
         else:
             await self._recorder.accept_late.remote(metadata.global_indexes, message)
+
+    def _per_token(self, data: TensorDict, names: Sequence[str]) -> list[str]:
+        """Return the columns with a list of numbers for each row; warns of others, once for each name."""
+        columns = {name: data.get(name) for name in names}
+        chosen = [name for name, column in columns.items() if isinstance(column, Tensor) and column.dim() == 2]
+        for name in columns.keys() - {*chosen, *self._warned}:
+            self._warned.add(name)
+            logger.warning("trajstore: later column %s does not have a number per token and is not recorded", name)
+        return chosen
 
     async def get_data(self, metadata: BatchMeta) -> TensorDict:
         """Return rows."""

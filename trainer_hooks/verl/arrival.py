@@ -22,9 +22,8 @@ from trainer_hooks.verl.cuts import Cut
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
-    NEEDED_UNRATED,
+    LEFT_OUT,
     SAMPLING,
-    WELCOME,
     session_of,
     trajectories_of,
 )
@@ -44,6 +43,12 @@ REUSED_BY = "reused_by"
 LATE = {"old_log_probs": "old_log_probs", "entropy": "entropys", "advantages": "advantages"}
 """Late values by row, by column of the data plane."""
 
+LEFT_OUT_LATE = (
+    *("log_probs", "rm_scores", "response_mask", "loss_mask", "exp_mask"),
+    *("values", "returns", "token_level_rewards"),
+)
+"""Later columns that are not recorded: the others, or the ledger, determine them; a critic computes them anew."""
+
 
 class VerlRollouts:
     """Rows of verl's agent loop; a session is one rollout. See :class:`trainer_hooks.transfer_queue.RolloutFormat`.
@@ -58,7 +63,9 @@ class VerlRollouts:
 
     partitions = ("train",)
     begins = "responses"
-    columns = ("uid", "session_id", *NEEDED_UNRATED, "rm_scores", *WELCOME)
+    left_out = LEFT_OUT
+    left_out_late = LEFT_OUT_LATE
+    prompt_tag = "is_prompt"
     late: Mapping[str, str] = LATE
 
     def __init__(

@@ -20,7 +20,7 @@ from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl.arrival import DROPPED_STEP, TRAINED_STEP
 from trainer_hooks.verl.asking import column_of
-from trainer_hooks.verl.rows import REUSE, SAMPLING, messages_of
+from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
 from trainer_hooks.verl.tasks import task_name
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.columns.facts import GIVEN
@@ -147,6 +147,8 @@ class Reuse:
             return "sampled with other options"
         if GUIDANCE in metadata or metadata.get("outputs") != row_count(rollout):
             return "guided, or incomplete"
+        if any(name.startswith(f"{MEDIA}.") for name in attached_names(metadata)):
+            return "with images, sound or video, which are not stored as the agent loop had them"
         return ""
 
     def named(self, prompts: TensorDict, step: int) -> TensorDict:

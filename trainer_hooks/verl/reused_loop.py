@@ -7,6 +7,7 @@ from typing import Any
 
 import hydra
 import ray
+from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
@@ -18,7 +19,8 @@ from trainer_hooks.replay.compact import with_usual_columns
 from trainer_hooks.replay.rows import rows_of
 from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished
-from trainer_hooks.verl.rows import REUSE
+from trainer_hooks.verl.rows import REUSE, ROUTES, restored
+from trajstore.attachments import attached
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -66,16 +68,19 @@ def _output_of(row: AgentTrajectory) -> AgentLoopOutput:
     reward = {} if row.reward is None else row.reward.metadata
     score = reward.get("score")
     rated = isinstance(score, int | float)
+    values = attached(metadata)
+    routes = values.get(ROUTES)
     return AgentLoopOutput(
         prompt_ids=ids[:start].tolist(),
         response_ids=ids[start:].tolist(),
         response_mask=mask.tolist(),
         response_logprobs=None if log_probs is None else log_probs.tolist(),
+        routed_experts=routes.numpy() if isinstance(routes, Tensor) else None,
         reward_score=score if rated else None,
         num_turns=int(metadata.get("num_turns", 0)),
         metrics=AgentLoopMetrics(),
         extra_fields={
-            **metadata.get("extra_fields", {}),
+            **restored(metadata.get("extra_fields", {}), values),
             **{name: metadata.get(name, []) for name in ("turn_scores", "tool_rewards")},
             **{name: metadata.get(name) for name in ("min_global_steps", "max_global_steps")},
             **({"reward_extra_info": dict(reward.get("extra", {}))} if rated else {}),

@@ -7,6 +7,7 @@ A row is one output of one session of a prompt; its key is ``{uid}_{session}_{in
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections import Counter
@@ -22,12 +23,14 @@ from trainer_hooks.metrics import score_of
 from trainer_hooks.replay import mean_entropy
 from trainer_hooks.replay.compact import with_usual_columns
 from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
-from trainer_hooks.replay.rows import pack_rows, row_count
+from trainer_hooks.replay.rows import ROWS, pack_rows, row_count
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, tokens_of
+from trajstore.attachments import ATTACHED, FILLED, attach, attached
+from trajstore.core.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -42,6 +45,12 @@ NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
 
 WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
 """Optional columns, recorded if present."""
+
+ROUTES = "routed_experts"
+"""Column with the expert routes, ``[L, layers, k]``."""
+
+MEDIA = "multi_modal_inputs"
+"""Column with the processor's tensors of images, sound and video, by name."""
 
 REUSE = "trajstore_reuse"
 """Column of a prompt with its finished rollouts, and key of ``extra_fields`` of a row that comes from the store."""
@@ -60,6 +69,22 @@ _KNOWN_EXTRA = frozenset(
 )
 """Extra fields of verl's agent loop that are recorded separately."""
 
+LEFT_OUT = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "loss_mask",
+    "global_steps",
+    "agent_name",
+    "exp_mask",
+    OFFER,
+    REUSE,
+)
+"""Columns of a first put that are not recorded: the others and the tag determine them, or the plugin added them."""
+
+_RECORDED = frozenset((*NEEDED, *WELCOME, "uid", "session_id", *LEFT_OUT))
+"""Columns that a trajectory's own fields have, or that are left out."""
+
 NOT_GUIDED = "not_guided"
 """Key of ``metadata``: reason why a rollout was not shown its experience."""
 
@@ -69,11 +94,11 @@ SAMPLING = "sampling"
 _LEAST, _MOST = -(2**63), 2**64 - 1
 """Range of integers in the store."""
 
-_OF_ONE_OUTPUT = ("token_scores",)
+_OF_ONE_OUTPUT = ("token_scores", ATTACHED, FILLED)
 """Keys of ``metadata`` with a value per output of a session."""
 
-_OF_THIS_SAMPLE = ("routed_experts", "teacher_ids", "teacher_logprobs")
-"""Per-token columns that are not recorded, so rows with one of them cannot be replayed."""
+_OF_THIS_SAMPLE = (ROUTES, "teacher_ids", "teacher_logprobs")
+"""Per-token columns of which the pool has none, so rows with one of them cannot be replayed."""
 
 
 def session_of(key: str) -> str:
@@ -116,8 +141,10 @@ def trajectories_of(
     - ``token_scores``: ``[[position in the response, score], ...]``, per row if a session has several ``outputs``;
     - ``task_rollouts``: the task's number of sessions in this step, as a crash may lose part of a group;
     - ``trained``: False for groups that the sampler dropped, which have no log-probs of the actor;
-    - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, and ``extra_fields`` with all
-      other fields of the agent loop;
+    - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, ``extra_fields`` with all
+      other fields of the agent loop, and ``columns`` with all other columns;
+    - ``attached``: tensors, arrays, bytes and images of these, by dotted name (:func:`trajstore.attached`); their
+      place in ``extra_fields``, ``columns`` and ``messages`` has ``{"attached": name}``;
     - after an offer: ``guidance``, the experience shown, or ``not_guided``, the reason for showing none.
 
     Args:
@@ -158,7 +185,8 @@ def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
     verl scores a session by its last output, which also has the facts of the whole session.
     """
     first, last = outputs[0], outputs[-1]
-    first.metadata = last.metadata | {name: first.metadata[name] for name in (*_OF_ONE_OUTPUT, "min_global_steps")}
+    own = {name: value for name, value in first.metadata.items() if name in (*_OF_ONE_OUTPUT, "min_global_steps")}
+    first.metadata = {name: value for name, value in last.metadata.items() if name not in _OF_ONE_OUTPUT} | own
     session = pack_rows(outputs, per_row=_OF_ONE_OUTPUT)
     session.reward = last.reward
     if session.entropys is not None and session.response_mask is not None:
@@ -189,8 +217,20 @@ def _trajectory_of(
     )
     lags = min(oldest, newest) < step - 1 and of_engine is not None and tokens.old_log_probs is not None
     reward_extra = plain(extra.get("reward_extra_info") or {})
+    values: dict[str, Any] = {}
+    metadata = {
+        "run": run,
+        "step": step,
+        "uid": row.key.split("_")[0],
+        "min_global_steps": row.tag.get("min_global_steps"),
+        "max_global_steps": row.tag.get("max_global_steps"),
+        "token_scores": [[place, plain(score)] for place, score in tokens.scores],
+        **_told_by_the_loop(columns, extra, values),
+        **_told_of_guidance(Report.of(extra)),
+    }
+    messages = messages_of(columns.get("raw_prompt"), values)
     return AgentTrajectory(
-        messages=messages_of(columns.get("raw_prompt")),
+        messages=messages,
         input_ids=tokens.input_ids,
         loss_mask=tokens.loss_mask,
         response_start=tokens.prompt,
@@ -205,17 +245,19 @@ def _trajectory_of(
         rollout_id=row.key,
         policy_version=min(oldest, newest, step - 1) + 1,
         tokenizer_fingerprint=fingerprint,
-        metadata={
-            "run": run,
-            "step": step,
-            "uid": row.key.split("_")[0],
-            "min_global_steps": row.tag.get("min_global_steps"),
-            "max_global_steps": row.tag.get("max_global_steps"),
-            "token_scores": [[place, plain(score)] for place, score in tokens.scores],
-            **_told_by_the_loop(columns, extra),
-            **_told_of_guidance(Report.of(extra)),
-        },
+        metadata=_with_attached(metadata, values) if values else metadata,
     )
+
+
+def _with_attached(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Attach values; reports the rows without expert routes, which verl fills with zeros at the end."""
+    result = attach(metadata, values)
+    routes = values.get(ROUTES)
+    if isinstance(routes, Tensor) and routes.ndim > 1:
+        given = routes.flatten(1).any(1).nonzero()
+        filled = len(routes) - (int(given[-1]) + 1 if len(given) else 0)
+        result |= {FILLED: {ROUTES: filled}} if filled else {}
+    return result
 
 
 def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward:
@@ -228,9 +270,20 @@ def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward
     return Reward(outcome=outcome, metadata={"score": plain(score), "extra": extra})
 
 
-def messages_of(prompt: Any) -> list[dict[str, Any]]:
-    """Return the prompt's messages as JSON values; empty if it is not a list of messages."""
-    messages = plain(prompt)
+def attached_names(metadata: Mapping[str, Any]) -> list[str]:
+    """Return the names of the tensors attached to a rollout, of all rows."""
+    owners = [metadata, *metadata.get(ROWS, [])]
+    return [name for owner in owners for name in owner.get(ATTACHED, {}).get("tensors", {})]
+
+
+def messages_of(prompt: Any, values: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return the prompt's messages as JSON values; empty if it is not a list of messages.
+
+    Args:
+        prompt: the column ``raw_prompt``.
+        values: receives images and bytes, see :func:`plain`.
+    """
+    messages = plain(prompt, values, "messages")
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and "role" in message for message in messages
     ):
@@ -238,8 +291,8 @@ def messages_of(prompt: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts from the data set and the agent loop for a rollout's ``metadata``."""
+def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts from data set and agent loop for ``metadata``; tensors and bytes go to ``values``."""
     facts: dict[str, Any] = {}
     truth = columns.get("reward_model")
     if isinstance(truth, Mapping) and truth.get("ground_truth") is not None:
@@ -249,8 +302,16 @@ def _told_by_the_loop(columns: Mapping[str, Any], extra: Mapping[str, Any]) -> d
     for name in ("turn_scores", "tool_rewards"):
         if extra.get(name) is not None and extra[name] != []:
             facts[name] = plain(extra[name])
-    rest = {name: plain(value) for name, value in extra.items() if name not in _KNOWN_EXTRA and value is not None}
-    return facts | ({"extra_fields": rest} if rest else {})
+    groups = (("extra_fields", extra, _KNOWN_EXTRA, "extra_fields."), ("columns", columns, _RECORDED, ""))
+    for group, given, known, prefix in groups:
+        rest = {
+            name: plain(value, values, f"{prefix}{name}")
+            for name, value in given.items()
+            if name not in known and value is not None and (prefix or not isinstance(value, dict) or value)
+        }
+        if rest:
+            facts[group] = rest
+    return facts
 
 
 def _told_of_guidance(report: Report | None) -> dict[str, Any]:
@@ -281,8 +342,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
         InvalidTrajectoryError: the trajectory lacks tokens, mask or log-probs.
     """
     present = [name for name in _OF_THIS_SAMPLE if template.columns.get(name) is not None]
-    if template.columns.get("multi_modal_inputs"):
-        present.append("multi_modal_inputs")
+    if template.columns.get(MEDIA):
+        present.append(MEDIA)
     if present:
         raise ConfigurationError(
             f"rows have {', '.join(present)}, which recorded trajectories have not: they cannot be replayed beside"
@@ -334,7 +395,7 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
 def _extra_fields(template: Mapping[str, Any], trajectory: AgentTrajectory, oldest: int, newest: int) -> dict[str, Any]:
     """Return the trajectory's extra fields for a replayed row; absent ones of the template are ``None``."""
-    of_rollout = {**trajectory.metadata.get("extra_fields", {})}
+    of_rollout = restored(trajectory.metadata.get("extra_fields", {}), attached(trajectory.metadata))
     of_rollout |= {
         name: trajectory.metadata.get(name, []) for name in ("turn_scores", "tool_rewards") if name in template
     }
@@ -361,20 +422,29 @@ def recorded_log_probs(trajectory: AgentTrajectory, length: int) -> tuple[Tensor
     return torch.where(known, recorded, 0.0), known
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, values: dict[str, Any] | None = None, name: str = "") -> Any:
     """Convert a value to JSON-like types that the store accepts.
 
     numpy and torch values become Python's. Other objects, non-finite numbers and integers beyond 64 bits become text;
     lone surrogates are escaped. Never fails, as metadata must not cost the rollout.
+
+    Args:
+        value: any.
+        values: receives tensors and arrays with a dimension, bytes, and images as PNG, by dotted name; each is
+            ``{"attached": name}`` in the result.
+        name: of the value.
     """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict | Mapping):  # the check for dict is much faster
-        return {plain(str(key)): plain(item) for key, item in value.items()}
+        return {(text := plain(str(key))): plain(item, values, f"{name}.{text}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [plain(item, values, f"{name}.{place}") for place, item in enumerate(value)]
+    if values is not None and (content := _to_attach(value)) is not None:
+        values[name] = content
+        return {ATTACHED: name}
     if isinstance(value, np.ndarray | Tensor) and value.ndim:
         return plain(value.tolist())
     if isinstance(value, np.generic | np.ndarray | Tensor):
@@ -382,6 +452,29 @@ def plain(value: Any) -> Any:
     storable = isinstance(value, int) and _LEAST <= value <= _MOST
     storable = storable or (isinstance(value, float) and math.isfinite(value))
     return value if storable else plain(str(value))
+
+
+def restored(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a value of a rollout's metadata with its attached values in place; inverse of :func:`plain`."""
+    if isinstance(value, list):
+        return [restored(item, values) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {ATTACHED}:
+        return values.get(value[ATTACHED])
+    return {name: restored(item, values) for name, item in value.items()}
+
+
+def _to_attach(value: Any) -> Any:
+    """Return a tensor, array, bytes, or an image as PNG; None for other values."""
+    if isinstance(value, bytes) or (isinstance(value, Tensor) and value.ndim and value.dtype in dtypes().values()):
+        return None if isinstance(value, Tensor) and value.layout is not torch.strided else value
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype.kind in "biufc":
+        return value
+    if hasattr(value, "save") and hasattr(value, "getbbox"):  # of Pillow, which need not be installed
+        value.save(file := io.BytesIO(), format="PNG")
+        return file.getvalue()
+    return None
 
 
 def _versions(trajectory: AgentTrajectory) -> tuple[int, int]:

@@ -90,8 +90,10 @@ def _write_rollout(report: dict[str, Any], out: Output) -> None:
     ]
     out.pairs([(name, "" if value is None else shown_value(value)) for name, value in rows])
     if report["metadata"]:
+        from trajstore.attachments import summarized  # the command line starts without torch
+
         out.heading("metadata")
-        out.table([(name, shown_value(value)) for name, value in report["metadata"].items()])
+        out.table([(name, shown_value(value)) for name, value in summarized(report["metadata"]).items()])
     for number, message in enumerate(report["messages"]):
         fields = message if isinstance(message, dict) else {"content": message}
         author = f" ({fields['author']})" if fields.get("author") else ""

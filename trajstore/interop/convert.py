@@ -305,7 +305,7 @@ class _StoreWriter:
             auto_save=True, auto_save_path=path, trajectory_format=trajectory_format, enable_cache=False
         )
         self._count = mark or 0
-        if mark is not None:
+        if mark is not None and self._buffer.points.saved:  # finish, which removes the points, may have been killed
             self._buffer.points.rollback(mark, aside=False)
 
     def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> AnyTrajectory:
@@ -318,7 +318,7 @@ class _StoreWriter:
     def append(self, encoded: Sequence[AnyTrajectory]) -> int:
         self._buffer.add_trajectories(encoded)
         self._count += len(encoded)
-        self._buffer.points.save(self._count, keep=1)
+        self._buffer.points.save(self._count, keep=2)  # a kill before the journal's line goes back to the one before
         return self._count
 
     def finish(self) -> None:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore.attachments import summarized
 from trajstore.core.columns.fields import join_name, walk
 from trajstore.operations.statistics import sampled_rows
 from trajstore.operations.trajectory_report import token_parts
@@ -104,7 +105,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
         "query": trajectory.query,
         "messages": trajectory.messages,
         "reward": None if trajectory.reward is None else _text(asdict(trajectory.reward)),
-        "metadata": _text(trajectory.metadata) if trajectory.metadata else None,
+        "metadata": _text(summarized(trajectory.metadata)) if trajectory.metadata else None,
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
         "tokens": total,
         "parts": [[part["part"], part["first"], part["tokens"]] for part in token_parts(trajectory)],

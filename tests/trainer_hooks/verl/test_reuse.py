@@ -30,7 +30,13 @@ STEP = 4
 def sampled(uid: str, session: int, *, index: int = 0, weights: tuple[int, int] = (STEP, STEP), output: int = 0) -> Row:
     """Return a row with an extra field of its agent loop."""
     row = fresh_row(uid, session, index=index, seed=index, response=3 + session, output=output, weights=weights)
-    return Row(row.key, row.tag, {**row.columns, "extra_fields": {**row.columns["extra_fields"], "own": 1}})
+    extra = {**row.columns["extra_fields"], "own": 1, "seen": torch.arange(2, dtype=torch.int8)}
+    routes = torch.arange(row.tag["seq_len"] * 4).reshape(-1, 2, 2).to(torch.int16)
+    return Row(row.key, row.tag, {**row.columns, "routed_experts": routes, "extra_fields": extra})
+
+
+def with_image(row: Row) -> Row:
+    return Row(row.key, row.tag, {**row.columns, "multi_modal_inputs": {"pixel_values": torch.zeros(2)}})
 
 
 def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -45,6 +51,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         *records("run-a", "other").rollouts([sampled("u4", 0, index=3)]),
         *records("run-a").rollouts([sampled("u5", 0, index=3, weights=(STEP, STEP + 1))]),
         *records("run-a").rollouts([sampled("u6", 0, index=3, weights=(STEP + 1, STEP + 1))]),
+        *records("run-a").rollouts([with_image(sampled("u7", 0, index=3))]),
     ]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format="pt") as buffer:
         ids = buffer.add_trajectories([*finished, *(rollout for rollout, _ in others)])
@@ -58,7 +65,14 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         assert list(named["uid"]) == ["new0", "u0", "u1", "new3"], "a group has one prompt"
         message = caplog.messages[-1]
         assert message.startswith("step 5: 3 finished rollouts of 2 prompts are in the store")
-        for reason in ("newer weights", "another run", "other options", "several steps", "prompts that are not in the"):
+        for reason in (
+            "1 with images",
+            "newer weights",
+            "another run",
+            "other options",
+            "several steps",
+            "prompts that are not in the",
+        ):
             assert reason in message
 
         offered = reuse.offered(named)
@@ -96,7 +110,10 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
             for row, output in zip(put, outputs, strict=True):
                 columns = output.as_dict()
                 assert columns["extra_fields"].pop(REUSE)
-                for name in ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"):
+                seen = columns["extra_fields"].pop("seen")
+                names = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "routed_experts")
+                assert torch.equal(seen, row.columns["extra_fields"].pop("seen"))
+                for name in names:
                     assert torch.equal(columns[name], row.columns[name]), name
                     assert columns[name].dtype == row.columns[name].dtype
                 extra = {"turn_scores": [], "tool_rewards": [], **row.columns["extra_fields"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.dataplane import add_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.reading import RunTokenizer
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, attached
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
@@ -61,10 +62,14 @@ def late(rows: list[Row], start: float) -> list[torch.Tensor]:
     return [start - torch.arange(len(row.columns["responses"])) for row in rows]
 
 
-def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(recorder: RecorderHandle, tmp_path: Path) -> None:
+def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(
+    recorder: RecorderHandle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     single = plane.rollouts("a", 2)
     outputs = [fresh_row("b", 0, response=3, output=0), fresh_row("b", 0, prompt=4, response=2, output=1)]
     padding = fresh_row("pad", 0)
+    routes = torch.arange(20, dtype=torch.int16).reshape(5, 2, 2)
+    single[0] = Row(single[0].key, single[0].tag, {**single[0].columns, "routed_experts": routes})
     for rows in (single[:1], single[1:], outputs):
         ray.get(put_elsewhere.remote(rows))
     add_rows([fresh_row("a", 1000), Row(padding.key, {**padding.tag, "is_padding": True}, padding.columns)], TRAINING)
@@ -79,10 +84,19 @@ def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(recorder: R
         assert "trained" not in arrived[row.key].metadata
 
     rows = [*single, *outputs]
+    assert torch.equal(attached(arrived["a_0_0"].metadata)["routed_experts"], routes)
+    assert "attached" not in arrived["a_1_0"].metadata
+
     keys, old, entropy = [row.key for row in rows], late(rows, -1.0), late(rows, 9.0)
     for part in (slice(0, 3), slice(3, 4)):  # ranks have parts of the batch: the outputs of a session come one by one
         ray.get(write_elsewhere.remote(keys[part], "old_log_probs", old[part]))
     write_column([*keys, "a_1000_0"], TRAINING, "entropy", [*entropy, torch.zeros(4)])
+    write_column(["a_0_0"], TRAINING, "ref_log_prob", [old[0] - 1])
+    write_column(["a_0_0"], TRAINING, "of_all_tokens", [torch.arange(5.0)])
+    write_column(["a_0_0"], TRAINING, "values", [old[0]])
+    with caplog.at_level(logging.WARNING):
+        write_column(["a_0_0"], TRAINING, "wide", [torch.zeros(2, 2)])
+    assert "later column wide does not have a number per token and is not recorded" in caplog.text
     names = ["a_0_0", "b_0_0", "a_1000_0"]
     recorder.set_values(names, {TRAINED_STEP: [5, 5, 5], TASK_ROLLOUTS: [2, 1, 1], "outcome": [0.25] * 3})
     assert recorder.flush().lost == 0
@@ -90,6 +104,10 @@ def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(recorder: R
     assert sorted(trained) == sorted(arrived)
     first, both = trained["a_0_0"], trained["b_0_0"]
     assert torch.equal(first.old_log_probs, old[0])
+    with TrajectoryReplayBuffer.open(tmp_path / "rollouts") as store:
+        notes = store.get(0).notes
+    assert notes.keys() == {"old_log_probs", "entropys", "ref_log_prob", "of_all_tokens"}
+    assert torch.equal(notes["of_all_tokens"], torch.arange(5.0))
     assert torch.equal(first.entropys, entropy[0])
     assert first.reward.outcome == 1.0, "it arrived with its reward"
     assert (first.metadata["step"], first.metadata["trained"], first.metadata["task_rollouts"]) == (5, True, 2)
