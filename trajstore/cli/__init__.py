@@ -65,19 +65,20 @@ _BUILT_IN: tuple[Command, ...] = (
 def commands() -> tuple[Command, ...]:
     """Return this package's commands, then those registered under ``trajstore.commands``, by name.
 
-    A registered command that cannot be imported is named on stderr and left out.
+    An entry point names a command or a tuple of commands. One that cannot be imported is named on stderr and left out.
     """
     others = sorted(entry_points(group="trajstore.commands"), key=lambda point: point.name)
-    return (*_BUILT_IN, *(command for point in others if (command := _loaded(point)) is not None))
+    return (*_BUILT_IN, *(command for point in others for command in _loaded(point)))
 
 
-def _loaded(point: EntryPoint) -> Command | None:
+def _loaded(point: EntryPoint) -> tuple[Command, ...]:
     try:
-        return cast(Command, point.load())
+        loaded = cast("Command | tuple[Command, ...]", point.load())
+        return loaded if isinstance(loaded, tuple) else (loaded,)
     except Exception as error:  # the import runs another package's code
         reason = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
         _fail(f"the command {point.name!r} is left out, because {reason}", FAILED)
-        return None
+        return ()
 
 
 def build_parser() -> argparse.ArgumentParser:
