@@ -35,6 +35,7 @@ BENCHMARKS = {
     "t16admit": "t16_admit.figures",
     "t16rows": "t16_verl.row_figures",
     "t17": "t17_priorities.figures",
+    "convert": "convert.figures",
     "guided": "guided.figures",
     "t18": "t18_annotate.figures",
     "t19": "t19_ray.figures",

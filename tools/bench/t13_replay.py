@@ -160,12 +160,30 @@ def config_of(arm: str, seed: int, steps: int, environment: str = BASE.environme
     )
 
 
+_STARTS: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
+"""Weights after the supervised start, which arms with the same template share: of the current seed alone."""
+
+
+def start(trainer: ReferenceTrainer) -> None:
+    """Run the supervised start, or load the weights of an equal one."""
+    config = trainer.config
+    template = config.guidance.experience_template if config.guidance.is_on else None
+    key = (config.environment, config.seed, config.warm_start_steps, config.model, template)
+    if (weights := _STARTS.get(key)) is not None:
+        trainer.model.load_state_dict(weights)
+        return
+    trainer.warm_start()
+    if len(_STARTS) == 2:  # with a template and without
+        _STARTS.clear()
+    _STARTS[key] = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
 def measure(arm: str, config: TrainerConfig) -> Run:
     """Train until solved."""
     began = time.perf_counter()
     rows, tokens = [], []
     with ARMS[arm].trainer(config) as trainer:
-        trainer.warm_start()
+        start(trainer)
         while trainer.step < config.steps and trainer.solved_after is None:
             trainer.train_step()
             figures = trainer.metrics

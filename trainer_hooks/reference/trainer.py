@@ -78,6 +78,7 @@ class ReferenceTrainer(Closing):
             current_entropy=self._current_entropy,
             task_text=lambda task: self.environment.begin(task).first_message,
             ledger=config.ledger_folder,
+            rollouts=config.rollouts,
         )
         self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance), tokenizer=self.tokenizer)
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
@@ -88,6 +89,8 @@ class ReferenceTrainer(Closing):
         self._tokens = torch.Generator(config.device).manual_seed(config.seed)
         self._order = torch.Generator().manual_seed(config.seed)
         self._waiting: list[str] = []
+        self._first_pass: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
+        """A step's first minibatch and the policy's outputs for it, with gradient, until the first update."""
 
     # ---- running ----
 
@@ -160,6 +163,7 @@ class ReferenceTrainer(Closing):
             entropys,
             data={"name": self.environment.name, "tasks": len(self._tasks), "position": position},
             seeds={"trainer": self.config.seed},
+            options=self.config.step_options(len(self.tokenizer), self.tokenizer.pad_id),
         )
         self.metrics |= self.guidance.step_done(fresh, step)
         self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait
@@ -312,12 +316,16 @@ class ReferenceTrainer(Closing):
         """Return the policy's log-probabilities and entropies, [B, R].
 
         Computed per minibatch, because rounding depends on the shape of a matrix product: so the first minibatch's
-        ratio is exactly 1 on a CPU.
+        ratio is exactly 1 on a CPU. The first minibatch's pass is kept with its gradient for :meth:`_update`.
         """
         shape, device = batch.tensors["responses"].shape, self.config.device
         log_probs, entropys = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-        for part in parts:
-            log_probs[part], entropys[part] = self._policy(batch, part)
+        for number, part in enumerate(parts):
+            with torch.set_grad_enabled(number == 0):
+                outputs = self._policy(batch, part)
+            if number == 0:
+                self._first_pass = (part, outputs)
+            log_probs[part], entropys[part] = (output.detach() for output in outputs)
         return log_probs, entropys
 
     def _policy(self, batch: Batch, part: Tensor) -> tuple[Tensor, Tensor]:
@@ -340,7 +348,8 @@ class ReferenceTrainer(Closing):
         """Take one optimizer step on some rows; return their loss."""
         config = self.config
         response_mask = batch.tensors["response_mask"][part]
-        log_probs, entropys = self._policy(batch, part)
+        kept, self._first_pass = self._first_pass, None  # of no use once the weights have changed
+        log_probs, entropys = kept[1] if kept is not None and kept[0] is part else self._policy(batch, part)
         loss = het_compute_token_on_off_policy_loss(
             old_log_prob=old_log_probs[part],
             log_prob=log_probs,
