@@ -68,7 +68,7 @@ def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: 
     assert index.search(query, 200) == plain.search(query, 200)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(text=st.text(st.characters(exclude_categories=())), other=st.text(st.characters(exclude_categories=())))
 def test_any_text_is_found_by_itself(text: str, other: str) -> None:
     index = RetrievalIndex()

@@ -45,6 +45,7 @@ from trainer_hooks.trained import StepRecorder
 from trajstore.core.base.arguments import finite, share, whole
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError
+from trajstore.ledger import LEDGER_FOLDER
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,8 @@ class ReplayHook(Closing, Generic[Task]):
         max_response_length: the same of responses.
         ledger: local folder of the training ledger (``trajstore.ledger``), in which :meth:`step_done` records each
             step, also with ``enable: false``; one for each rank. ``None``: none is written.
+        rollouts: local folder of a store in which :meth:`step_done` records all fresh rollouts, with which
+            ``trajstore replay-step`` recomputes steps. The ledger is then its folder ``ledger``, unless given.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -103,7 +106,10 @@ class ReplayHook(Closing, Generic[Task]):
         max_prompt_length: int | None = None,
         max_response_length: int | None = None,
         ledger: str | Path | None = None,
+        rollouts: str | Path | None = None,
     ) -> None:
+        if ledger is None and rollouts is not None:
+            ledger = Path(rollouts) / LEDGER_FOLDER
         if ledger is not None and draws_ahead:
             raise ConfigurationError(
                 f"ledger: {ledger}, cannot be written with draws_ahead = {draws_ahead}, which draws for a step before "
@@ -120,7 +126,8 @@ class ReplayHook(Closing, Generic[Task]):
         self._recorder: StepRecorder | None = None
         try:
             if ledger is not None:
-                self._recorder = StepRecorder(ledger, drops_negative=config.drop_negative_off_policy)
+                drops_negative = config.drop_negative_off_policy
+                self._recorder = StepRecorder(ledger, drops_negative=drops_negative, rollouts=rollouts)
             if not config.enable:
                 return
             manager = ExperienceManager(
@@ -339,6 +346,7 @@ class ReplayHook(Closing, Generic[Task]):
         *,
         data: Mapping[str, Any] | None = None,
         seeds: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Admit the step's rollouts to the pool and record the step in the ledger; return metrics (empty if disabled).
 
@@ -352,6 +360,7 @@ class ReplayHook(Closing, Generic[Task]):
             asked: as for :meth:`rollouts_done`.
             data: for the ledger: identity of the data set and position in it, JSON values.
             seeds: for the ledger, by name.
+            options: for the ledger: :class:`trainer_hooks.steps.Options`. The configuration's are added.
 
         Raises:
             ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape; or there is a ledger, and no loss
@@ -360,25 +369,36 @@ class ReplayHook(Closing, Generic[Task]):
             InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or was handed over already.
             StoreWriteError: the pool's store could not write.
         """
-        figures = self._admit_batch(batch, fresh, old_log_probs, entropys, asked)
-        if self._recorder is not None:
-            stored = {} if self._made is None else self._made.manager.admitted
-            self._recorder.record(batch, stored, data, {"replay": self.config.seed} | dict(seeds or {}))
+        replay, recorder = self._replay, self._recorder
+        completed: list[AgentTrajectory] = []
+        if replay is not None:
+            with replay.figures.times.measure("step_done"):
+                completed = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
+        elif recorder is not None and recorder.keeps_rollouts:
+            completed = completed_rollouts(batch, fresh, old_log_probs, entropys, recorder.step)
+        figures = self._admit_batch(batch, completed, asked)
+        if recorder is not None:
+            stored = {} if replay is None else replay.manager.admitted
+            recorder.record(
+                batch,
+                stored,
+                completed,
+                data=data,
+                seeds={"replay": self.config.seed} | dict(seeds or {}),
+                options=None if options is None else self._options(options),
+            )
         return figures
 
+    def _options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a step's options with the configuration's."""
+        loss = {**self.loss_options, **given.get("loss", {})}
+        return {**given, "loss": loss, "recorded_log_probs": self.config.exp_is_correct}
+
     def _admit_batch(
-        self,
-        batch: Batch,
-        fresh: Sequence[AgentTrajectory],
-        old_log_probs: Tensor,
-        entropys: Tensor,
-        asked: Mapping[str, int] | None,
+        self, batch: Batch, completed: Sequence[AgentTrajectory], asked: Mapping[str, int] | None
     ) -> dict[str, float]:
-        replay = self._replay
-        if replay is None:
+        if self._replay is None:
             return {}
-        with replay.figures.times.measure("step_done"):
-            completed = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
         extras = batch.non_tensors["extras"]
         return self.rollouts_done(
             completed,

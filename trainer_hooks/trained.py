@@ -12,7 +12,9 @@ from torch import Tensor
 
 from trainer_hooks.batch import Batch
 from trainer_hooks.completion import check_lengths
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.core.base.closing import Closing
+from trajstore.core.reading.contents import Contents
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import ROW, Ledger, TrainedStep
 
@@ -38,6 +40,8 @@ def trained_step(
     loss: Mapping[str, float | Tensor] | None = None,
     data: Mapping[str, Any] | None = None,
     seeds: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+    updates: Sequence[Sequence[int]] = (),
 ) -> TrainedStep:
     """Return the record of a step with B trained rows; leave out padding and rows that were not trained.
 
@@ -60,6 +64,8 @@ def trained_step(
         loss: loss terms by name.
         data: data set identity and position, JSON values.
         seeds: seeds by name, JSON values.
+        options: of advantages, loss and policy, for ``trajstore replay-step``; JSON values.
+        updates: the rows of each loss computation, in order.
 
     Raises:
         ConfigurationError: lengths or shapes differ, or a group has two tasks.
@@ -104,7 +110,18 @@ def trained_step(
     if weights is None:
         rows["weight"] = 1.0
     terms = {name: float(value) for name, value in (loss or {}).items()}
-    return TrainedStep(step, rows, tasks, policy_before, policy_after, terms, dict(data or {}), dict(seeds or {}))
+    return TrainedStep(
+        step,
+        rows,
+        tasks,
+        policy_before,
+        policy_after,
+        terms,
+        dict(data or {}),
+        dict(seeds or {}),
+        dict(options or {}),
+        tuple(tuple(update) for update in updates),
+    )
 
 
 def row_means(mask: Tensor, **values: Tensor) -> Tensor:
@@ -141,25 +158,40 @@ class StepRecorder(Closing):
     Args:
         path: folder of the ledger.
         drops_negative: whether replayed rows with a negative advantage have no loss.
+        rollouts: folder of a store of all fresh rollouts; ``None`` = there is none, and ids are the pool's.
     """
 
-    def __init__(self, path: str | Path, *, drops_negative: bool) -> None:
-        self.ledger = Ledger(path)
+    def __init__(self, path: str | Path, *, drops_negative: bool, rollouts: str | Path | None = None) -> None:
         self._drops_negative = drops_negative
-        self._step = 0
-        self._rows: list[int] = []
+        self.step = 0
+        """The step that began last."""
+        self._buffer: TrajectoryReplayBuffer | None = None
+        self.ledger = Ledger(path)
+        try:
+            if rollouts is not None:
+                self._buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=rollouts, enable_cache=False)
+                self._ids = self._buffer.live.locked(_ids_by_name)
+        except BaseException:
+            self.ledger.close()
+            raise
+        self._updates: list[list[int]] = []
         self._means: list[Tensor] = []
         self._terms: list[dict[str, Tensor]] = []
+
+    @property
+    def keeps_rollouts(self) -> bool:
+        """True if there is a store of all fresh rollouts."""
+        return self._buffer is not None
 
     def begin(self, step: int) -> None:
         """Begin a step. Recorded steps from it on will be replaced, with a warning."""
         if self.ledger.last is not None and step <= self.ledger.last:
             self.ledger.continue_from(step - 1 if step else None)
-        self._step, self._rows, self._means, self._terms = step, [], [], []
+        self.step, self._updates, self._means, self._terms = step, [], [], []
 
     def loss_computed(self, batch: Batch, rows: Sequence[int], loss: Mapping[str, Tensor], advantages: Tensor) -> None:
         """Collect one loss computation; nothing is read from the device."""
-        self._rows += rows
+        self._updates.append(list(rows))
         mask = batch.tensors["response_mask"][list(rows)]
         self._means.append(row_means(mask, advantages=advantages, ratios=loss["importance_ratio"]))
         self._terms.append({name: term.detach() for name, term in loss.items() if term.dim() == 0})
@@ -168,28 +200,30 @@ class StepRecorder(Closing):
         self,
         batch: Batch,
         trajectories: Mapping[tuple[str, str], int],
-        data: Mapping[str, Any] | None,
-        seeds: Mapping[str, Any] | None,
+        fresh: Sequence[AgentTrajectory],
+        **header: Mapping[str, Any] | None,
     ) -> None:
         """Record the step: the rows of which a loss was computed, in the batch's order, with their last values.
 
         Args:
             batch: the whole batch.
-            trajectories: ids of its fresh rollouts in the store, by task and rollout id.
-            data: as for :func:`trained_step`.
-            seeds: likewise.
+            trajectories: ids of its fresh rollouts in the pool's store, by task and rollout id.
+            fresh: its fresh rollouts, complete; recorded first if there is a store of all rollouts.
+            header: ``data``, ``seeds`` and ``options``, as for :func:`trained_step`.
 
         Raises:
             ConfigurationError: no loss was computed.
             OSError: the step could not be written.
+            StoreWriteError: the rollouts could not be written.
         """
-        if not self._rows:
+        if not self._updates:
             raise ConfigurationError(
-                f"{self.ledger.url}: no loss of step {self._step} was reported; call the hook's loss_computed"
+                f"{self.ledger.url}: no loss of step {self.step} was reported; call the hook's loss_computed"
             )
         means = torch.cat(self._means, dim=1).cpu()
-        newest = {row: place for place, row in enumerate(self._rows)}
+        newest = {row: place for place, row in enumerate(row for update in self._updates for row in update)}
         rows = sorted(newest)
+        places = {row: place for place, row in enumerate(rows)}
         _, advantages, ratios = means[:, [newest[row] for row in rows]]
         named = batch.non_tensors
         extras = named["extras"]
@@ -197,35 +231,59 @@ class StepRecorder(Closing):
         dropped = torch.tensor(replayed) & (advantages < 0) & self._drops_negative
         numbers = batch.rollouts.tolist()
         keys = zip(named["task_ids"], named["rollout_ids"], strict=True)
-        ids = [
-            of_row.get("trajectory_id") if of_row["is_experience_replay"] else trajectories.get(key)
-            for key, of_row in zip(keys, extras, strict=True)
-        ]
+        if self._buffer is None:
+            ids = [
+                of_row.get("trajectory_id") if of_row["is_experience_replay"] else trajectories.get(key)
+                for key, of_row in zip(keys, extras, strict=True)
+            ]
+        else:
+            added = self._buffer.add_trajectories(fresh)
+            self._buffer.flush()
+            self._ids.update(
+                ((each.task_id, each.rollout_id), number) for each, number in zip(fresh, added, strict=True)
+            )
+            ids = [self._ids.get(key) for key in keys]
         terms = {name: float(torch.stack([term[name] for term in self._terms]).mean()) for name in self._terms[0]}
         self.ledger.record(
             trained_step(
-                self._step,
+                self.step,
                 uids=[named["uid"][row] for row in rows],
                 task_ids=[named["task_ids"][row] for row in rows],
                 mask=batch.tensors["response_mask"][rows],
                 advantages=advantages,
                 ratios=ratios,
                 versions=[
-                    extras[row]["policy_version"] if is_replayed else self._step
+                    extras[row]["policy_version"] if is_replayed else self.step
                     for row, is_replayed in zip(rows, replayed, strict=True)
                 ],
                 replayed=replayed,
                 trajectories=[ids[row] for row in rows],
                 rollouts=[numbers[row] for row in rows],
                 weights=1.0 - dropped.double(),
-                policy_before=self._step,
-                policy_after=self._step + 1,
+                policy_before=self.step,
+                policy_after=self.step + 1,
                 loss=terms,
-                data=data,
-                seeds=seeds,
+                updates=[[places[row] for row in update] for update in self._updates],
+                **header,
             )
         )
 
     def close(self) -> None:
-        """Release the ledger's folder."""
-        self.ledger.close()
+        """Close the store and release the ledger's folder."""
+        try:
+            if self._buffer is not None:
+                self._buffer.close()
+        finally:
+            self.ledger.close()
+
+
+def _ids_by_name(contents: Contents) -> dict[tuple[str, str], int]:
+    """Return the ids of stored rollouts by task and rollout id; the newest one of those with the same."""
+    index = contents.index
+    texts = index.texts.texts()
+    names = zip(index.fact("task").tolist(), index.fact("rollout_id").tolist(), strict=True)
+    return {
+        (texts[int(task)] if task >= 0 else "", texts[int(rollout)]): number
+        for (task, rollout), number in zip(names, index["trajectory_id"].tolist(), strict=True)
+        if rollout >= 0
+    }

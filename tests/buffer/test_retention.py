@@ -37,7 +37,7 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     return index
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.none() | st.integers(0, 8)), max_size=12),
     most=st.none() | st.integers(1, 8),

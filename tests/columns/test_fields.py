@@ -35,7 +35,7 @@ def test_dotted_names(path: tuple[str, ...], name: str) -> None:
     assert split_name(name) == path
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(path=KEYS)
 def test_every_path_comes_back(path: list[str]) -> None:
     assert split_name(join_name(path)) == tuple(path)
@@ -62,7 +62,7 @@ def test_axis_by_field_and_rows(field: str, rows: int, expected: tuple[Axis, int
     assert axis_of(field, rows, 12) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(epochs=st.integers(1, 4), steps_each=st.integers(1, 4), batch=st.integers(1, 3), data=st.data())
 def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: Any) -> None:
     """Each row is labelled with its sample, extra rows with None, as in the written form."""
@@ -81,7 +81,7 @@ def test_extra_rows_are_skipped(epochs: int, steps_each: int, batch: int, data: 
 # -- Items in portions --
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(0, 9), max_size=20), limit=st.integers(0, 20), most=st.integers(1, 5))
 def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
     sizes: list[int], limit: int, most: int
@@ -117,7 +117,7 @@ def view(lease: Lease, offset: int, nbytes: int) -> memoryview:
     return lease.data[offset : offset + nbytes]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 2 * SLAB), st.integers(0, 6)), max_size=40))
 def test_blocks_that_are_held_keep_what_was_written(steps: list[tuple[int, int]]) -> None:
     arena = Arena(SLAB, spare=2)

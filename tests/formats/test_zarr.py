@@ -227,7 +227,7 @@ def test_a_chunk_that_nobody_names_is_not_taken_for_zeros_and_a_short_one_is_ref
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), unique=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_node_names_are_legal_and_distinct(columns: list[str]) -> None:
     nodes = [node_name(column) for column in columns]
     assert len(set(nodes)) == len(nodes)

@@ -19,7 +19,7 @@ def manager(seed: int = 0, **rules: Any) -> GuidanceManager:
     return GuidanceManager(AllocationRules(**rules), seed=seed)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(tasks=st.integers(0, 60), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[str]:
@@ -33,7 +33,7 @@ def test_counts_of_train_modes_are_exact(tasks: int, ratio: float, seed: int) ->
     assert allocate("hybrid") == allocate("hybrid")
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(rollouts=st.lists(st.integers(0, 20), max_size=12), ratio=RATIOS, seed=st.integers(0, 2**32))
 def test_counts_of_guided_rollouts_are_exact_per_task(rollouts: list[int], ratio: float, seed: int) -> None:
     def allocate(mode: str) -> list[tuple[bool, ...]]:

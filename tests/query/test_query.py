@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
-from trajstore.core.formats import FORMATS
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling import GroupSampler
 from trajstore.errors import ConfigurationError, MissingDependencyError
@@ -171,9 +170,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize("trajectory_format", list(FORMATS))
-def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, trajectory_format: Any, read: list[int]) -> None:
-    with writer_to(tmp_path / "store", trajectory_format=trajectory_format) as writer:
+def test_a_reader_follows_and_reads_no_rollout(tmp_path: Path, read: list[int]) -> None:
+    with writer_to(tmp_path / "store") as writer:
         writer.add_trajectories([rollout("a", judge=0.25), witness(5), rollout("b", outcome=None)])
         assert writer.query().where("task = 'a'").ids().tolist() == [0]  # possibly uncommitted
         writer.flush()

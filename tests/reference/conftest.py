@@ -44,7 +44,7 @@ def make(started: dict[TrainerConfig, dict[str, torch.Tensor]]) -> Iterator[Trai
             config = replace(config, replay=replay(**replay_options))
         trainer = ReferenceTrainer(config, environment(config))
         made.append(trainer)
-        key = replace(config, replay=ExperienceReplayConfig())
+        key = replace(config, replay=ExperienceReplayConfig(), rollouts=None)
         if key not in started:
             trainer.warm_start()
             started[key] = {name: value.clone() for name, value in trainer.model.state_dict().items()}

@@ -27,7 +27,10 @@ CONFIG = replace(SORT, steps=8)
     "options",
     [
         {"use_current_policy_entropy": True, "task_sampling": "similar"},
-        {"exp_select_mode": "random", "policy_versions": "spread", "in_turns": True, "max_uses": 2},
+        pytest.param(
+            {"exp_select_mode": "random", "policy_versions": "spread", "in_turns": True, "max_uses": 2},
+            marks=pytest.mark.campaign,
+        ),
     ],
     ids=["scored, similar", "spread, used up"],
 )

@@ -5,8 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trainer_hooks.reference.environments import (
     Environment,
@@ -93,24 +91,6 @@ def test_tasks_are_graded_and_some_are_solved_by_chance(environment: Environment
     assert means[-1] < 0.1
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), number=st.integers(0, 1))
-def test_whatever_is_said_has_words_of_the_vocabulary(seed: int, number: int) -> None:
-    environment = ENVIRONMENTS[number]
-    tokenizer = WordTokenizer(environment.words)
-    random = Random(seed)
-    episode = environment.begin(random.choice(environment.tasks))
-    text, done = episode.first_message, False
-    while not done:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-        reply = episode.any_reply(random)
-        written = tokenizer.reply(reply)
-        assert len(written) <= environment.max_reply_tokens
-        assert tokenizer.reply_text(written) == reply
-        answer = episode.answer(reply)
-        text, done = answer.observation, answer.done
-
-
 def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
     assert SortEnvironment(seed=3).tasks == SortEnvironment(seed=3).tasks
     assert HouseholdEnvironment(seed=3).tasks == HouseholdEnvironment(seed=3).tasks
@@ -136,8 +116,3 @@ def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
 def test_bad_arguments_are_named(build: object, name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         build()  # type: ignore[operator]
-
-
-def test_fingerprint_tells_vocabularies_apart() -> None:
-    assert WordTokenizer(["cup", "book"]).fingerprint == WordTokenizer(["cup", "book"]).fingerprint
-    assert WordTokenizer(["cup", "book"]).fingerprint != WordTokenizer(["book", "cup"]).fingerprint

@@ -61,7 +61,7 @@ def test_a_task_is_solved_on_full_evidence_only_and_its_difficulty_is_out_of_n(
     assert outcome.difficulty(n_rollout) == difficulty
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 3)), max_size=30))
 def test_buckets_are_a_partition_without_empty_parts(moves: list[tuple[str, int | None]]) -> None:
     buckets = DifficultyBuckets()
@@ -104,7 +104,7 @@ def test_bucket_probabilities_follow_their_formula(strategy: str, weight: Callab
     assert of_many.sum() == pytest.approx(1.0), "weights that are all small are no zeros"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     sizes=st.dictionaries(st.integers(0, 8), st.integers(0, 5), max_size=5),
     n=st.integers(0, 30),

@@ -37,7 +37,7 @@ def drawn(manager: ExperienceManager, n: int = 1) -> list[int]:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([None, 1, 2])), max_size=8),
     st.randoms(use_true_random=False),
@@ -81,7 +81,7 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
     assert len(asked) == 3, "all of them came"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=10),
     st.sampled_from(["argmin", "argmax"]),
@@ -300,7 +300,7 @@ def reference(entropies: list[tuple[int, float]], mode: str, most: int) -> list[
     return [place for place, _, _ in kept]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0, 1.5, 2.0])), max_size=12),
     st.sampled_from(["argmin", "argmax", "random"]),

@@ -82,7 +82,7 @@ CONVERSATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=CONVERSATIONS, name=st.sampled_from(STABLE), hint=st.sampled_from([None, "", " think!"]))
 def test_rows_are_those_of_a_plain_reference(messages: list[dict[str, str]], name: str, hint: str | None) -> None:
     """Linear contexts give one row and no hint; those that drop thoughts give one row per model turn."""

@@ -32,7 +32,7 @@ def manager_with(replayable: list[str], skipped: list[str], *, histories: int = 
 names = st.sampled_from([f"t{i}" for i in range(12)])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     batch=st.lists(names, unique=True, max_size=8),
     replayable=st.lists(names, unique=True, max_size=8),
@@ -323,7 +323,7 @@ def test_it_needs_to_know_what_a_task_asks_for() -> None:
         manager.sample_tasks_from_replaypool(1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.lists(st.sampled_from([*TEXTS, "gone"]), unique=True), min_size=1, max_size=6),
     st.lists(st.sampled_from(list(TEXTS)), min_size=1, max_size=4),

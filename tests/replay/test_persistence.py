@@ -233,19 +233,6 @@ def test_a_defaultdict_of_ours_is_read(tmp_path: Path) -> None:
     assert contents.task2trajectories["a"][0].metadata == {"deep": {"er": [1, {"x": None}]}}
 
 
-def test_log_probs_without_a_mask_are_told_by_their_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    document = to_plain(AgentTrajectory(task_id="a", entropy=0.5, metadata={}, input_ids=torch.tensor([1, 2])))
-    document["old_log_probs"] = [-0.5, -0.25]
-    document["dtypes"]["old_log_probs"] = "float32"
-    manager = ExperienceManager(RULES)
-    with caplog.at_level(logging.WARNING, logger="trajstore"):
-        manager.load_experience_pool_from_disk(write_files(tmp_path / "step_1", {"a": [document]}))
-    assert manager.refused == {"no_response_mask": 1}
-    assert "1 of 1 trajectory refused: no_response_mask 1" in caplog.text
-
-
 def test_a_task_in_two_buckets_is_told_and_the_later_one_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

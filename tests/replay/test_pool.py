@@ -224,16 +224,6 @@ def test_a_damaged_state_dict_changes_nothing(damage: dict[str, object]) -> None
     assert len(manager) == 1
 
 
-def test_a_trajectory_that_the_store_gave_up_leaves_the_pool() -> None:
-    store = MemoryStore()
-    manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
-    step(manager, rollouts("a", [1, 1, 0]))
-    lost = next(number for number in store.ids() if store.get(number).rollout_id == "a/0")
-    store.evict([lost])
-    assert numbers(manager.get_offpolicy_batch(["a"], 4)) == [1]
-    assert len(manager) == 1
-
-
 def test_outcomes_that_are_no_numbers_are_refused_and_counted() -> None:
     manager = pool()
     outcomes = [1.0, float("nan"), float("inf"), 0.0]

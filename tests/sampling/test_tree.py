@@ -15,7 +15,7 @@ from trajstore.errors import ConfigurationError
 weight = st.one_of(st.just(0.0), st.floats(1e-9, 1e9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_sums_and_searches_are_those_of_a_plain_array(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 700))
@@ -71,7 +71,7 @@ def index_of(sizes: list[int], dropped: int = 0) -> TrajectoryIndex:
     return index
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), sizes=st.lists(st.integers(0, 9), max_size=9), size=st.integers(0, 10))
 def test_it_is_the_end_of_the_list_of_what_can_be_read(data: st.DataObject, sizes: list[int], size: int) -> None:
     dropped = data.draw(st.integers(0, len(sizes)))

@@ -29,7 +29,7 @@ from trajstore.testing.witness import witness
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(values=st.lists(INT64, max_size=20), width=st.sampled_from([None, 0, 3]))
 def test_integers_come_back(values: list[int], width: int | None) -> None:
     array = np.array(values, np.int64) if width is None else np.array([values] * 1, np.int64).T.repeat(width, axis=1)

@@ -143,18 +143,3 @@ def test_arms_of_equal_work_train_on_equally_many_rows(
         assert all(sorted(rows) == list(range(len(rows))) for rows in trained), "each row of a batch is trained once"
         assert counts[0] == 16
         assert max(counts) == 24
-
-
-@pytest.mark.campaign
-def test_every_arm_is_measured_against_the_same_runs_without(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small = replace(t13_replay.BASE, tasks_per_step=4, warm_start_steps=2, evaluation_rollouts=1)
-    monkeypatch.setattr(t13_replay, "BASE", small)
-    arms = ["neither", "replay", "argmax", "random"]
-    t13_replay.main(["--seeds", "0", "1", "--steps", "1", "--arms", *arms])
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [(record["seed"], record["arm"]) for record in lines[:8]] == [(seed, arm) for seed in (0, 1) for arm in arms]
-    assert [record["name"].split("solved, ")[1] for record in lines[8:]] == [f"{arm} over neither" for arm in arms[1:]]
-    assert all(record["seeds"] == 2 and record["ratio"] <= record["ratio_of_means"] <= 1.0 for record in lines[8:])
-    assert [record["target"] for record in lines[8:]] == [0.4, None, None]

@@ -114,7 +114,7 @@ rows_strategy = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=rows_strategy, more=st.none() | st.integers(0, 3))
 def test_every_row_is_in_its_place(rows: list[BatchRow], more: int | None) -> None:
     longest_prompt = max(tokens_of(row)[0] for row in rows)
@@ -275,7 +275,7 @@ def test_response_mask_is_the_end_of_a_mask() -> None:
         compute_response_mask(mask, 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), rows=st.integers(0, 4), prompt=st.integers(0, 4), response=st.integers(0, 5))
 def test_recorded_log_probs_replace_only_where_off_policy_and_recorded(
     seed: int, rows: int, prompt: int, response: int

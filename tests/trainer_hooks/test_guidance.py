@@ -269,7 +269,7 @@ class Speaking:
 PIECES = ["<eos>", "<assistant>", "<|im_end|>", "<|im_start|>assistant\n", "<|endoftext|>", "<", ">", "|", "eos", " "]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(text=st.one_of(st.lists(st.sampled_from(PIECES), max_size=8).map("".join), st.text(st.characters())))
 def test_experience_stays_inside_of_its_message_whatever_it_holds(tokenizer: Any, text: str) -> None:
     special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}

@@ -181,7 +181,7 @@ def check_against_reference(case: Case, tolerance: float) -> None:
 # -- values ------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     rows=st.integers(0, 4),

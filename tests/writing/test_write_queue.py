@@ -65,7 +65,7 @@ def drain(target: WriteQueue) -> list[Group]:
     return groups
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     calls=st.lists(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6), max_size=8),
     limit=st.integers(1, 600),

@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer_hooks.cli import replay_step
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import ConfigurationError, counted, trajectories
@@ -233,7 +234,7 @@ def _tell_unreadable(done: Exchanged, out: Output) -> None:
         )
 
 
-COMMAND = Command(
+_POOL = Command(
     name="pool",
     summary="write an experience pool as files, or fill one",
     description=(
@@ -246,3 +247,6 @@ COMMAND = Command(
     configure=_configure,
     run=_run,
 )
+
+COMMAND = (_POOL, replay_step.COMMAND)
+"""The commands on what a trainer with replay leaves on disk."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -62,6 +62,9 @@ class TrainerConfig(Settings):
     ledger: bool | str = True
     """Record each step in this folder; true = folder ``ledger`` in the pool's store, none for a pool in memory or in
     object storage; false = none."""
+    rollouts: str | None = None
+    """Record every fresh rollout of training in a store in this folder, for ``trajstore replay-step``. With ``ledger:
+    true`` the training ledger is its folder ``ledger``."""
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
     """Guided rollouts. ``experience_template`` needs spaces around ``{}`` and at the end: ``"hint {} now "``."""
 
@@ -70,13 +73,43 @@ class TrainerConfig(Settings):
         """Folder of the training ledger; None if there is none."""
         if self.ledger is not True:
             return self.ledger or None
+        if self.rollouts is not None:
+            return str(Path(self.rollouts) / LEDGER_FOLDER)
         store = (self.replay.store or {}).get("path") if self.replay.enable else None
         return None if store is None or is_url(store) else str(Path(store) / LEDGER_FOLDER)
 
+    def step_options(self, vocabulary: int, pad_token_id: int) -> dict[str, Any]:
+        """Return the options by which ``trajstore replay-step`` recomputes a step, as JSON values.
+
+        Args:
+            vocabulary: number of tokens.
+            pad_token_id: padding of the batch.
+        """
+        return {
+            "pad_token_id": pad_token_id,
+            "advantages": {"estimator": "grpo", "row_weight": self.row_weight},
+            "loss": {
+                "cliprange_low": self.cliprange_low,
+                "cliprange_high": self.cliprange_high,
+                "clip_ratio_c": self.clip_ratio_c,
+            },
+            "entropy_coeff": self.entropy_coeff,
+            "policy": {
+                "trainer": "reference",
+                "model": asdict(self.model),
+                "vocabulary": vocabulary,
+                "learning_rate": self.learning_rate,
+                "max_grad_norm": self.max_grad_norm,
+            },
+        }
+
     def contradictions(self) -> list[str]:
-        if self.minibatches <= self.tasks_per_step * self.n_rollout:
-            return []
-        return [f"minibatches: {self.minibatches}, must not be above the rows of a batch"]
+        found = []
+        if self.minibatches > self.tasks_per_step * self.n_rollout:
+            found.append(f"minibatches: {self.minibatches}, must not be above the rows of a batch")
+        if self.rollouts is not None and not self.ledger:
+            found.append("rollouts: needs a ledger, whose steps refer to them; leave out ledger: false")
+        return found
 
 
 @dataclass(frozen=True, slots=True)

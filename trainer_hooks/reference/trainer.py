@@ -78,6 +78,7 @@ class ReferenceTrainer(Closing):
             current_entropy=self._current_entropy,
             task_text=lambda task: self.environment.begin(task).first_message,
             ledger=config.ledger_folder,
+            rollouts=config.rollouts,
         )
         self.guidance = GuidanceHook(config.guidance, maker=word_maker(config.guidance), tokenizer=self.tokenizer)
         self.worker = RolloutWorker(self.model, self.tokenizer, self.environment)
@@ -162,6 +163,7 @@ class ReferenceTrainer(Closing):
             entropys,
             data={"name": self.environment.name, "tasks": len(self._tasks), "position": position},
             seeds={"trainer": self.config.seed},
+            options=self.config.step_options(len(self.tokenizer), self.tokenizer.pad_id),
         )
         self.metrics |= self.guidance.step_done(fresh, step)
         self.guidance.wait(_PATIENCE)  # for reproducible runs; other trainers need not wait

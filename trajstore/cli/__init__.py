@@ -65,19 +65,20 @@ _BUILT_IN: tuple[Command, ...] = (
 def commands() -> tuple[Command, ...]:
     """Return this package's commands, then those registered under ``trajstore.commands``, by name.
 
-    A registered command that cannot be imported is named on stderr and left out.
+    An entry point names a command or a tuple of commands. One that cannot be imported is named on stderr and left out.
     """
     others = sorted(entry_points(group="trajstore.commands"), key=lambda point: point.name)
-    return (*_BUILT_IN, *(command for point in others if (command := _loaded(point)) is not None))
+    return (*_BUILT_IN, *(command for point in others for command in _loaded(point)))
 
 
-def _loaded(point: EntryPoint) -> Command | None:
+def _loaded(point: EntryPoint) -> tuple[Command, ...]:
     try:
-        return cast(Command, point.load())
+        loaded = cast("Command | tuple[Command, ...]", point.load())
+        return loaded if isinstance(loaded, tuple) else (loaded,)
     except Exception as error:  # the import runs another package's code
         reason = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
         _fail(f"the command {point.name!r} is left out, because {reason}", FAILED)
-        return None
+        return ()
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,12 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, continues=False)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands():
         child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
         command.configure(child)
-        child.set_defaults(run=command.run)
+        child.set_defaults(run=command.run, continues=command.continues)
     return parser
 
 
@@ -101,11 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``trajstore``; None: those of the process.
     """
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = argparse.Namespace(continues=False)
     out = Output(sys.stdout)
     code = 0
     try:
+        parser = build_parser()
+        options = parser.parse_args(arguments)
         if options.version:
             out.line(version("trajstore"))
             return 0
@@ -113,8 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("a command is needed; see `trajstore --help`")
         code = int(options.run(options, out))
         out.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        advice = "; run the same command again to complete it" if options.continues else ""
+        return _fail(str(error) or f"interrupted{advice}", INTERRUPTED)
     except BrokenPipeError:
         # The reader of the output (head, less) has closed it. Keep the interpreter from flushing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -36,6 +36,9 @@ its trained tokens, whose number is ``tokens``; ``weight`` is its further factor
 """
 
 
+_PLACE = np.int32
+
+
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
     """One optimizer step.
@@ -49,6 +52,8 @@ class TrainedStep:
         loss: loss terms by name.
         data: data set identity and position, JSON values.
         seeds: seeds by name, JSON values.
+        options: of advantages, loss and policy, by which the step can be recomputed; JSON values, empty if unknown.
+        updates: the rows of each loss computation, in order; empty if unknown.
     """
 
     step: int
@@ -59,6 +64,8 @@ class TrainedStep:
     loss: Mapping[str, float] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     seeds: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    updates: Sequence[Sequence[int]] = ()
 
     def check(self) -> None:
         """Check that the step can be recorded exactly.
@@ -81,7 +88,10 @@ class TrainedStep:
                 f"step {self.step}: row {row} of rollout {rollout} is there twice; rollout k of the batch has "
                 "the trajectory -1 - k if it is in no store"
             )
-        header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds")}
+        trained = [row for update in self.updates for row in update]
+        if not all(0 <= row < len(self.rows) for row in trained):
+            raise ConfigurationError(f"step {self.step}: updates must have numbers of its {len(self.rows)} rows")
+        header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds", "options")}
         for name, value in (*header.items(), ("tasks", list(self.tasks)), ("loss", list(self.loss))):
             try:
                 same = orjson.loads(orjson.dumps(value)) == value
@@ -104,6 +114,8 @@ class TrainedStep:
             "loss": {"names": list(self.loss), "values": pack(np.array([*self.loss.values()], np.float64))},
             "data": dict(self.data),
             "seeds": dict(self.seeds),
+            "options": dict(self.options),
+            "updates": [pack(np.array(update, _PLACE)) for update in self.updates],
             "rows": {name: pack(self.rows[name]) for name in ROW.names or ()},
         }
 
@@ -132,6 +144,8 @@ class TrainedStep:
                 loss=dict(zip(record["loss"]["names"], values, strict=True)),
                 data=record["data"],
                 seeds=record["seeds"],
+                options=record.get("options", {}),
+                updates=tuple(tuple(unpack(update, _PLACE).tolist()) for update in record.get("updates", ())),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{source}: a record is not of a ledger: {error}") from error

@@ -1,0 +1,98 @@
+"""``trajstore replay-step``: rebuild the batch of a recorded training step and recompute it."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from trajstore.cli.command import Command
+from trajstore.cli.output import Output, ProgressBar
+from trajstore.errors import ConfigurationError, counted
+
+if TYPE_CHECKING:
+    from trainer_hooks.steps import Check, Policy, StepInputs
+
+POLICIES = {"reference": "trainer_hooks.reference.policy:ReferencePolicy"}
+"""Class of the policy by the trainer that the ledger's options name."""
+
+
+def _configure(parser: ArgumentParser) -> None:
+    parser.add_argument("store", metavar="RUN", nargs="?", help="store of all rollouts, with its ledger; path or URL")
+    parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="number of the step")
+    parser.add_argument("--from-bundle", metavar="FOLDER", help="recompute a bundle instead of a run")
+    parser.add_argument("--checkpoint", metavar="FILE", help="the step before's; recompute log-probs and loss with it")
+    parser.add_argument("--bundle", metavar="FOLDER", help="write the step as a bundle into this new folder")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
+
+
+def _run(options: Namespace, out: Output) -> int:
+    from dataclasses import asdict
+
+    from trainer_hooks.steps import read_bundle, recompute, step_inputs, with_log_probs, write_bundle
+
+    if (options.from_bundle is None) == (options.store is None) or (options.store is None) != (options.step is None):
+        raise ConfigurationError("replay-step: give either RUN and STEP, or --from-bundle FOLDER")
+    if options.from_bundle is not None:
+        inputs, source = read_bundle(options.from_bundle), options.from_bundle
+    else:
+        with ProgressBar("reading", sys.stderr) as bar:
+            inputs, source = step_inputs(options.store, options.step, bar), options.store
+    if options.checkpoint is not None:
+        policy = _policy(inputs, options.checkpoint)
+        with ProgressBar("recomputing", sys.stderr) as bar:
+            inputs = with_log_probs(inputs, policy, bar)
+    if options.bundle is not None:
+        write_bundle(inputs, options.bundle)
+    report = recompute(inputs)
+    if options.json:
+        out.json(asdict(report) | {"problems": report.problems, "bundle": options.bundle})
+        return 1 if report.problems else 0
+    out.problems(report.problems, f"{source}: ")
+    out.line(
+        f"{source}: step {report.step}, {counted(report.rows, 'row')} in {counted(report.groups, 'group')}, "
+        f"{report.replayed:,} of them replayed"
+    )
+    out.table([(check.name, _shown(check)) for check in report.checks])
+    if options.bundle is not None:
+        out.line(f"bundle: {options.bundle}")
+    return 1 if report.problems else 0
+
+
+def _policy(inputs: StepInputs, checkpoint: str) -> Policy:
+    """Return the policy of a checkpoint."""
+    described = inputs.step.options.get("policy", {})
+    name = POLICIES.get(described.get("trainer", ""))
+    if name is None:
+        raise ConfigurationError(
+            f"--checkpoint: step {inputs.step.step} was trained by {described.get('trainer')!r}, of which no policy "
+            f"can be made; only of {', '.join(POLICIES)}. Leave the option out, or call "
+            "trainer_hooks.steps.with_log_probs"
+        )
+    module, _, attribute = name.partition(":")
+    made: Policy = getattr(import_module(module), attribute)(checkpoint, inputs.step.step, described)
+    return made
+
+
+def _shown(check: Check) -> str:
+    if check.left_out:
+        return f"left out: {check.left_out}"
+    state = "differs" if check.problems else "equal"
+    largest = f", largest difference {check.difference:.3g}" if check.difference else ""
+    return f"{state}, {counted(check.values, 'value')}{largest}"
+
+
+COMMAND = Command(
+    name="replay-step",
+    summary="rebuild the batch of a training step and recompute it",
+    description=(
+        "Rebuild the batch of a recorded training step from the store of all rollouts and its ledger, and compare "
+        "rollouts, masks, rewards, advantages, weights and importance ratios with the ledger. With the checkpoint of "
+        "the step before, also recompute log-probs, importance ratios and loss terms. --bundle writes the step as a "
+        "folder that --from-bundle recomputes on another machine, without the run, a GPU, Ray or verl. "
+        "Exit code 0 = equal, 1 = a difference or damage, 2 = no such step, or rollouts are not stored."
+    ),
+    configure=_configure,
+    run=_run,
+)

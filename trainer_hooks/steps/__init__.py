@@ -1,0 +1,18 @@
+"""Rebuilds and recomputes recorded training steps (``trajstore replay-step``, ``docs/design/replay-step.md``)."""
+
+from trainer_hooks.steps.bundle import read_bundle, write_bundle
+from trainer_hooks.steps.inputs import TOLERANCES, StepInputs, step_inputs
+from trainer_hooks.steps.recompute import Check, Policy, Report, recompute, with_log_probs
+
+__all__ = [
+    "TOLERANCES",
+    "Check",
+    "Policy",
+    "Report",
+    "StepInputs",
+    "read_bundle",
+    "recompute",
+    "step_inputs",
+    "with_log_probs",
+    "write_bundle",
+]
