@@ -43,6 +43,8 @@ BENCHMARKS = {
     "t21": "t21_view.figures",
     "t22": "t22_remote.figures",
     "t23": "t23_questions.figures",
+    "t24": "t24_ledger.figures",
+    "t25": "t25_restart.figures",
     "t29": "t29_arrival.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
