@@ -1,4 +1,4 @@
-"""Moving and repairing commands, killed at any file system call and rerun, compared with a dict."""
+"""Moving and repairing commands, killed or interrupted at any file system call and rerun, compared with a dict."""
 
 from __future__ import annotations
 
@@ -34,30 +34,45 @@ COMMANDS = {
 }
 
 
-def _run(folder: Path, words: tuple[str, ...], kill_at: int, calls: Any) -> None:
-    """Run a command, count its file system calls, and die of SIGKILL at one of them."""
+def _run(folder: Path, words: tuple[str, ...], kill_at: int, calls: Any, sent: int) -> None:
+    """Run a command in small portions, count its file system calls, and send itself a signal at one of them."""
     os.chdir(folder)
+    convert._PORTION_ITEMS = 4
     count = itertools.count(1)
 
     def hook(event: str, _: object) -> None:
         if event in _CALLS:
             calls.value = next(count)
             if calls.value == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), sent)
 
-    with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (folder.parent / "errors").open("w") as errors, redirect_stdout(errors), redirect_stderr(errors):
         sys.addaudithook(hook)
-        os._exit(main(words))
+        code = main(words)
+        errors.flush()
+        os._exit(code)
 
 
-def _command(folder: Path, words: tuple[str, ...], kill_at: int = 0) -> tuple[int, int]:
-    """Return the exit code of a command killed at a call, and its number of calls."""
+def _command(
+    folder: Path, words: tuple[str, ...], kill_at: int = 0, sent: signal.Signals = signal.SIGKILL
+) -> tuple[int, int]:
+    """Return the exit code of a command that gets a signal at a call, and its number of calls."""
     calls = forking().Value("q", 0, lock=False)
-    child = forking().Process(target=_run, args=(folder, words, kill_at, calls))
+    child = forking().Process(target=_run, args=(folder, words, kill_at, calls, sent))
     child.start()
     child.join(120)
     assert child.exitcode is not None, "it did not end"
+    if kill_at and sent == signal.SIGINT:
+        last = (folder.parent / "errors").read_text().splitlines()[-1:]
+        assert child.exitcode in (0, 130) or (child.exitcode == 2 and "out exists already" in last[0]), last
+        assert any(line.startswith("trajstore: interrupted") for line in last) == (child.exitcode == 130), last
     return child.exitcode, calls.value
+
+
+def _interrupt(folder: Path, words: tuple[str, ...], calls: int, draw: random.Random) -> None:
+    """Kill or interrupt a command once or twice."""
+    for _ in range(draw.randint(1, 2)):
+        _command(folder, words, draw.randint(1, calls), draw.choice((signal.SIGKILL, signal.SIGINT)))
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +127,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
     for number in range(kills):
         folder = tmp_path / str(number)
         shutil.copytree(stores, folder)
-        for _ in range(draw.randint(1, 2)):
-            _command(folder, words, draw.randint(1, calls))
+        _interrupt(folder, words, calls, draw)
         assert not (folder / "out").exists() or _found(folder / "out") == expected["out"], "what appears is whole"
         assert _found(folder / "a") in (before["a"], expected.get("a"))
         assert _command(folder, words)[0] == 0
@@ -125,17 +139,21 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
 @pytest.mark.parametrize(
     "form",
     [
-        *("jsonl", "store"),
-        *(pytest.param(form, marks=pytest.mark.campaign) for form in ("parquet", "atif", "minari", "lerobot")),
+        *("to jsonl", "from jsonl"),
+        *(
+            pytest.param(f"{direction} {form}", marks=pytest.mark.campaign)
+            for direction in ("to", "from")
+            for form in ("parquet", "verl", "atif", "minari", "lerobot")
+        ),
     ],
 )
-@pytest.mark.parametrize("kills", [1, pytest.param(50, marks=[pytest.mark.campaign, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [1, pytest.param(25, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
 def test_a_conversion_that_was_killed_continues(
     tmp_path: Path, form: str, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are the same as without a kill; a store has each rollout once."""
+    """Files are the same as without a signal; a store has each rollout once."""
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)
+    direction, name = form.split()
     with opened(tmp_path / "store") as store:
         said = [{"role": "user", "content": "do"}]
         rollouts = [AgentTrajectory(messages=said, input_ids=torch.arange(at + 1)) for at in range(11)]
@@ -143,31 +161,32 @@ def test_a_conversion_that_was_killed_continues(
         ends = torch.ones(12, 1, 1, dtype=torch.bool)
         seen: dict[str, Any] = {"curr_obs": {"x": steps}, "next_obs": {"x": steps + 1}}
         episodes = Trajectory(actions=steps, rewards=steps, terminations=ends, truncations=~ends, **seen)
-        store.add_trajectories([episodes] if form in ("minari", "lerobot") else rollouts)
-    words, draw = ("convert", str(tmp_path / "store"), "out", "--to", form, "--check"), random.Random(form)
-    if form == "store":
-        convert.convert_to(tmp_path / "store", tmp_path / "lines", "jsonl")
-        words = ("convert", str(tmp_path / "lines"), "out", "--from", "jsonl", "--check")
+        store.add_trajectories([episodes] if name in ("minari", "lerobot") else rollouts)
+    words, draw = ("convert", str(tmp_path / "store"), "out", "--to", name, "--check"), random.Random(form)
+    if direction == "from":
+        monkeypatch.setattr(convert, "_PORTION_ITEMS", 4)
+        convert.convert_to(tmp_path / "store", tmp_path / "files", name)
+        words = ("convert", str(tmp_path / "files"), "out", "--from", name, "--check")
     (tmp_path / "whole").mkdir()
     code, calls = _command(tmp_path / "whole", words)
     assert code == 0
-    expected = _converted(tmp_path / "whole", form)
+    expected = _converted(tmp_path / "whole", direction)
     for number in range(kills):
         folder = tmp_path / str(number)
         folder.mkdir()
-        for _ in range(draw.randint(1, 2)):
-            _command(folder, words, draw.randint(1, calls))
+        _interrupt(folder, words, calls, draw)
         there = (folder / "out").exists()
         assert _command(folder, words)[0] == (2 if there else 0), "it appears once and is never replaced"
-        assert _converted(folder, form) == expected
+        assert _converted(folder, direction) == expected
+        shutil.rmtree(folder)
 
 
-def _converted(folder: Path, form: str) -> Any:
+def _converted(folder: Path, direction: str) -> Any:
     """Return the trajectories of a finished conversion; no other files may be there."""
     assert [path.name for path in folder.iterdir()] == ["out"]
-    if form == "store":
+    if direction == "from":
         assert saved_points(folder / "out") == []
         with TrajectoryReplayBuffer.open(folder / "out") as reader:
-            return [reader.get(number).input_ids.tolist() for number in reader.trajectory_ids.tolist()]
+            return [repr(reader.get(number)) for number in reader.trajectory_ids.tolist()]
     files = [path for path in (folder / "out", *(folder / "out").rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}

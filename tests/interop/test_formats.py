@@ -99,7 +99,7 @@ def test_the_command_line_has_all_formats() -> None:
 def test_a_format_loses_what_it_declares(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the disk is full after the files were completed, and the same conversion is run again."""
+    """Also if the disk is full or Ctrl-C comes after the files were completed, and the conversion is run again."""
     of_steps = format_named(name).kind == "episodes"
     path = stored(tmp_path / "store", [full_episode() if of_steps else full_rollout()])
     with writer_to(path) as writer:
@@ -107,10 +107,14 @@ def test_a_format_loses_what_it_declares(
         if not of_steps:
             annotate(writer, 0, {"judge": 0.5})
     words = ["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "_check_absent", mock.Mock(side_effect=OSError("full disk")))
-        assert main(words) == 2
-    assert "run the same conversion again to continue" in capsys.readouterr().err
+    for error, code, advice in (
+        (OSError("full disk"), 2, "run the same conversion again to continue\n"),
+        (KeyboardInterrupt, 130, "trajstore: interrupted; run the same command again to complete it\n"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "_check_absent", mock.Mock(side_effect=error))
+            assert main(words) == code
+        assert capsys.readouterr().err.endswith(advice)
     assert main(words) == 0
     cannot_carry = format_named(name).cannot_carry
     kind = format_named(name).kind[:-1]

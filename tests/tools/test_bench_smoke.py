@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import space, t08_open, t14_memory, t21_view
+from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -26,7 +26,7 @@ LONG = ("t15", "t21", "t22", "t23")
     ],
 )
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (t08_open, t14_memory, t21_view):  # starting Python and torch takes seconds
+    for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
     monkeypatch.setattr(space, "_SECONDS", 0.1)  # with so little data, it never falls below the target
     try:

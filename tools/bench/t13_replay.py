@@ -20,7 +20,16 @@ A guided policy knows the template's words and has read experience in its superv
 from those of an unguided policy with the same seed. Arms that end in ``-warm`` have that start and no guidance.
 
 Each run is a line of the results file, if there is one, as soon as it has ended. Runs that the file holds are not made
-again, so an interrupted call is continued by the same call; runs of another task or number of steps are refused.
+again, so an interrupted call is continued by the same call; runs of another task or number of steps are refused. Two
+processes need different seeds and different files; a call with both files' lines in one file prints all figures.
+
+The steps at most bound the ratios: an unsolved run of an arm with 96 rollouts per step counts 19,200 after 200 steps,
+which is less than twice the rollouts of a typical *household* run with replay. Use ``--steps 300`` against
+``equal-work``; the number changes nothing else in a run.
+
+Processor time of an early step, on a busy core of an AMD EPYC: *household* 0.59 s (``neither``), 0.54 s
+(``equal-work``), 0.64 s (``replay``); *sort* with replay 0.13 s. The supervised start takes 14 s and 3 s, once for all
+arms of a seed that have the same template.
 
     python -m tools.bench.t13_replay [--seeds 0 1 2 3 4] [--environment household] [--arms neither replay]
         [--against neither] [--results runs.jsonl] [--steps 200] [--threads 1]

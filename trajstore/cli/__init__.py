@@ -87,12 +87,12 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, continues=False)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands():
         child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
         command.configure(child)
-        child.set_defaults(run=command.run)
+        child.set_defaults(run=command.run, continues=command.continues)
     return parser
 
 
@@ -102,11 +102,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after ``trajstore``; None: those of the process.
     """
-    parser = build_parser()
-    options = parser.parse_args(arguments)
+    options = argparse.Namespace(continues=False)
     out = Output(sys.stdout)
     code = 0
     try:
+        parser = build_parser()
+        options = parser.parse_args(arguments)
         if options.version:
             out.line(version("trajstore"))
             return 0
@@ -114,8 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error("a command is needed; see `trajstore --help`")
         code = int(options.run(options, out))
         out.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as error:
+        advice = "; run the same command again to complete it" if options.continues else ""
+        return _fail(str(error) or f"interrupted{advice}", INTERRUPTED)
     except BrokenPipeError:
         # The reader of the output (head, less) has closed it. Keep the interpreter from flushing again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -98,4 +98,5 @@ COMMAND = Command(
     ),
     configure=_configure,
     run=_run,
+    continues=True,
 )

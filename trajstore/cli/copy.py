@@ -64,6 +64,7 @@ COPY = Command(
     ),
     configure=_configure,
     run=_copy,
+    continues=True,
 )
 
 REPAIR = Command(
@@ -77,4 +78,5 @@ REPAIR = Command(
     ),
     configure=_configure,
     run=_repair,
+    continues=True,
 )

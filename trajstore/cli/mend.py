@@ -66,6 +66,7 @@ PRUNE = Command(
     ),
     configure=_configure_prune,
     run=_prune,
+    continues=True,
 )
 
 COMPACT = Command(
@@ -77,4 +78,5 @@ COMPACT = Command(
     ),
     configure=_configure_compact,
     run=_compact,
+    continues=True,
 )

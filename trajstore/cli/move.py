@@ -80,6 +80,7 @@ MERGE = Command(
     ),
     configure=_configure_merge,
     run=_merge,
+    continues=True,
 )
 
 SPLIT = Command(
@@ -91,4 +92,5 @@ SPLIT = Command(
     ),
     configure=_configure_split,
     run=_split,
+    continues=True,
 )

@@ -52,4 +52,5 @@ COMMAND = Command(
     ),
     configure=_configure,
     run=_run,
+    continues=True,
 )

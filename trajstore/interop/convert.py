@@ -423,6 +423,10 @@ def _staging(target: Path, identity: Mapping[str, Any]) -> Iterator[_Staging]:
         staging = _Staging(folder, target, identity)
         try:
             yield staging
+        except KeyboardInterrupt as error:
+            if target.exists():
+                raise KeyboardInterrupt(f"interrupted, but {target} is complete") from error
+            raise
         finally:
             if staging.mark is None or target.exists():
                 shutil.rmtree(folder, ignore_errors=True)
