@@ -42,7 +42,7 @@ from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.trained import StepRecorder
-from trajstore.core.base.arguments import finite, share, whole
+from trajstore.core.base.arguments import finite, path_or_url, share, whole
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import LEDGER_FOLDER
@@ -108,6 +108,9 @@ class ReplayHook(Closing, Generic[Task]):
         ledger: str | Path | None = None,
         rollouts: str | Path | None = None,
     ) -> None:
+        for name, folder in (("ledger", ledger), ("rollouts", rollouts)):
+            if folder is not None:
+                path_or_url(name, folder)
         if ledger is None and rollouts is not None:
             ledger = Path(rollouts) / LEDGER_FOLDER
         if ledger is not None and draws_ahead:

@@ -33,9 +33,18 @@ def test_faults_of_a_store_are_reported(tmp_path: Path, store: str, power: bool,
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("moment", "power"), [("random", False), ("sync", False), ("random", True), ("sync", True)])
-def test_trajstore_loses_nothing(tmp_path: Path, moment: str, power: bool) -> None:
-    result = run_campaign(tmp_path, "trajstore", kills=4, seed=1, moment=moment, power=power)
+@pytest.mark.parametrize(
+    ("store", "moment", "power"),
+    [
+        ("trajstore", "random", False),
+        ("trajstore", "sync", False),
+        ("trajstore", "random", True),
+        ("trajstore", "sync", True),
+        ("trajstore-arrival", "random", False),
+    ],
+)
+def test_trajstore_loses_nothing(tmp_path: Path, store: str, moment: str, power: bool) -> None:
+    result = run_campaign(tmp_path, store, kills=4, seed=1, moment=moment, power=power)
     assert result.problems == []
     assert result.counts["kills"] == 4
     assert result.counts["acknowledged"] > 0

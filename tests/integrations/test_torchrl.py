@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import run_page
+from tests.pages import blocks
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
 
@@ -95,5 +95,8 @@ def test_what_a_store_cannot_do_is_refused(tmp_path: Path) -> None:
         assert (len(storage), 2 in storage, 3 in storage) == (3, True, False)
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path) -> None:
-    run_page(project_root, tmp_path, "howto/torchrl.md")
+def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec("\n".join(blocks((project_root / "docs/howto/torchrl.md").read_text(), "python")), names)
+    names["buffer"].close()

@@ -122,9 +122,17 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
 
 
 def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:
+    updates = np.random.default_rng(0).permutation(1024).reshape(8, 128).tolist()
+    made = replace(step(1, 1024), updates=tuple(map(tuple, updates)), options={"loss": {"cliprange_low": 0.2}})
     with Ledger(tmp_path) as ledger:
-        ledger.record(step(1, 1024))
+        ledger.record(made)
+        with pytest.raises(ConfigurationError, match="step 2: updates must have numbers of its 3 rows"):
+            ledger.record(replace(step(2), updates=((0, 3),)))
+    assert same(read(tmp_path).steps[1], made)
     assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 40 * 1024
+    record = made.to_json(None)
+    del record["options"], record["updates"]  # of a trainer that does not record them
+    assert same(TrainedStep.from_json(record, "ledger"), replace(made, options={}, updates=()))
 
 
 def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:

@@ -101,3 +101,6 @@ def test_a_run_that_begins_again_replaces_the_ledger_and_a_step_needs_a_loss(tmp
     assert [*read(tmp_path / "ledger").steps] == [1, 2]
     with pytest.raises(ConfigurationError, match="cannot be written with draws_ahead = 1"):
         ReplayHook(ExperienceReplayConfig(), n_rollout=N, get_task=str, ledger=tmp_path / "ledger", draws_ahead=1)
+    for name in ("ledger", "rollouts"):
+        with pytest.raises(ConfigurationError, match=f"{name}: True is a bool, must be a path or URL"):
+            ReplayHook(ExperienceReplayConfig(), n_rollout=N, get_task=str, **{name: True})

@@ -266,15 +266,19 @@ class PlainRollouts:
         return [str(int(number)) for number in columns["number"]]
 
     def rollouts(self, rows: Sequence[Any]) -> list[tuple[Any, list[int]]]:
+        from torch import arange
+
         from trajstore import AgentTrajectory
         from trajstore.trajectory import Reward
 
         made = []
         for place, row in enumerate(rows):
+            tokens, prompt = row.columns["input_ids"], int(row.columns["prompt"])
             rollout = AgentTrajectory(
                 rollout_id=row.key,
-                input_ids=row.columns["input_ids"],
-                response_start=int(row.columns["prompt"]),
+                input_ids=tokens,
+                loss_mask=(arange(len(tokens)) >= prompt).long(),
+                response_start=prompt,
                 rollout_log_probs=row.columns["rollout_log_probs"],
                 policy_version=row.tag["version"],
                 reward=Reward(outcome=float(row.columns["reward"])),
