@@ -37,3 +37,20 @@ def test_guided_rollouts(verl_assets: Assets, project_root: Path, tmp_path: Path
     shown = [rollout for rollout in recorded(tmp_path) if Guidance.of(rollout) is not None]
     assert shown
     assert len(shown) == sum(record["guidance/guided_rollouts"] for record in records)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+exp_manager.recording.directory=/elsewhere", r"exp_manager\.recording: directory: unknown key"),
+        ("trainer.v1.trainer_mode=sync", r"enable: true, but trainer\.v1\.trainer_mode=sync replays"),
+        ("trainer.use_v1=False", r"enable: true, but trainer\.use_v1=False replays"),
+    ],
+    ids=["unknown", "stock mode", "old trainer"],
+)
+def test_options_are_refused_before_ray_is_started(
+    override: str, message: str, verl_assets: Assets, project_root: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        run_main(project_root, verl_assets, tmp_path, override)
+    assert "ray init kwargs" not in str(caught.value), "what verl prints before it starts Ray"
