@@ -198,7 +198,9 @@ from trajstore.core.store.additions import NewEntries
 from trajstore.testing.witness import witness
 path, how = sys.argv[1:]
 kinds = {name: {} for name in FORMATS}
-if how != "thread":
+if how == "thread":
+    kinds["pt"] = {"mirror": path + "mirror"}
+else:
     kinds["zstd"] = {"trajectory_format": "zarr", "format_options": {"codec": "zstd"}}
 buffers = [
     TrajectoryReplayBuffer(auto_save=True, auto_save_path=path + kind, **{"trajectory_format": kind, **options})
@@ -216,6 +218,9 @@ if how == "raise":
 if how == "thread":
     def late():
         threading.main_thread().join()
+        for thread in threading.enumerate():
+            if thread.name == "trajstore-mirror":
+                thread.join()
         add(10)
     threading.Thread(target=late).start()
 """
@@ -231,6 +236,9 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
     for kind in (*FORMATS, *(["zstd"] if how != "thread" else [])):
         assert contents_of(tmp_path / kind) == list(range(20 if how == "thread" else 10)), ended.stderr
     assert "Traceback" not in ended.stderr or how == "raise"
+    if how == "thread":
+        assert contents_of(tmp_path / "mirror") == list(range(10))
+        assert "pt: closed with 10 trajectories that are not on the mirror" in ended.stderr
 
 
 def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:

@@ -63,6 +63,8 @@ class StoreMirror:
         self._wait_list = WaitList()
         self._wake = threading.Event()
         self._stopping = threading.Event()
+        self._closed = False
+        self._reported = 0
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="trajstore-mirror", daemon=True)
 
@@ -296,16 +298,38 @@ class StoreMirror:
 
     @property
     def closed(self) -> bool:
-        """True once the thread has ended, and in a forked child."""
-        return os.getpid() != self._pid or (self._stopping.is_set() and not self._thread.is_alive())
+        """True after :meth:`close`, and in a forked child."""
+        return os.getpid() != self._pid or self._closed
 
     def is_own_thread(self) -> bool:
         """Return whether the caller is the copying thread, which cannot wait for itself."""
         return threading.current_thread() is self._thread
 
     def flush(self) -> None:
-        """Close at interpreter exit, while thread pools for copying still exist."""
-        self.close()
+        """Copy the remaining commits and end the thread, at interpreter exit, while thread pools still exist.
+
+        Other threads may add later; :meth:`close` reports that.
+        """
+        try:
+            if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
+                state = self._state
+                why = f": {state.error}" if state.error else ""
+                if state.generation < 0 and state.error:  # it could not be opened
+                    remainder = f"without the mirror {state.url}; what is there is not known"
+                else:
+                    remainder = self._remainder()
+                logger.warning("%s: closed %s%s", self._directory.url, remainder, why)
+        finally:  # also on an interrupt
+            self._stopping.set()
+            self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(_LONGEST_END)
+        self._reported = self.behind
+
+    def _remainder(self) -> str:
+        newest = self._state.newest_id
+        remainder = f"with {trajectories(self.behind, 'that is', 'that are')} not on the mirror {self._state.url}"
+        return remainder + f", which has all up to id {newest}" * (newest >= 0)
 
     def close(self) -> None:
         """Copy the remaining commits, for at most ``close_timeout`` seconds, and end the thread.
@@ -314,21 +338,15 @@ class StoreMirror:
         """
         if self.closed:
             return
-        try:
-            if self._thread.ident is not None and not self._wait(lambda: self.is_level, self._options.close_timeout):
-                state = self._state
-                why = f": {state.error}" if state.error else ""
-                if state.generation < 0 and state.error:  # it could not be opened
-                    remainder = f"without the mirror {state.url}; what is there is not known"
-                else:
-                    remainder = f"with {trajectories(self.behind, 'that is', 'that are')} not on the mirror {state.url}"
-                    remainder += f", which has all up to id {state.newest_id}" if state.newest_id >= 0 else ""
-                logger.warning("%s: closed %s%s", self._directory.url, remainder, why)
-        finally:  # also on an interrupt
-            self._stopping.set()
-            self._wake.set()
-        if self._thread.ident is not None:
-            self._thread.join(_LONGEST_END)
+        if not self._stopping.is_set():
+            self.flush()
+        elif self.behind > self._reported:
+            logger.warning(
+                "%s: closed %s: added after the main thread ended; the next writer copies the rest",
+                self._directory.url,
+                self._remainder(),
+            )
+        self._closed = True
 
 
 def mirror_directory(options: Mirror, store: Directory) -> Directory:
