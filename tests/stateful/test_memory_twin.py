@@ -71,7 +71,7 @@ class MemoryTwin(Twinned):
     def sample(self, count: int) -> None:
         window = [tag for key in self.window() for tag in witness(key).curr_obs["tag"].reshape(-1)]
         if not window:
-            with pytest.raises(errors.EmptyBufferError, match="have left it" if self.twin else None):
+            with pytest.raises(errors.EmptyBufferError, match="evicted from it" if self.twin else None):
                 self.buffer.sample(count)
             return
         drawn = torch.randint(0, len(window), (min(count, len(window)),), generator=self.generator)
