@@ -36,13 +36,13 @@ class Synced(Lines):
 
 
 class Late(Lines):
-    """Writes a group only with the next one."""
+    """Writes a group only with the second one after it, so the newest acknowledged group is never written."""
 
-    waiting: Sequence[Rollout] = ()
+    waiting: tuple[Sequence[Rollout], ...] = ((), ())
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        super().add(self.waiting)
-        self.waiting = rollouts
+        super().add(self.waiting[0])
+        self.waiting = (self.waiting[1], rollouts)
 
 
 class Twice(Lines):

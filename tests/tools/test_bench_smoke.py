@@ -36,7 +36,7 @@ def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert figures
     for figure in figures:
         line = json.loads(figure.line())
-        assert name.upper().startswith(line["id"])
+        assert name.upper().startswith(line["id"].upper())
         assert line["name"]
         assert isinstance(line["ratio"] if figure.unit == "ratio" else line["value"], float)
         assert line["ok"] is None if line["target"] is None else isinstance(line["ok"], bool)

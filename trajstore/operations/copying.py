@@ -119,7 +119,7 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
             copied = _copy(place.url, to, [], progress)
-            copied.notes += _ledger_note(place.url)
+            copied.notes += _points_note(place.url) + _ledger_note(place.url) + _links_note(place.url, to)
             return copied
         source_files = RLinfSource.open(place.directory, strict=None)
         copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
@@ -153,14 +153,30 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
         copied.take(verification, place.url)
         copied.notes += _ledger_note(place.url)
-        points = [name for name in open_directory(place.url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
-        if points:
-            copied.problems.append(
-                f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"
-            )
+        copied.notes += _links_note(place.url, to)
+        copied.problems += _points_note(place.url)
         return copied
 
     return _each(find_place(source), str(target), repair, lenient=True)
+
+
+def _points_note(url: str) -> list[str]:
+    """Return a remark if a store has saved points or pins."""
+    points = [name for name in open_directory(url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
+    if not points:
+        return []
+    return [f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"]
+
+
+def _links_note(url: str, copy: str) -> list[str]:
+    """Return a remark if a copy shares files with its source."""
+    shared = sum(file.stat().st_nlink > 1 for file in Path(copy).rglob("*") if file.is_file())
+    if not shared:
+        return []
+    return [
+        f"{copy} shares {counted(shared, 'file')} with {url} by hard links: damage to one is damage to both; for a "
+        "backup, copy to another disk"
+    ]
 
 
 def _ledger_note(url: str) -> list[str]:
