@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -159,15 +159,23 @@ class Page:
 
     def keys(self, selector: str, *keys: str) -> None:
         """Type into the element that a selector finds."""
-        from selenium.webdriver.common.by import By
-
-        self.driver.find_element(By.CSS_SELECTOR, selector).send_keys(*keys)
+        self._act(selector, lambda element: element.send_keys(*keys))
 
     def click(self, selector: str) -> None:
         """Click on the element that a selector finds."""
-        from selenium.webdriver.common.by import By
+        self._act(selector, lambda element: element.click())
 
-        self.driver.find_element(By.CSS_SELECTOR, selector).click()
+    def _act(self, selector: str, act: Callable[[Any], None]) -> None:
+        """Act on an element; find it again if the page replaced it after it was found."""
+        from selenium.common.exceptions import StaleElementReferenceException
+        from selenium.webdriver.common.by import By
+        from selenium.webdriver.support.ui import WebDriverWait
+
+        def acted(driver: Any) -> bool:
+            act(driver.find_element(By.CSS_SELECTOR, selector))
+            return True
+
+        WebDriverWait(self.driver, PATIENCE, 0.05, [StaleElementReferenceException]).until(acted, selector)
 
     def click_at(self, selector: str, right: int, down: int) -> None:
         """Click within the element that a selector finds, some pixels from its upper left corner."""
