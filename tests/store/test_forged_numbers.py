@@ -228,6 +228,16 @@ def test_entries_of_the_log_of_the_wrong_kind(path: Path, change: dict[str, Any]
     assert not verify(path).sound
 
 
+def test_shards_without_files(tmp_path: Path) -> None:
+    path = store_with_log(tmp_path, "pkl")
+    with forged_log(path) as (record, *_):
+        record["shards"][0]["shard"]["files"] = []
+    refused_to_all(path, errors.CorruptStoreError, r"\.log: generation \d+: not a shard's description: it has no files")
+    with forged_index(path) as value:
+        value["shards"]["families"][0]["file_names"] = []
+    refused_to_all(path, errors.CorruptStoreError, r"trajectory_index\.json.*shards without files")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("next_id", 2**64 - 1), ("next_id", 2**62), ("next_shard", 2**63 - 1), ("generation", 10**16), ("next_id", 1.5)],

@@ -155,6 +155,8 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         schema = schemas[number]
         columns = len(schema.columns)
         files = tuple(StoredFile(check_name(name), natural(size), natural(crc)) for name, size, crc in value["files"])
+        if not files:
+            raise ValueError("it has no files")
         places = tuple(None if place is None else ColumnPlace(*place) for place in value["places"])
         crcs, rows = tuple(value["column_crc32"]), tuple(value["rows"])
         # Checked together for speed: shards have dozens of numbers, and a log has thousands of shards.

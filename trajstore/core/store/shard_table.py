@@ -298,7 +298,8 @@ class ShardTable:
         return table
 
     def _add_family(self, item: Any, most: int) -> None:
-        names = tuple(item["file_names"])
+        if not (names := tuple(item["file_names"])):
+            raise CorruptStoreError("shard table: shards without files")
         for name in names:
             check_name(name.replace(_NAME, shard_name(0)))
         columns = len(self.schemas[item["schema"]].columns)
