@@ -99,4 +99,5 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     exec("\n".join(blocks((project_root / "docs/howto/torchrl.md").read_text(), "python")), names)
+    assert len(names["buffer"]) == 4
     names["buffer"].close()

@@ -236,6 +236,7 @@ def test_shards_without_files(tmp_path: Path) -> None:
     with forged_index(path) as value:
         value["shards"]["families"][0]["file_names"] = []
     refused_to_all(path, errors.CorruptStoreError, r"trajectory_index\.json.*shards without files")
+    assert not verify(path).sound
 
 
 @pytest.mark.parametrize(
