@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,8 @@ def test_a_humans_steps_are_those_of_the_rollout(epochs: int, ending: bool) -> N
     parts = whole.extract_intervene_traj()
     assert parts is not None
     flat = TrajectoryReplayBuffer()._flatten_trajectory(whole)
+    theirs: Any = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != "valid"})
+    assert TrajectoryReplayBuffer()._flatten_trajectory(theirs).keys() == flat.keys()
     assert flat["actions"].shape[0] == (STEPS + (epochs if ending else 0)) * (BATCH - 1)
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.add_trajectories([whole])

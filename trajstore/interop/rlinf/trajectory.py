@@ -110,7 +110,7 @@ def flatten_trajectory(trajectory: plain.Trajectory) -> dict[str, Any]:
     def flat(name: str, value: torch.Tensor) -> torch.Tensor:
         return (without_extra(name, value, steps) if name in FIRST_ROW_EXTRA else value).flatten(0, 1)
 
-    values = {name: getattr(trajectory, name) for name in TENSOR_FIELDS}
+    values = {name: getattr(trajectory, name, None) for name in TENSOR_FIELDS}  # RLinf's class has no ``valid``
     result: dict[str, Any] = {
         name: flat(name, value) for name, value in values.items() if value is not None and value.dim() >= 2
     }
