@@ -13,8 +13,8 @@ from tools.bench.report import Figure, Options, SkippedError, table
 
 # Not run, as they start servers.
 NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29")
-LONG = ("t15", "t21", "t22", "t23")
-"""Start a browser, servers or a separate cluster, train models, or ask many questions."""
+LONG = ("t15", "t21", "t22", "t23", "convert")
+"""Start a browser, servers, a separate cluster or many processes, train models, or ask many questions."""
 
 
 @pytest.mark.parametrize(
