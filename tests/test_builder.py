@@ -54,12 +54,14 @@ def leaves(trajectory: Trajectory) -> dict[str, torch.Tensor]:
 
 def test_arrays_give_the_trajectory_that_tensors_give() -> None:
     results = [EmbodiedRolloutResult(), EmbodiedRolloutResult()]
-    for one in (step(3, torch.Generator().manual_seed(1)), step(3, torch.Generator().manual_seed(2))):
+    for given_step in (step(3, torch.Generator().manual_seed(1)), step(3, torch.Generator().manual_seed(2))):
         for result, change in zip(results, (lambda tensor: tensor, torch.Tensor.numpy), strict=True):
-            values = {name: change(value) for name, value in vars(one).items() if isinstance(value, torch.Tensor)}
-            inputs = {name: change(value) for name, value in one.forward_inputs.items()}
+            values = {
+                name: change(value) for name, value in vars(given_step).items() if isinstance(value, torch.Tensor)
+            }
+            inputs = {name: change(value) for name, value in given_step.forward_inputs.items()}
             result.append_step_result(ChunkStepResult(**values, forward_inputs=inputs))
-            seen = {"deep": {"x": change(one.rewards)}}
+            seen = {"deep": {"x": change(given_step.rewards)}}
             result.append_transitions(seen, seen)
     expected, got = (leaves(result.to_trajectory()) for result in results)
     assert got.keys() == expected.keys() >= {"actions", "intervene_flags", "forward_inputs.action", "curr_obs.deep.x"}

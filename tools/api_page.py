@@ -68,7 +68,7 @@ def written(page: str) -> str:
         if entries:
             head, _, _ = part.partition(f"<!-- ::: {entries[0]} -->\n")
             table = "\n".join(
-                ["| name | description |", "| --- | --- |", *(row for one in entries for row in rows(one))]
+                ["| name | description |", "| --- | --- |", *(row for entry in entries for row in rows(entry))]
             )
             part = f"{head}{table}\n\n" + "".join(f"<!-- ::: {entry} -->\n\n" for entry in entries)
         made.append(part)

@@ -23,7 +23,7 @@ class Lines(Peer):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         with (self.folder / "lines").open("a") as file:
-            file.write("".join(f"{json.dumps({'number': one.number, **one.fields})}\n" for one in rollouts))
+            file.write("".join(f"{json.dumps({'number': rollout.number, **rollout.fields})}\n" for rollout in rollouts))
             file.flush()
             if self.syncs:
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""T24: what the training ledger costs in a step of 1,024 rollouts of 4,096 response tokens: made, and stored.
+"""T24: the cost of the training ledger in a step of 1,024 rollouts of 4,096 response tokens: made, and stored.
 
 A step of this size takes minutes on the accelerators that train it; the target is 1 % of 100 seconds.
 """

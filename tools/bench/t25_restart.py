@@ -1,6 +1,6 @@
 """T25: the first sample after a restart: a new process opens a store of 50,000 rollouts for writing, and draws 16.
 
-Rollouts have 32 tokens; what is opened does not depend on their length. Modules are loaded before.
+Rollouts have 32 tokens; the time of opening does not depend on their length. Modules are loaded before.
 """
 
 from __future__ import annotations

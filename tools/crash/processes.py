@@ -60,7 +60,7 @@ class ProcessTree:
         return self._process.poll()
 
     def kill(self) -> int:
-        """SIGKILL the process group, then what it started elsewhere; return how many processes that were.
+        """SIGKILL the process group, then its descendants elsewhere; return the number of processes.
 
         Raises:
             TimeoutError: a process is still there after ``_END_TIMEOUT`` seconds.

@@ -249,4 +249,4 @@ _POOL = Command(
 )
 
 COMMAND = (_POOL, replay_step.COMMAND)
-"""The commands on what a trainer with replay leaves on disk."""
+"""The commands on the files of a trainer with replay."""

@@ -78,7 +78,7 @@ def _policy(inputs: StepInputs, checkpoint: str) -> Policy:
 def _shown(check: Check) -> str:
     if check.left_out:
         return f"left out: {check.left_out}"
-    state = "differs" if check.problems else "equal"
+    state = "differs" if check.problems else check.found
     largest = f", largest difference {check.difference:.3g}" if check.difference else ""
     return f"{state}, {counted(check.values, 'value')}{largest}"
 

@@ -40,6 +40,7 @@ class Check:
         difference: the largest difference of numbers.
         problems: differences beyond the tolerance, each with its first row.
         left_out: why it was left out; empty if it was not.
+        found: the result without problems, in a word.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Check:
     difference: float = 0.0
     problems: tuple[str, ...] = ()
     left_out: str = ""
+    found: str = "equal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +188,7 @@ def _masks(inputs: StepInputs) -> Check:
         *_first("has trained tokens outside its attention mask", (mask & ~attended).any(dim=1)),
         *_first("is replayed, but its mask of replayed tokens differs", replayed & (mask != off_policy).any(dim=1)),
     ]
-    return Check("masks", 3 * mask.numel(), problems=tuple(problems))
+    return Check("masks", 3 * mask.numel(), problems=tuple(problems), found="consistent")
 
 
 def _rewards(inputs: StepInputs) -> Check:
@@ -199,7 +201,7 @@ def _rewards(inputs: StepInputs) -> Check:
         *_first("has no finite outcome", ~outcomes.isfinite()),
         *_first("has another outcome than the other rows of its rollout", other & outcomes.isfinite()),
     ]
-    return Check("rewards", len(outcomes), problems=tuple(problems))
+    return Check("rewards", len(outcomes), problems=tuple(problems), found="finite")
 
 
 def _of_advantages(inputs: StepInputs, advantages: Tensor | None, reason: str) -> list[Check]:
@@ -225,7 +227,7 @@ def _of_log_probs(inputs: StepInputs, advantages: Tensor | None, reason: str) ->
     finite = _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
     if "log_probs" not in tensors or advantages is None:
         reason = reason or "needs log-probs of the policy; give the checkpoint of the step before"
-        only_finite = Check("ratios", len(rows), problems=tuple(finite))
+        only_finite = Check("ratios", len(rows), problems=tuple(finite), found="finite")
         return [Check("log-probs", 0, left_out=reason), only_finite, Check("loss", 0, left_out=reason)]
     fresh = torch.from_numpy(rows["replayed"] == 0)[:, None] & tensors["old_known"]
     gaps = (tensors["current_log_probs"] - tensors["old_log_probs"]).abs().where(fresh, 0.0).amax(dim=1).numpy()

@@ -14,6 +14,6 @@ if __name__ == "__main__":
     parser.add_argument("--kills", type=int, default=40, help="number of kills")
     parser.add_argument("--python", default=sys.executable, help="interpreter in which the store is installed")
     parser.add_argument("--moment", choices=("random", "sync"), default="random", help="random, or before an fsync")
-    parser.add_argument("--power", action="store_true", help="after each kill, files have only what was synced")
+    parser.add_argument("--power", action="store_true", help="after each kill, files have only their synced content")
     parser.add_argument("--longest", type=float, default=0.5, help="seconds of adding before a kill")
     sys.exit(main(parser, run_campaign, summary))

@@ -1,4 +1,4 @@
-"""Kill a process that adds rollouts to a store, open the store in a new one, and compare with what was acknowledged."""
+"""Kill a process that adds rollouts to a store, open the store in a new one, compare with the acknowledged rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PeerResult(Result):
 
     Attributes:
         seconds_to_read: from each call that opened the store until all rollouts were read.
-        fields: what the last process read, by field and state.
+        fields: number of values that the last process read, by field and state.
     """
 
     seconds_to_read: list[float] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Acknowledged:
                 self.settled |= self.added
 
     def compare(self, ready: Mapping[str, Any], result: PeerResult, where: str) -> None:
-        """Count what a new process does not read, reads twice or changed; then expect what it reads."""
+        """Count rollouts that a new process does not read, reads twice or reads changed; then expect those it reads."""
         present = Counter(ready["numbers"])
         lost = sorted(self.added - present.keys())
         settled = sorted(self.settled - present.keys())

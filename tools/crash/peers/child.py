@@ -1,4 +1,4 @@
-"""The process that is killed: opens a store, reports what it holds, and adds the missing rollouts until its end.
+"""The process that is killed: opens a store, reports its contents, and adds the missing rollouts until its end.
 
 Runs with the peer's own Python, so it needs the standard library only. Its journal survives SIGKILL in the page cache.
 """
@@ -13,6 +13,7 @@ import random
 import struct
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,11 +66,11 @@ def rollout(number: int) -> Rollout:
     return Rollout(number, prompt, tokens, log_probs, number // (64 * GROUP), float(number % 2))
 
 
-class Peer:
+class Peer(ABC):
     """A store under test; all calls are those of its users.
 
     Args:
-        folder: for its files. The constructor imports and starts what the store runs in; this is not timed.
+        folder: for its files. The constructor imports the store and starts its services; this is not timed.
     """
 
     calls_per_settle = 0
@@ -78,19 +79,19 @@ class Peer:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open(self) -> None:
+    def open(self) -> None:  # noqa: B027  # optional
         """Open or create the store as its users do after a crash."""
 
+    @abstractmethod
     def read(self) -> Iterable[tuple[int, Mapping[str, Any]]]:
         """Yield the number and the fields of each stored rollout."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Add a group with one call."""
-        raise NotImplementedError
 
-    def settle(self) -> None:
-        """Flush or save what was added, with the store's own call."""
+    def settle(self) -> None:  # noqa: B027  # optional
+        """Flush or save the added rollouts, with the store's own call."""
 
 
 def kept(number: int, found: Mapping[str, Any]) -> dict[str, str]:
@@ -141,7 +142,7 @@ def main(peer: str, folder: str, journal: str, adding: str) -> None:
         missing = [rollout(number) for number in range(first, first + GROUP) if number not in present]
         if missing:
             store.add(missing)
-            note("added", numbers=[one.number for one in missing], settled=not store.calls_per_settle)
+            note("added", numbers=[rollout.number for rollout in missing], settled=not store.calls_per_settle)
             calls += 1
             if store.calls_per_settle and calls % store.calls_per_settle == 0:
                 store.settle()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ def _columns(rollouts: Sequence[Rollout]) -> Any:
     from torch import jagged, nested, tensor
 
     columns = {
-        "number": tensor([one.number for one in rollouts]),
-        "prompt": tensor([one.prompt for one in rollouts]),
-        "input_ids": nested.as_nested_tensor([tensor(one.tokens) for one in rollouts], layout=jagged),
-        "rollout_log_probs": nested.as_nested_tensor([tensor(one.log_probs) for one in rollouts], layout=jagged),
-        "reward": tensor([one.reward for one in rollouts]),
+        "number": tensor([rollout.number for rollout in rollouts]),
+        "prompt": tensor([rollout.prompt for rollout in rollouts]),
+        "input_ids": nested.as_nested_tensor([tensor(rollout.tokens) for rollout in rollouts], layout=jagged),
+        "rollout_log_probs": nested.as_nested_tensor(
+            [tensor(rollout.log_probs) for rollout in rollouts], layout=jagged
+        ),
+        "reward": tensor([rollout.reward for rollout in rollouts]),
     }
     return TensorDict(columns, batch_size=len(rollouts))
 
@@ -48,7 +52,7 @@ class AddRollouts(Peer):
         super().__init__(folder)
         import torch
 
-        import tools.crash.warm  # noqa: F401  # loads what the first calls load
+        import tools.crash.warm  # noqa: F401  # imports the modules of the first calls
         import trajstore
 
         torch.set_num_threads(1)
@@ -65,15 +69,19 @@ class AddRollouts(Peer):
         tensor = self._torch.tensor
         self._buffer.add_rollouts(
             {
-                "input_ids": tensor([token for one in rollouts for token in one.tokens]),
-                "rollout_log_probs": tensor([value for one in rollouts for value in one.log_probs]),
+                "input_ids": tensor([token for rollout in rollouts for token in rollout.tokens]),
+                "rollout_log_probs": tensor([value for rollout in rollouts for value in rollout.log_probs]),
             },
-            [len(one.tokens) for one in rollouts],
+            [len(rollout.tokens) for rollout in rollouts],
             [
-                {"rollout_id": str(one.number), "policy_version": one.version, "reward": {"outcome": one.reward}}
-                for one in rollouts
+                {
+                    "rollout_id": str(rollout.number),
+                    "policy_version": rollout.version,
+                    "reward": {"outcome": rollout.reward},
+                }
+                for rollout in rollouts
             ],
-            prompts=[one.prompt for one in rollouts],
+            prompts=[rollout.prompt for rollout in rollouts],
         )
 
     def settle(self) -> None:
@@ -95,19 +103,22 @@ class MegatronBank(Peer):
         self._bank.set_collection(1)
 
     def read(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for one in (one for group in self._groups for one in group.rollouts):
-            (prompt, response), (_, log_probs) = one.trajectory, one.logprobs
-            yield int(one.problem_id), {"tokens": prompt + response, "log_probs": log_probs, "reward": one.reward}
+        for rollout in chain.from_iterable(group.rollouts for group in self._groups):
+            (prompt, response), (_, log_probs) = rollout.trajectory, rollout.logprobs
+            yield (
+                int(rollout.problem_id),
+                {"tokens": prompt + response, "log_probs": log_probs, "reward": rollout.reward},
+            )
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         members = [
             self._types.TokenRollout(
-                trajectory=[one.tokens[: one.prompt], one.tokens[one.prompt :]],
-                logprobs=[[0.0] * one.prompt, one.log_probs],
-                reward=one.reward,
-                problem_id=str(one.number),
+                trajectory=[rollout.tokens[: rollout.prompt], rollout.tokens[rollout.prompt :]],
+                logprobs=[[0.0] * rollout.prompt, rollout.log_probs],
+                reward=rollout.reward,
+                problem_id=str(rollout.number),
             )
-            for one in rollouts
+            for rollout in rollouts
         ]
         self._bank.append(self._types.RolloutGroup(rollouts=members))
 
@@ -141,15 +152,15 @@ class LanceRollouts(Peer):
         self._store.add(
             [
                 {
-                    "id": str(one.number),
-                    "rollout_id": str(one.number),
-                    "input_tokens": one.tokens[: one.prompt],
-                    "output_tokens": one.tokens[one.prompt :],
-                    "output_logprobs": one.log_probs,
-                    "policy_version": str(one.version),
-                    "reward": one.reward,
+                    "id": str(rollout.number),
+                    "rollout_id": str(rollout.number),
+                    "input_tokens": rollout.tokens[: rollout.prompt],
+                    "output_tokens": rollout.tokens[rollout.prompt :],
+                    "output_logprobs": rollout.log_probs,
+                    "policy_version": str(rollout.version),
+                    "reward": rollout.reward,
                 }
-                for one in rollouts
+                for rollout in rollouts
             ]
         )
 
@@ -182,26 +193,26 @@ class TrinitySql(Peer):
 
     def read(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         count = self._loop.run(self._reader.count())
-        for one in self._loop.run(self._reader.query(limit=count)) if count else ():
+        for rollout in self._loop.run(self._reader.query(limit=count)) if count else ():
             fields = {
-                "tokens": one.tokens.tolist(),
-                "log_probs": one.logprobs.tolist(),
-                "version": one.info["model_version"],
-                "reward": one.reward,
+                "tokens": rollout.tokens.tolist(),
+                "log_probs": rollout.logprobs.tolist(),
+                "version": rollout.info["model_version"],
+                "reward": rollout.reward,
             }
-            yield int(one.eid.suffix), fields
+            yield int(rollout.eid.suffix), fields
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         group = [
             self._experience(
-                eid=self._eid(task=one.number // len(rollouts), run=index, suffix=str(one.number)),
-                tokens=self._tensor(one.tokens),
-                logprobs=self._tensor(one.log_probs),
-                prompt_length=one.prompt,
-                reward=one.reward,
-                info={"model_version": one.version},
+                eid=self._eid(task=rollout.number // len(rollouts), run=index, suffix=str(rollout.number)),
+                tokens=self._tensor(rollout.tokens),
+                logprobs=self._tensor(rollout.log_probs),
+                prompt_length=rollout.prompt,
+                reward=rollout.reward,
+                info={"model_version": rollout.version},
             )
-            for index, one in enumerate(rollouts)
+            for index, rollout in enumerate(rollouts)
         ]
         self._loop.run(self._writer.write(group))
 
@@ -223,9 +234,10 @@ class QueueCheckpoint(Peer):
             try:
                 ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
                 break
-            except Exception:  # Ray's time limit for its start is fixed, and too short on a busy machine
+            except Exception as error:  # a plain Exception of Ray: its time limit is too short on a busy machine
                 if last:
                     raise
+                logging.warning("Ray did not start, trying again: %s", error)
                 ray.shutdown()
         units = {"num_data_storage_units": 1, "total_storage_size": None}
         transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
@@ -246,7 +258,10 @@ class QueueCheckpoint(Peer):
                 yield int(key), {**fields, "version": tag["version"]}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        keys, tags = [str(one.number) for one in rollouts], [{"version": one.version} for one in rollouts]
+        keys, tags = (
+            [str(rollout.number) for rollout in rollouts],
+            [{"version": rollout.version} for rollout in rollouts],
+        )
         self._queue.kv_batch_put(keys=keys, partition_id=_PARTITION, fields=_columns(rollouts), tags=tags)
 
     def settle(self) -> None:
@@ -306,7 +321,7 @@ class Arrival(AddRollouts):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         message = self._pack(_columns(rollouts), PlainRollouts.columns)
-        numbers, tags = [one.number for one in rollouts], [{"version": one.version} for one in rollouts]
+        numbers, tags = [rollout.number for rollout in rollouts], [{"version": rollout.version} for rollout in rollouts]
         self._recorder.accept(numbers, tags, message)
 
     def settle(self) -> None:
