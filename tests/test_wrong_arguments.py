@@ -264,12 +264,12 @@ def test_priorities_of_a_tensor_with_a_gradient_or_of_half_precision_count(buffe
     sampler = weighted(buffer)
     batch = buffer.sample(4, sampler=sampler)
     given = [torch.full((4,), 2.0, requires_grad=True), torch.full((4,), 2.0, dtype=torch.bfloat16)]
-    powers = []
+    kept = []
     for priorities in given:
         assert buffer.update_priorities(sampler, batch.drawn, priorities) == 0
-        powers.append(sampler.state_dict()["powers"])
-    assert torch.equal(*powers)
-    assert float(powers[0].max()) > 1.5
+        kept.append(sampler.state_dict()["priorities"])
+    assert torch.equal(*kept)
+    assert float(kept[0].max()) > 1.5
 
 
 @pytest.mark.parametrize("rows", [([0], [0]), (np.arange(2), np.arange(1)), (np.ones(1), np.zeros(1, np.int64))])
