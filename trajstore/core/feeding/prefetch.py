@@ -237,7 +237,9 @@ class Prefetcher(Generic[D, T]):
                 if self._resumed:
                     self._making = self._resumed.popleft()
                     return self._making
-                if self._source.ready() and self._may_draw():
+                if not self._source.ready():
+                    self._waits_for = _NOT_FILLED
+                elif self._may_draw():
                     try:
                         self._making = self._source.draw()
                         self._waits_for = _NOT_FILLED
