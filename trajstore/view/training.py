@@ -137,12 +137,11 @@ def rows_of(ledgers: Mapping[int, LedgerContents], number: int) -> Answer:
                 "seeds": dict(step.seeds),
             }
         )
+        before = step.policy_before
         for row in step.rows:
             task = step.tasks[int(row["group"])] if step.tasks else None
-            known = row["version"] >= 0 and step.policy_before is not None
-            rows.append(
-                {**_row(rank, row), "task": task, "age": step.policy_before - int(row["version"]) if known else None}
-            )
+            age = before - int(row["version"]) if before is not None and row["version"] >= 0 else None
+            rows.append({**_row(rank, row), "task": task, "age": age})
     return {
         "step": number,
         "previous": steps[at - 1] if at else None,
