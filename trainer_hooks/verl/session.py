@@ -322,14 +322,14 @@ class ReplaySession:
 
     # ---- after the update ----
 
-    def trained(self, batch: KVBatchMeta, step: int, *, bypass: bool, **header: Mapping[str, Any]) -> None:
+    def trained(self, batch: KVBatchMeta, step: int, *, bypass: bool, **header: Any) -> None:
         """Record the step in the ledger; it and its rollouts are durable on return.
 
         Args:
             batch: the step's rows.
             step: number of the step.
             bypass: ``old_log_probs`` are the engine's.
-            header: ``loss``, ``data`` and ``seeds`` of :class:`~trajstore.ledger.TrainedStep`.
+            header: further arguments of :func:`~trainer_hooks.verl.trained.step_of_rows`.
 
         Raises:
             StoreError, InvalidTrajectoryError, OSError: the step, or a rollout, could not be written
