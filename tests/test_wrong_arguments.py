@@ -107,7 +107,9 @@ FINE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
         **dict.fromkeys(("sampler", "device", "demos", "demo_share", "min_demo_size"), "None"),
         **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
+        "limiter": "None",
     },
+    "RateLimiter": {"samples_per_insert": "2.5 huge", "tolerance": "2.5 huge", "start": "0"},
     "TokenLoader": {
         **dict.fromkeys(("buffer", "tokens", "batch_size", "long", "layout"), ""),
         "pad_id": "0 -1",
@@ -125,6 +127,7 @@ FINE: dict[str, dict[str, str]] = {
 GOOD: dict[str, Any] = {
     # Values of required arguments that are not under test; functions get the buffer.
     **{"num_chunks": 2, "count": 2, "n": 2, "length": 2, "gamma": 0.9, "priorities": [1, 1, 1], "batch_size": 4},
+    **{"samples_per_insert": 1, "tolerance": 1},
     **{"trajectory_ids": [], "flats": [], "uuids": b"", "rank": 0, "ranks": 1, "step": 1, "save_path": "new"},
     **{"goal": "curr_obs.s", "achieved": "curr_obs.s", "tokens": 4, "max_age": 1, "half_life": 1, "demo_buffer": None},
     **{"min_replay_buffer_size": 1, "min_demo_buffer_size": 1, "reward": lambda _: lambda a, g: (a == g).double()},
@@ -264,12 +267,12 @@ def test_priorities_of_a_tensor_with_a_gradient_or_of_half_precision_count(buffe
     sampler = weighted(buffer)
     batch = buffer.sample(4, sampler=sampler)
     given = [torch.full((4,), 2.0, requires_grad=True), torch.full((4,), 2.0, dtype=torch.bfloat16)]
-    powers = []
+    kept = []
     for priorities in given:
         assert buffer.update_priorities(sampler, batch.drawn, priorities) == 0
-        powers.append(sampler.state_dict()["powers"])
-    assert torch.equal(*powers)
-    assert float(powers[0].max()) > 1.5
+        kept.append(sampler.state_dict()["priorities"])
+    assert torch.equal(*kept)
+    assert float(kept[0].max()) > 1.5
 
 
 @pytest.mark.parametrize("rows", [([0], [0]), (np.arange(2), np.arange(1)), (np.ones(1), np.zeros(1, np.int64))])

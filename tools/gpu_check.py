@@ -261,15 +261,15 @@ def _speeds(
     source = torch.empty_like(batch.log_prob.detach())
     big = torch.empty(1 << (28 if place.cuda else 22), dtype=torch.float32, device=place.device)
     works = [place.waited(partial(step, variant, batch)) for variant in variants.values()]
-    if place.cuda:
-        works.append(_graphed(place, batch))
+    graphed = [name for name in variants if place.cuda and name != "transcription"]
+    works += [_graphed(place, batch, variants[name]) for name in graphed]
     works += [
         place.waited(lambda: source.copy_(batch.advantages)),
         place.waited(lambda: big[: len(big) // 2].copy_(big[len(big) // 2 :])),
     ]
     *times, small, large = in_turn(works, 3 * options.repeats, calls=5, warmup=4)
     copied = source.nbytes * 2 / small.seconds, big.nbytes / large.seconds
-    for name, taken in zip([*variants, "eager in a CUDA graph"], times, strict=False):
+    for name, taken in zip([*variants, *(f"{name} in a CUDA graph" for name in graphed)], times, strict=True):
         moved = LOSS_STREAMS * source.nbytes / taken.seconds
         details = {"ms": taken.ms, "gb_per_s": moved / 1e9, "over_copy_of_one_tensor": moved / copied[0]}
         target = 0.8 if name != "transcription" and place.cuda else None
@@ -278,17 +278,17 @@ def _speeds(
         )
 
 
-def _graphed(place: Place, batch: Inputs) -> Callable[[], None]:
+def _graphed(place: Place, batch: Inputs, variant: Callable[[Inputs], dict[str, Tensor]]) -> Callable[[], None]:
     """Return the replay of a captured forward and backward pass: the time without launching kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
-            step(ours, batch)
+            step(variant, batch)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(ours, batch)
+        step(variant, batch)
     return place.waited(graph.replay)
 
 

@@ -56,7 +56,7 @@ def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Pat
         assert kept["place"] + 256 * 16 * (kept["epoch"] - 1) >= 64 * 256 - 1024  # 16 x 16 transitions a round
     if sampler == "prioritized":
         assert len(kept["ids"]) == 4
-        assert kept["powers"].unique().numel() > 100  # each drawn transition has its own priority
+        assert kept["priorities"].unique().numel() > 100  # each drawn transition has its own priority
 
 
 def test_a_sampler_where_it_has_no_effect_is_refused(run: Run, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path
         store.update_priorities(weighted, batch, batch.ids + batch.samples / 8)
         run.follow(again)
         again.load_state_dict(weighted.state_dict())
-        assert torch.equal(again.state_dict()["powers"], weighted.state_dict()["powers"])
+        assert torch.equal(again.state_dict()["priorities"], weighted.state_dict()["priorities"])
 
 
 def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:

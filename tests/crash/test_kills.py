@@ -100,7 +100,7 @@ def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
     pytest.importorskip("moto.server")

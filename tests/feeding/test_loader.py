@@ -179,12 +179,12 @@ def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> N
     ours = batch.drawn.ids >= 0
     assert ours.tolist() == [True] * (count - count // 4) + [False] * (count // 4)
     assert (np.ptp(batch.weights.numpy()[~ours]) == 0) != by_demos
-    before = samplers[1].state_dict()["powers"]
+    before = samplers[1].state_dict()["priorities"]
     assert replay.update_priorities(samplers[0], batch.drawn, np.full(count, 100.0)) == 0
     drawn = set(zip(batch.drawn.ids[ours].tolist(), batch.drawn.samples[ours].tolist(), strict=True))
-    powers = samplers[0].state_dict()["powers"].reshape(4, 8)
-    assert {tuple(row) for row in (powers == 100).nonzero().tolist()} == drawn
-    assert torch.equal(samplers[1].state_dict()["powers"], before)
+    kept = samplers[0].state_dict()["priorities"].reshape(4, 8)
+    assert {tuple(row) for row in (kept == 100).nonzero().tolist()} == drawn
+    assert torch.equal(samplers[1].state_dict()["priorities"], before)
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from random import Random
 
 import pytest
@@ -14,7 +15,8 @@ from trainer_hooks.reference.environments import (
     make_environment,
 )
 from trainer_hooks.reference.tokenizer import WordTokenizer
-from trajstore.errors import ConfigurationError
+from trainer_hooks.reference.treasure import TreasureEnvironment
+from trajstore.errors import ConfigurationError, MissingDependencyError
 
 ENVIRONMENTS = [SortEnvironment(), HouseholdEnvironment()]
 
@@ -91,6 +93,47 @@ def test_tasks_are_graded_and_some_are_solved_by_chance(environment: Environment
     assert means[-1] < 0.1
 
 
+def test_treasure_is_solved_by_the_quest_of_its_generator_and_lost_by_the_other_thing() -> None:
+    pytest.importorskip("textworld")
+    from textworld.challenges.tw_treasure_hunter.treasure_hunter import KB_PATH, make_game
+    from textworld.generator.data import KnowledgeBase
+    from textworld.generator.game import GameOptions
+
+    environment = TreasureEnvironment(houses=1, rooms=5, quest_lengths=(2, 3), max_turns=4)
+    tokenizer = WordTokenizer(environment.words)
+    lost = set()
+    for task in environment.tasks:
+        options = GameOptions()
+        options.kb, options.seeds = KnowledgeBase.load(KB_PATH), 0
+        options.nb_rooms, options.quest_length = 5, task.level + 1
+        quest = list(make_game("easy", options).quests[0].commands)
+        assert task.words == tuple(quest[-1].split())
+        assert play(environment.begin(task), quest) == (1.0, True)
+        assert play(environment.begin(task), quest[:-1]) == (0.0, False)
+        assert play(environment.begin(task), ["look", "dance", "take", *quest[:1]]) == (0.0, True)
+        endings, random = set(), Random(0)
+        for _ in range(200):
+            episode, done, turns = environment.begin(task), False, 0
+            view, reply, reward = episode.first_message, "", 0.0
+            while not done:
+                assert tokenizer.encode(view)
+                reply, turns = episode.any_reply(random), turns + 1
+                assert reply in view
+                answer = episode.answer(reply)
+                view, done, reward = answer.observation, answer.done, answer.reward
+            endings.add((reply == quest[-1], reply.startswith("take"), reward, turns < environment.max_turns))
+        assert (True, True, 1.0, True) in endings
+        assert all(reward == float(took) for took, _, reward, _ in endings)
+        lost.add((False, True, 0.0, True) in endings)
+    assert True in lost, "the other thing ends some game"
+
+
+def test_treasure_without_textworld_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textworld", None)
+    with pytest.raises(MissingDependencyError, match=r"'textworld'.*\[bench\]"):
+        make_environment("treasure")
+
+
 def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
     assert SortEnvironment(seed=3).tasks == SortEnvironment(seed=3).tasks
     assert HouseholdEnvironment(seed=3).tasks == HouseholdEnvironment(seed=3).tasks
@@ -108,6 +151,8 @@ def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
         (lambda: HouseholdEnvironment(rooms=2), "rooms"),
         (lambda: HouseholdEnvironment(things=0), "things"),
         (lambda: HouseholdEnvironment(max_turns=3), "max_turns"),
+        (lambda: TreasureEnvironment(houses=0), "houses"),
+        (lambda: TreasureEnvironment(quest_lengths=(2, 6)), "quest_lengths"),
         (lambda: make_environment("chess"), "environment: 'chess'"),
         (lambda: WordTokenizer(["cup", "cup"]), "words"),
         (lambda: WordTokenizer(["cup"]).encode("cup saucer"), "saucer"),

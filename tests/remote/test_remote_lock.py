@@ -27,7 +27,7 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing import commit_log
 from trajstore.core.writing.fencing import fence
-from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, WriterFencedError
+from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, StoreWriteError, WriterFencedError
 from trajstore.operations.verify import verify
 from trajstore.remote import object_store
 from trajstore.remote.answers import ObjectInfo
@@ -145,6 +145,45 @@ def test_a_writer_that_lost_its_lock_is_told_so_when_it_gives_values_by_row(memo
         return is_refused(lambda: annotate(buffer, 0, {"rows": [rows]}), "was taken over")
 
     wait_until(lost)
+    with suppress(StoreError):
+        buffer.close()
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_point_that_another_process_removed_while_it_was_saved_is_not_reported_as_saved(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    """Also where the lock was lost after the point's file was written and confirmed."""
+    other, load = open_directory(memory_url), Catalog.load_pins
+
+    def removed_first(catalog: Catalog) -> None:
+        if is_lost:
+            write_lock(other, lock_text(host="elsewhere", pid=1))
+        other.remove(["pins/step-1.0.json"])
+        load(catalog)
+
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url)
+    add_each(buffer, [0])
+    monkeypatch.setattr(Catalog, "load_pins", removed_first)
+    error = WriterFencedError if is_lost else StoreWriteError
+    with pytest.raises(error, match="was taken over" if is_lost else r"'step-1\.0' was removed while it was saved"):
+        buffer.points.save(1)
+    monkeypatch.undo()
+    with suppress(StoreError):
+        buffer.close()
+
+
+def test_going_to_a_point_that_an_heir_removed_names_the_heir(memory_url: str) -> None:
+    buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url)
+    add_each(buffer, [0])
+    buffer.points.save(1, {"step": 1})
+    other = open_directory(memory_url)
+    other.remove([name for name in other.listing("pins")[0] if name.endswith(".state")])
+    with pytest.raises(CorruptStoreError, match="missing; restore it from a copy"):
+        buffer.points.go_to(1)
+    write_lock(other, lock_text(host="elsewhere", pid=1))
+    with pytest.raises(WriterFencedError, match="was taken over"):
+        buffer.points.go_to(1)
     with suppress(StoreError):
         buffer.close()
 

@@ -41,6 +41,7 @@ class WeightedTwin(SamplerTwin):
         self.sampler = self.make()
         self.batches = 0
         self.largest = 1.0
+        self.alpha = 0.5
 
     @rule(
         sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8),
@@ -61,6 +62,11 @@ class WeightedTwin(SamplerTwin):
         rows = [self.rows[number] for number in numbers]
         sizes = {number: self.rows[number]["size"] for number in numbers}
         return additions(sizes, [row["version"] for row in rows], [row["task"] for row in rows])
+
+    @precondition(lambda self: self.per)
+    @rule(alpha=st.sampled_from([0.0, 0.25, 0.5, 1.5]))
+    def anneal(self, alpha: float) -> None:
+        self.sampler.alpha = self.alpha = alpha
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), priority=st.floats(0, 50))
@@ -106,12 +112,13 @@ class WeightedTwin(SamplerTwin):
             usable = row["uses"] < MAX_USES and row["ready"] <= self.batches  # type: ignore[operator]
             age = (self.added - 1 - number) / HALF_LIFE
             trajectory = float(held and usable) * (2.0**-age if age < 1074 else 0.0)
-            powers = [(value + 0.1) ** 0.5 if self.per else 1.0 for value in row["priority"]]  # type: ignore[attr-defined]
+            powers = [(value + 0.1) ** self.alpha if self.per else 1.0 for value in row["priority"]]  # type: ignore[attr-defined]
             weights[number] = [trajectory * power for power in powers]
         return weights
 
     @invariant()
     def weights_are_as_expected(self) -> None:
+        self.sampler._apply_alpha()  # as the next draw does
         roster, tree = self.sampler._roster, self.sampler._tree
         expected = self.expected()
         entries = roster.find(np.array(sorted(expected), np.int64))

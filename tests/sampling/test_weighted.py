@@ -69,10 +69,30 @@ def test_priorities_are_chances_and_importance_weights_correct_them(per: str) ->
     assert annealed.weights is not None
     assert sampler.beta == 1.0
     assert annealed.weights.tolist() == pytest.approx([least / chance[row] for row in rows_of(annealed)], rel=1e-5)
-    with pytest.raises(ConfigurationError, match="beta: -1"):
-        sampler.beta = -1
-    with pytest.raises(ConfigurationError, match="beta: this sampler has no priorities"):
-        WeightedSampler().beta = 0.9
+    for name in ("alpha", "beta"):
+        for bad in (-1, True, float("nan"), float("inf")):
+            with pytest.raises(ConfigurationError, match=f"{name}: "):
+                setattr(sampler, name, bad)
+        with pytest.raises(ConfigurationError, match=f"{name}: this sampler has no priorities"):
+            setattr(WeightedSampler(), name, 0.9)
+    with pytest.raises(ConfigurationError, match="smaller alpha"):
+        sampler.alpha = 1e4
+    for step in range(100):  # 0 at times
+        sampler.alpha = 0.03 * (step % 50)
+        sampler.draw(3, torch.Generator())
+    built = WeightedSampler(priorities=Priorities(sampler.alpha, 1.0, eps, per=per))  # type: ignore[arg-type]
+    resumed = WeightedSampler(priorities=Priorities(alpha, beta, eps, per=per))  # type: ignore[arg-type]
+    for other in (built, resumed):
+        other.added(additions(sizes))
+    built.update(ids, samples, [priority[row] for row in every])
+    resumed.load_state_dict(sampler.state_dict())
+    assert (resumed.alpha, resumed.beta) == (0.03 * 49, 1.0)
+    draws = [each.draw(1000, torch.Generator().manual_seed(2)) for each in (sampler, built, resumed)]
+    for later in draws[1:]:
+        for name in ("ids", "samples", "probabilities", "weights"):
+            assert np.array_equal(later.arrays[name], draws[0].arrays[name]), name
+    with pytest.raises(ConfigurationError, match=r"priorities\.alpha 0\.7 \(here 1\.47\).*same arguments"):
+        built.load_state_dict(sampler.state_dict())
 
 
 def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unknown_ones(

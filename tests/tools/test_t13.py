@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools.bench import t13_replay, t13_trainers
+from tools.bench import t13_picture, t13_replay, t13_trainers
 from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, main, read_results, table
 from tools.bench.t13_trainers import BufferTrainer, RepeatingTrainer
 from trainer_hooks.batch import Batch
@@ -71,6 +71,29 @@ def test_every_run_is_in_the_table() -> None:
         "| median | 1,500 | 2,000 |",
         "| mean | 1,500 | 2,000 |",
     ]
+
+
+def test_the_tables_and_the_picture_show_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    results, picture = tmp_path / "runs.jsonl", tmp_path / "t13.svg"
+    runs = [run_of(arm, seed, solved=arm == "replay") for arm in ("equal-work", "replay") for seed in (0, 1, 2)]
+    runs[3:] = [replace(run, fresh_rollouts=run.fresh_rollouts // 2) for run in runs[3:]]
+    results.write_text("".join(json.dumps(asdict(run)) + "\n" for run in runs))
+    t13_picture.main([str(results), "--picture", str(picture)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[4:6] == [
+        "| `equal-work` | 0 of 3 | 2,000 | 2,000 |  |  |",
+        "| `replay` | 3 of 3 | 1,000 | 1,000 | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |",
+    ]
+    assert "| 1 | 2,000, not solved (best 50%) | 1,000 |" in lines
+    drawn = picture.read_bytes()
+    assert all(f">{words}</text>".encode() in drawn for words in ("household", "equal-work", "replay"))
+    t13_picture.main([str(results), "--picture", str(picture)])
+    assert picture.read_bytes() == drawn
+    for wrong, message in ((2, "two runs with one seed"), (0, "No such file")):
+        with pytest.raises(SystemExit):
+            t13_picture.main([str(results)] * wrong or [str(tmp_path / "none.jsonl")])
+        assert message in capsys.readouterr().err
 
 
 def test_arms_differ_in_the_two_mechanisms_alone() -> None:

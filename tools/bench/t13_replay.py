@@ -64,6 +64,7 @@ from trajstore.errors import ConfigurationError
 TARGETS = {
     "household": {"neither": 0.4, "equal-work": 0.5},
     "sort": {"neither": 0.7, "equal-work": 0.8},
+    "treasure": {"neither": 0.7, "equal-work": 0.8},
 }
 """Environment -> baseline -> highest ratio of ``replay``."""
 RESAMPLES = 10_000
@@ -119,8 +120,10 @@ class Choice(NamedTuple):
 CHOICES: Mapping[tuple[str, str], Choice] = {
     ("fifo", "household"): Choice(12, 384),
     ("fifo", "sort"): Choice(6, 384),
+    ("fifo", "treasure"): Choice(12, 384),
     ("groups", "household"): Choice(12, 10_000),
     ("groups", "sort"): Choice(8, 384),
+    ("groups", "treasure"): Choice(12, 10_000),
 }
 """(Arm, environment) -> the best of the values tried on seeds 100 to 109 (*household*: 100 to 104)."""
 

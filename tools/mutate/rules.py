@@ -129,7 +129,9 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
     whole = _records(before)
     left, torn = _common(whole, b"".join(after.get(name, b"") for name in sorted(before) if name.startswith("log/")))
     if b"\n" in torn or _lacks_its_end(whole[left:], torn):
-        return Stakes(Level.DAMAGE)
+        found = torn.splitlines(keepends=True)
+        end = max((number for number, line in enumerate(whole, 1) if line in found), default=left)
+        return Stakes(Level.DAMAGE, cut=end < len(whole) and not _tells_more(before, after, end))
     given_up = {name for line in whole[left:] for name in _files_of(orjson.loads(line[9:]))}
     levels = set()
     for name, data in before.items():
@@ -138,20 +140,26 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
             continue
         if name == "metadata.json" and found is not None and _json(found) == _json(data):
             continue
-        if name.startswith("pins/") and found is None:
-            levels.add(Level.UNPINNED)
+        if name.startswith("pins/") and (found is None or f"{name.split('.')[0]}.json" not in after):
+            levels.add(Level.UNPINNED)  # values of a pin whose file is gone are not read any more
         else:
             # Of what only a removed pin needed, nothing is read any more.
             levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
     if left < len(whole) or torn:
-        beyond = any(name in after for name in pins_beyond(before, left))
-        known = after.get("metadata.json") == before["metadata.json"] and _counter(before) > next_id(before, left)
-        levels.add(Level.DAMAGE if beyond or known else Level.TAIL)
+        levels.add(Level.DAMAGE if _tells_more(before, after, left) else Level.TAIL)
     # Of several, the first says most.
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         if level in levels:
             return Stakes(level, left, cut=Level.TAIL in levels)
     return Stakes(Level.NOTHING)
+
+
+def _tells_more(before: Files, after: Files, records: int) -> bool:
+    """Return whether a pin or the metadata that are left show that there were more records of the log."""
+    beyond = any(name in after for name in pins_beyond(before, records))
+    return beyond or (
+        after.get("metadata.json") == before["metadata.json"] and _counter(before) > next_id(before, records)
+    )
 
 
 def _lacks_its_end(rest: Sequence[bytes], torn: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Two small text environments with verifiable rewards. Pure; no torch, no global randomness.
+"""Small text environments with verifiable rewards. Pure; no torch, no global randomness.
 
 An :class:`Environment` is a fixed set of tasks; an :class:`Episode` is one attempt at one of them: the model writes a
 reply, the environment answers, until the episode is over. The reward is 1.0 for a solved task and 0.0 otherwise. Every
@@ -194,12 +194,15 @@ class _HouseholdEpisode(Episode):
 
 
 def make_environment(name: str) -> Environment:
-    """Return the environment called ``name`` (``sort`` or ``household``) in its default size.
+    """Return the environment called ``name`` (``sort``, ``household`` or ``treasure``) in its default size.
 
     Raises:
         ConfigurationError: no environment has this name.
+        MissingDependencyError: ``treasure`` needs textworld.
     """
-    for kind in (SortEnvironment, HouseholdEnvironment):
+    from trainer_hooks.reference.treasure import TreasureEnvironment
+
+    for kind in (SortEnvironment, HouseholdEnvironment, TreasureEnvironment):
         if name == kind.name:
             return kind()
-    raise ConfigurationError(f"environment: {name!r} is unknown; use 'sort' or 'household'")
+    raise ConfigurationError(f"environment: {name!r} is unknown; use 'sort', 'household' or 'treasure'")

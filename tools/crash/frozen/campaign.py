@@ -123,7 +123,7 @@ class _Round:
         if child.is_alive():
             self.problem("the writer did not come to its end when it was awake")
         after = self.picture(heir is not None)
-        self.compare(before, after)
+        self.compare(before, after, living=heir is not None)
         if lost := points - self.points():
             self.problem(f"the saved points {sorted(lost)} are void or gone since the writer woke")
         self.judge_error()
@@ -195,9 +195,11 @@ class _Round:
         of_others = (*_RENEWED * living, READERS_FOLDER)
         return {name: version for name, version in names.items() if name.partition("/")[0] not in of_others}
 
-    def compare(self, before: dict[str, str], after: dict[str, str]) -> None:
+    def compare(self, before: dict[str, str], after: dict[str, str], *, living: bool) -> None:
         for name, version in before.items():
             if name not in after:
+                if living and name.startswith("shards/"):
+                    continue  # it may have been evicted; verify names those that are needed
                 self.problem(f"{name} was removed")
             elif after[name] != version:
                 self.problem(f"{name} was overwritten")
@@ -249,7 +251,7 @@ class _Round:
             elif number not in present and number not in evicted:
                 self.problem(f"trajectory {number} was acknowledged and is lost")
         self.result.counts["trajectories compared"] += len(promised)
-        given = [entry for entry in (*self.notes(), *self.said) if entry["event"] == "annotated"]
+        given = self.values_given()
         for number in present:
             history = [note for note in catalog.notes.history(number) if note.name == "v"]
             values = [note.value for note in history]
@@ -261,6 +263,19 @@ class _Round:
             if found != [[value] for value in latest]:
                 self.problem(f"trajectory {number} has the rows {found}, but {latest} came with them")
         self.result.counts["calls that gave values"] += len(given)
+
+    def values_given(self) -> list[dict[str, Any]]:
+        """Return the calls whose values must be there; going back to a point takes later ones away."""
+        given: list[dict[str, Any]] = []
+        at_point: dict[int, int] = {}
+        for entry in (*self.notes(), *self.said):
+            if entry["event"] == "annotated":
+                given.append(entry)
+            elif entry["event"] == "saved_point":
+                at_point[max(entry["steps"])] = len(given)
+            elif entry["event"] == "going_back":  # it may have happened, also where it was interrupted
+                given = given[: at_point[entry["step"]]]
+        return given
 
     def problem(self, text: str) -> None:
         self.result.problems.append(f"round {self.seed} ({self.where}): {text}")

@@ -36,6 +36,7 @@ ORDER = (
     "CommitLog._lock",
     "Ledger._changing",
     "Prefetcher._changed",
+    "RateLimiter._changed",
     "DrawingHandle._lock",
     "Contents.lock",
     "RunningCopies._lock",

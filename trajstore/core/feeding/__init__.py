@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trajstore.core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
+from trajstore.core.feeding.limiter import RateLimiter
 from trajstore.core.feeding.loader import ReplayLoader, TokenLoader
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 
@@ -10,6 +11,7 @@ __all__ = [
     "BatchOptions",
     "LoaderOptions",
     "PreloadReplayBufferDataset",
+    "RateLimiter",
     "ReplayBufferDataset",
     "ReplayLoader",
     "TokenLoader",

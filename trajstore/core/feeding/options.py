@@ -22,6 +22,7 @@ from trajstore.core.base.arguments import (
     whole,
 )
 from trajstore.core.columns.limits import shown
+from trajstore.core.feeding.limiter import RateLimiter
 from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore.core.sampling.selection import Selection, selected
 from trajstore.errors import ConfigurationError
@@ -90,6 +91,7 @@ class LoaderOptions(TypedDict, total=False):
             parts add up to the whole batch for any W ((0, 1)).
         stores: ``"shared"``: all ranks read one store, or copies of it, and draw the same batches; ``"per_rank"``: each
             rank draws its part of ``batch_size`` from its own store (``"shared"``).
+        limiter: limits how many rows are drawn for each added row; the loader waits until its next draw is allowed.
         prefetch: number of batches kept ready (4).
         device: target device of batches; CUDA uses pinned memory and a separate stream (CPU).
         timeout: seconds until ``next`` raises TimeoutError; None = wait forever.
@@ -102,6 +104,7 @@ class LoaderOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     rank: tuple[int, int]
     stores: Stores
+    limiter: RateLimiter | None
     prefetch: int
     device: torch.device | str | None
     timeout: float | None
@@ -194,6 +197,7 @@ _AT_LEAST_0, _AT_LEAST_1 = partial(whole, least=0), partial(whole, least=1)
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
     "demos": check_replay,
+    "limiter": partial(check_kind, kind=RateLimiter, wanted="a RateLimiter(samples_per_insert, tolerance)"),
     **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
     **dict.fromkeys(("prefetch", "batch_size"), _AT_LEAST_1),
     "pad_id": partial(whole, least=-(1 << 63)),

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from trajstore.core.base import exits, locks
 from trajstore.core.base.interrupts import start_thread
+from trajstore.core.feeding.limiter import RateLimiter
 from trajstore.core.feeding.source import Source
 from trajstore.errors import EmptyBufferError, EpochsEndedError, StoreClosedError, TrajectoryUnavailableError
 
@@ -57,6 +58,7 @@ class Prefetcher(Generic[D, T]):
         make: reads a drawn batch, given its sequence number, and returns it.
         depth: maximum batches under way.
         waits: whether to wait for more trajectories once a sampler is exhausted, instead of raising.
+        limiter: asked before each draw; counts the rows drawn.
     """
 
     def __init__(
@@ -66,11 +68,13 @@ class Prefetcher(Generic[D, T]):
         depth: int,
         *,
         waits: bool = True,
+        limiter: RateLimiter | None = None,
     ) -> None:
         self._source = source
         self._make = make
         self._depth = depth
         self._waits = waits
+        self._limiter = limiter
         self._waits_for = _NOT_FILLED
         self._changed = locks.condition("Prefetcher._changed")
         self._resumed: deque[D] = deque()
@@ -156,6 +160,7 @@ class Prefetcher(Generic[D, T]):
                 "under_way": [self._source.state_of(drawn) for drawn in (*under_way, *self._resumed)],
                 "handed_out": self._handed_out,
                 "redrawn": self.redrawn,
+                "limiter": None if self._limiter is None else self._limiter.state_dict(),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -232,10 +237,14 @@ class Prefetcher(Generic[D, T]):
                 if self._resumed:
                     self._making = self._resumed.popleft()
                     return self._making
-                if self._source.ready():
+                if not self._source.ready():
+                    self._waits_for = _NOT_FILLED
+                elif self._may_draw():
                     try:
                         self._making = self._source.draw()
                         self._waits_for = _NOT_FILLED
+                        if self._limiter is not None:
+                            self._limiter.drew(self._source.size(self._making))
                         return self._making
                     except EpochsEndedError:
                         raise
@@ -246,6 +255,12 @@ class Prefetcher(Generic[D, T]):
                             self._waits_for = f"{error}; more can be drawn once trajectories are added."
                             pause = min(2 * pause, _LONGEST)  # a sampler may search all trajectories in vain
                 self._changed.wait(pause)
+
+    def _may_draw(self) -> bool:
+        """Return whether the limiter allows a draw; if not, waiting consumers get its reason."""
+        reason = None if self._limiter is None else self._limiter.reason_to_wait()
+        self._waits_for = reason or self._waits_for
+        return reason is None
 
     def _has_room(self) -> bool:
         return len(self._made) < self._depth

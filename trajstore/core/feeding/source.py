@@ -89,6 +89,10 @@ class Source(ABC, Generic[D]):
         """Return the number of rows in this rank's part of a batch."""
 
     @abstractmethod
+    def size(self, drawn: D) -> int:
+        """Return the number of rows of the buffer in a global batch, without demonstrations."""
+
+    @abstractmethod
     def state_of(self, drawn: D) -> Any:
         """Return the rows of a batch as plain containers and tensors."""
 
@@ -274,6 +278,9 @@ class BatchSource(Source[DrawnBatch]):
 
     def rows(self, drawn: DrawnBatch) -> int:
         return len(self.part(drawn))
+
+    def size(self, drawn: DrawnBatch) -> int:
+        return len(drawn.replay)
 
     def part(self, drawn: DrawnBatch) -> DrawnBatch:
         """Return this rank's part of a global batch: equally many rows per rank, with its share of both buffers."""

@@ -207,6 +207,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def rows(self, drawn: tuple[Drawn, ...]) -> int:
         return len(self._part(drawn))
 
+    def size(self, drawn: tuple[Drawn, ...]) -> int:
+        return sum(map(len, drawn))
+
     def _part(self, drawn: tuple[Drawn, ...]) -> tuple[Drawn, ...]:
         low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
         return drawn[low:high]

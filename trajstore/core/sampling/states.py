@@ -77,7 +77,8 @@ def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[st
     changed = _differences(fixed, here["fixed"])
     if changed:
         raise ConfigurationError(
-            f"state: was saved by a sampler {here['kind']!r} with {changed}, so it does not apply here"
+            f"state: was saved by a sampler {here['kind']!r} with {changed}, so it does not apply here; construct "
+            "the sampler with the same arguments"
         )
     changed = _differences(free, here["free"])
     if changed:

@@ -6,7 +6,7 @@ Needs the same lock as :class:`~trajstore.core.sampling.base.Sampler`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -131,10 +131,30 @@ class WeightedSampler(Sampler):
         self._by_sample = priorities is not None and priorities.per == "sample"
         self._roster = Roster()
         self._samples = Growing(np.int64)
-        self._powers = Growing(np.float64)
-        """``(priority + eps) ** alpha`` of each leaf, without its trajectory's weight; empty without priorities."""
+        self._given = Growing(np.float64)
+        """Priority of each leaf; empty without priorities."""
+        self._initial = self._applied = priorities or Priorities()
+        """The argument, and the priorities by which leaves are weighed."""
         self._largest = 1.0
         self._tree = SumTree(_LEAST_CAPACITY)
+
+    @property
+    def alpha(self) -> float:
+        """Exponent of the priorities in later draws; may be set between draws, to anneal it.
+
+        The next draw recomputes the weights of all rows.
+
+        Raises:
+            ConfigurationError: the sampler has no priorities, or the value is negative, not finite, or too large for
+                the largest priority so far.
+        """
+        return self._of_priorities("alpha").alpha
+
+    @alpha.setter
+    def alpha(self, value: float) -> None:
+        priorities = replace(self._of_priorities("alpha"), alpha=value)
+        priorities.powers(np.array([self._largest]))
+        self.priorities = priorities
 
     @property
     def beta(self) -> float:
@@ -154,6 +174,13 @@ class WeightedSampler(Sampler):
             raise ConfigurationError(f"{what}: this sampler has no priorities; give it priorities=Priorities(...)")
         return self.priorities
 
+    def _apply_alpha(self) -> None:
+        """Recompute all weights if ``alpha`` was set; here, because setters are called without the lock."""
+        priorities = self.priorities
+        if priorities is not None and priorities.alpha != self._applied.alpha:
+            self._weigh([np.arange(len(self._roster))], priorities)
+            self._applied = priorities
+
     # -- trajectories -----------------------------------------------------------------------------
 
     @property
@@ -165,7 +192,7 @@ class WeightedSampler(Sampler):
         entries = self._roster.add(additions.ids, leaves, additions.names)
         self._samples.append(additions.samples, len(additions))
         if self.priorities is not None:
-            self._powers.append(self.priorities.powers(np.array([self._largest])), int(leaves.sum()))
+            self._given.append(self._largest, int(leaves.sum()))
         changed = [entries, *(factor.added(entries, additions) for factor in self.factors)]
         if self._roster.leaves > self._tree.capacity:
             self._tree.replace(self._tree.leaves, 2 * self._roster.leaves)
@@ -181,7 +208,7 @@ class WeightedSampler(Sampler):
             kept, leaves = self._roster.compact()
             self._samples.keep(kept)
             if self.priorities is not None:
-                self._powers.keep(leaves)
+                self._given.keep(leaves)
             for factor in self.factors:
                 factor.compacted(kept)
             self._tree.replace(self._tree.leaves[leaves], max(_LEAST_CAPACITY, 2 * len(leaves)))
@@ -194,12 +221,12 @@ class WeightedSampler(Sampler):
     def reached(self, version: int) -> None:
         self._weigh([np.zeros(0, np.int64), *(factor.reached(version) for factor in self.factors)])
 
-    def _weigh(self, changed: Sequence[IntArray]) -> None:
+    def _weigh(self, changed: Sequence[IntArray], priorities: Priorities | None = None) -> None:
         entries = np.unique(np.concatenate(changed))
         leaves, counts = self._roster.leaf_runs(entries)
         weights = np.repeat(self._shares(entries), counts)
         if self.priorities is not None:
-            weights *= self._powers.values[leaves]
+            weights *= (priorities or self._applied).powers(self._given.values[leaves])
         self._tree.set(leaves, weights)
 
     def _shares(self, entries: IntArray) -> FloatArray:
@@ -218,6 +245,7 @@ class WeightedSampler(Sampler):
         if first is not None:
             entry = self._roster.find(np.array([first]))
             low = int(self._roster.first_leaf(entry)[0]) if entry[0] >= 0 else 0
+        self._apply_alpha()
         self._awaken(low)
         kept: list[tuple[IntArray, IntArray]] = []
         while still_wanted > 0:
@@ -323,14 +351,15 @@ class WeightedSampler(Sampler):
         Raises:
             ConfigurationError: the sampler has no priorities, or one is negative or not finite; nothing changed.
         """
-        of = self._of_priorities("update_priorities")
+        self._of_priorities("update_priorities")
         given = numbers("priorities", priorities)
         ids, samples = whole_numbers("ids", ids), whole_numbers("samples", samples)
         if given.shape != ids.shape or samples.shape != ids.shape:
             raise ConfigurationError(f"priorities {list(given.shape)}: must be one for each of {len(ids)} rows")
         if not np.all((given >= 0) & (given < np.inf)):
             raise ConfigurationError("priorities must be finite numbers, at least 0")
-        powers = of.powers(given)
+        self._apply_alpha()
+        powers = self._applied.powers(given)
         entries = self._roster.find(ids)
         alive = entries >= 0
         entries, given, samples, powers = entries[alive], given[alive], samples[alive], powers[alive]
@@ -341,9 +370,9 @@ class WeightedSampler(Sampler):
             leaves = leaves + samples
         else:
             order = np.argsort(given, kind="stable")  # the last of a trajectory counts: the largest
-            leaves, entries, powers = leaves[order], entries[order], powers[order]
+            leaves, entries, given, powers = leaves[order], entries[order], given[order], powers[order]
         self._largest = float(given.max(initial=self._largest))
-        self._powers.values[leaves] = powers
+        self._given.values[leaves] = given
         different, of_each = np.unique(entries, return_inverse=True)
         # The same product as elsewhere, so that a weight does not depend on the order of changes.
         self._tree.set(leaves, self._shares(different)[of_each] * powers)
@@ -362,9 +391,11 @@ class WeightedSampler(Sampler):
         if self.priorities is not None:
             leaves, counts = self._roster.leaf_runs(entries)
             state |= {
-                "powers": torch.from_numpy(self._powers.values[leaves].copy()),
+                "priorities": torch.from_numpy(self._given.values[leaves].copy()),
                 "leaves": torch.from_numpy(counts),
                 "largest": self._largest,
+                "alpha": self.priorities.alpha,
+                "beta": self.priorities.beta,
             }
         return state
 
@@ -375,19 +406,18 @@ class WeightedSampler(Sampler):
             fixed |= {f"{factor.name}.{name}": value for name, value in factor.fixed.items()}
             free |= {f"{factor.name}.{name}": value for name, value in factor.free.items()}
         if self.priorities is not None:
-            fixed |= {f"priorities.{name}": getattr(self.priorities, name) for name in ("alpha", "eps", "per")}
-            free["priorities.beta"] = self.priorities.beta
+            fixed |= {f"priorities.{name}": value for name, value in asdict(self._initial).items()}
         return described("weighted", fixed, free)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_sampler_state(state, self._described(), ("ids", "factors"))
         factors = mapping_in(state, "factors")
-        if set(factors) != {factor.name for factor in self.factors} or ("powers" in state) != (
+        if set(factors) != {factor.name for factor in self.factors} or ("priorities" in state) != (
             self.priorities is not None
         ):
             raise ConfigurationError(
                 f"the state is of a sampler with {sorted(map(str, factors))}"
-                f"{' and priorities' if 'powers' in state else ''}; this one is configured otherwise"
+                f"{' and priorities' if 'priorities' in state else ''}; this one is configured otherwise"
             )
         ids, names = ids_in(state)
         ids = self._roster.ids_here(ids, names)
@@ -399,10 +429,14 @@ class WeightedSampler(Sampler):
         entries = entries[kept]
         others = np.setdiff1d(np.flatnonzero(self._roster.alive), entries)
         if self.priorities is not None:
-            largest, powers = self._read_powers(state, kept, entries)
-            self._largest = largest
-            self._powers.values[self._roster.leaf_runs(entries)[0]] = powers
-            self._powers.values[self._roster.leaf_runs(others)[0]] = self.priorities.powers(np.array([largest]))
+            given = self._read_priorities(state, kept, entries)
+            check_state(state, ("largest", "alpha", "beta"))
+            largest = finite("state: largest", state["largest"], float(given.max(initial=0.0)))
+            priorities = replace(self.priorities, alpha=state["alpha"], beta=state["beta"])
+            priorities.powers(np.array([largest]))
+            self.priorities, self._applied, self._largest = priorities, priorities, largest
+            self._given.values[:] = largest
+            self._given.values[self._roster.leaf_runs(entries)[0]] = given
         if not len(kept):
             tell_gone("a sampler", ids, self._roster.live)
         for factor, factor_rows in zip(self.factors, rows, strict=True):
@@ -412,22 +446,20 @@ class WeightedSampler(Sampler):
             factor.take_up(entries, others, here)
         self._weigh([np.arange(len(self._roster))])
 
-    def _read_powers(self, state: Mapping[str, Any], kept: IntArray, entries: IntArray) -> tuple[float, FloatArray]:
-        """Return a state's largest priority, and the leaf powers of the kept entries."""
-        powers = array_in(state, "powers", np.float64, least=0.0, most=_MOST_POWER)
-        counts = array_in(state, "leaves", np.int64, len(state["ids"]), least=0, most=len(powers))
-        if counts.sum() != len(powers):
-            raise ConfigurationError(f"state: leaves: add up to {counts.sum()}, powers has {len(powers)} numbers")
+    def _read_priorities(self, state: Mapping[str, Any], kept: IntArray, entries: IntArray) -> FloatArray:
+        """Return a state's priorities of the leaves of the kept entries."""
+        given = array_in(state, "priorities", np.float64, least=0.0, most=float(np.finfo(np.float64).max))
+        counts = array_in(state, "leaves", np.int64, len(state["ids"]), least=0, most=len(given))
+        if counts.sum() != len(given):
+            raise ConfigurationError(f"state: leaves: add up to {counts.sum()}, priorities has {len(given)} numbers")
         if np.any(counts[kept] != self._roster.leaf_counts(entries)):
             raise ConfigurationError("the state has another number of rows for a trajectory than the buffer")
-        check_state(state, ("largest",))
-        largest = finite("state: largest", state["largest"], 0)
-        (self.priorities or Priorities()).powers(np.array([largest]))
         place = np.full(len(counts), len(counts), np.int64)
         place[kept] = np.arange(len(kept))
         of_each = np.repeat(place, counts)
         order = np.argsort(of_each, kind="stable")
-        return largest, powers[order[: np.count_nonzero(of_each < len(counts))]]
+        kept_given: FloatArray = given[order[: np.count_nonzero(of_each < len(counts))]]
+        return kept_given
 
     def figures(self) -> dict[str, float]:
         alive = np.flatnonzero(self._roster.alive).astype(np.int64)

@@ -22,7 +22,14 @@ from trajstore.core.store.saved_points import SavedPoint, Snapshot, pin_file, st
 from trajstore.core.store.states import encode_state
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.inbox import Inbox
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, listed, written
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    listed,
+    written,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -202,8 +209,13 @@ class Points:
                 catalog.pins.arrived(name)
                 catalog.load_pins()
         with self._changing():
+            if (head_read := catalog.pins.heads.get(name)) is None:
+                self._publish("was saved")  # a writer that has taken over may have removed it
+                raise StoreWriteError(
+                    f"{self._directory.url}: the snapshot {name!r} was removed while it was saved, not by this writer"
+                )
             self._release(())  # files of an earlier snapshot of this name
-            return catalog.pins.heads[name]
+            return head_read
 
     def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
         """Return the current head as a snapshot; within :meth:`_changing`."""
@@ -288,7 +300,11 @@ class Points:
         with self._one_change(), self._changing():
             self._release(catalog.unfinished_asides())
             change = plan_change(catalog, catalog.snapshot(name))
-            state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
+            try:
+                state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
+            except (CorruptStoreError, StoreNotFoundError):
+                self._publish("was changed")  # a writer that has taken over may have removed it
+                raise
             left = None
             if not change.is_empty:
                 if aside and not has_a_name(catalog, change.line):
