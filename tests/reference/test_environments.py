@@ -99,7 +99,7 @@ def test_treasure_is_solved_by_the_quest_of_its_generator_and_lost_by_the_other_
     from textworld.generator.data import KnowledgeBase
     from textworld.generator.game import GameOptions
 
-    environment = TreasureEnvironment(houses=1, rooms=5, quest_lengths=(2, 3))
+    environment = TreasureEnvironment(houses=1, rooms=5, quest_lengths=(2, 3), max_turns=4)
     tokenizer = WordTokenizer(environment.words)
     lost = set()
     for task in environment.tasks:
@@ -152,7 +152,7 @@ def test_tasks_depend_on_the_seed_and_nothing_else() -> None:
         (lambda: HouseholdEnvironment(things=0), "things"),
         (lambda: HouseholdEnvironment(max_turns=3), "max_turns"),
         (lambda: TreasureEnvironment(houses=0), "houses"),
-        (lambda: TreasureEnvironment(quest_lengths=(2, 5)), "quest_lengths"),
+        (lambda: TreasureEnvironment(quest_lengths=(2, 6)), "quest_lengths"),
         (lambda: make_environment("chess"), "environment: 'chess'"),
         (lambda: WordTokenizer(["cup", "cup"]), "words"),
         (lambda: WordTokenizer(["cup"]).encode("cup saucer"), "saucer"),

@@ -14,9 +14,9 @@ from trajstore.errors import ConfigurationError, MissingDependencyError
 class TreasureEnvironment(Environment):
     """Multi-turn: walk through a house of TextWorld and take the wanted thing; to take the other thing loses the game.
 
-    Each house has one game for each length of a quest. The model reads the quest's last command, then after each reply
-    the room and the commands that have an effect there. Other replies change nothing. The level is the length less one.
-    The same arguments give the same games.
+    Each house has one game for each length of a quest. The model reads the quest's last command and, before each reply,
+    the room and the commands that have an effect there. Other replies change nothing. Levels number the lengths. The
+    same arguments give the same games.
 
     Raises:
         MissingDependencyError: textworld is not installed.
@@ -25,7 +25,7 @@ class TreasureEnvironment(Environment):
     name = "treasure"
 
     def __init__(
-        self, houses: int = 8, rooms: int = 6, quest_lengths: Sequence[int] = (2, 3, 4), max_turns: int = 4
+        self, houses: int = 8, rooms: int = 8, quest_lengths: Sequence[int] = (3, 4, 5), max_turns: int = 5
     ) -> None:
         if houses < 1:
             raise ConfigurationError(f"houses: {houses}, must be at least 1")
@@ -40,10 +40,10 @@ class TreasureEnvironment(Environment):
         self.max_turns = max_turns
         self._games: dict[str, _Game] = {}
         tasks = []
-        for length in sorted(quest_lengths):
+        for level, length in enumerate(sorted(quest_lengths), 1):
             for house in range(houses):
                 game = _make_game(house, rooms, length)
-                tasks.append(TextTask(f"treasure-{house}-{length}", length - 1, tuple(game.goal.split())))
+                tasks.append(TextTask(f"treasure-{house}-{length}", level, tuple(game.goal.split())))
                 self._games[tasks[-1].task_id] = game
         self.tasks = tuple(tasks)
         states = [state for game in self._games.values() for state in game.states.values()]
