@@ -13,7 +13,7 @@ import pytest
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import opened, rollout, text_of
+from tests.view.rollouts import opened, rollout, text_of, trained_in
 from tools.browser import Page
 from trajstore.testing.witness import witness
 
@@ -57,6 +57,7 @@ def prefer(page: Page, theme: str) -> None:
 def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page, theme: str) -> None:
     stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
     stored(tmp_path / "blocks", [witness(7), witness(8)])
+    trained_in(tmp_path / "rollouts", 3)
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
@@ -70,6 +71,8 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
             "document.querySelector('.token.selected') && document.querySelector('.give')",
         ),
         (f"{rollouts}/#/group?task=task-1", "document.querySelectorAll('.sibling').length === 4"),
+        (f"{rollouts}/#/training", "document.querySelectorAll('.curves canvas').length === 7"),
+        (f"{rollouts}/#/step/2", "document.querySelectorAll('table.trained tbody tr').length === 4"),
         (f"{blocks}/#/trajectory/0", "document.querySelector('[data-drawn]')"),
         (f"{blocks}/#/beside/0?other=1", "document.querySelectorAll('.episodes .large').length >= 2"),
         (f"{blocks}/#/table", "document.querySelectorAll('.row').length === 2"),
@@ -145,3 +148,25 @@ def test_keys_reach_what_a_mouse_reaches_while_others_write(tmp_path: Path, serv
         assert page.run(f"return {focused}") == "task"
         page.keys(".grid", "\ue007")
         page.until("document.activeElement.id === 'main' && document.title.startsWith('Trajectory ')")
+
+
+def test_a_point_of_training_leads_to_its_rows_and_a_rollout_to_its_steps(
+    tmp_path: Path, serve: Serve, page: Page
+) -> None:
+    stored(tmp_path, [rollout(number) for number in range(4)])
+    trained_in(tmp_path, 3)
+    over = "[data-curve=ratio] .u-over"
+    opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelector('[data-view=training]:not([hidden])')")
+    page.click("[data-view=training]")
+    page.until(f"document.querySelector('{over}[role=slider]')")
+    page.keys(over, "\ue012")  # left, to step 2
+    assert page.run(f"return document.querySelector('{over}').getAttribute('aria-valuetext')") == "step 2: 1.063"
+    page.keys(over, "\ue007")  # Enter
+    page.until("location.hash === '#/step/2' && document.querySelectorAll('table.trained tbody tr').length === 4")
+    assert text_of(page, "tbody tr").startswith("rollout 0 of the batch, in no store")
+    assert text_of(page, ".without-loss").startswith("10task-1")
+    page.keys("body", "n")
+    page.until("location.hash === '#/step/3' && document.title.startsWith('Step 3')")
+    page.click("tbody tr:nth-child(2) a.id")
+    page.until("document.querySelector('section.trained summary')?.textContent === 'Trained in 3 steps'")
+    assert text_of(page, "section.trained tbody tr") == "10-0.3333112001"

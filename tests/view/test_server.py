@@ -16,7 +16,7 @@ import torch
 
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
-from tests.view.rollouts import PROMPT, rollout
+from tests.view.rollouts import PROMPT, rollout, trained_in
 from tools.browser import PATIENCE
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.testing.witness import witness
@@ -56,6 +56,51 @@ def trajectory(address: str, shown: str) -> tuple[Any, dict[str, np.ndarray[Any,
         values = np.frombuffer(behind, f"<{array['type']}", int(np.prod(array["shape"])), array["at"])
         arrays[array["name"]] = values.reshape(array["shape"])
     return header, arrays
+
+
+def test_training_is_that_of_the_ledger_and_follows_it(tmp_path: Path, serve: Serve) -> None:
+    stored(tmp_path, [rollout(number) for number in range(4)])
+    address = serve(tmp_path)
+    assert ask(address, "about")["training"] is False
+    assert ask(address, "training")["steps"] == []
+    assert ask(address, "trained", id="0")["of"] == 0
+    trained_in(tmp_path, 2)
+    assert ask(address, "about")["training"] is True
+    told = ask(address, "training")
+    assert (told["steps"], told["of"], told["damaged"], told["replaced"]) == ([1, 2], 2, [], 0)
+    assert told["curves"] == {
+        "rows": [4, 4],
+        "replayed": [0.25, 0.25],
+        "no_loss": [0.25, 0.25],
+        "ratio": [1.0625, 1.0625],
+        "advantage": [pytest.approx(2 / 3)] * 2,
+        "age": [1, 1],
+        "loss/pg": [0.25, 0.5],
+    }
+    step = ask(address, "step", step=2)
+    assert (step["previous"], step["next"], step["of"]) == (1, None, 4)
+    (rank,) = step["ranks"]
+    assert (rank["policy"], rank["loss"]) == ([2, 3], {"pg": 0.5})
+    assert [(row["id"], row["rollout"], row["task"], row["age"]) for row in step["rows"]] == [
+        (None, 0, "task-0", None),
+        ("0", None, "task-0", 1),
+        ("1", None, "task-1", 1),
+        ("2", None, "task-1", 1),
+    ]
+    assert [row["weight"] for row in step["rows"]] == [1, 1, 0, 1]
+    trained = ask(address, "trained", id="2")
+    assert [(row["step"], row["advantage"], row["replayed"]) for row in trained["trained"]] == [
+        (1, 1, True),
+        (2, 1, True),
+    ]
+    status, _, body = get(address, "/api/step?step=7")
+    assert (status, json.loads(body)) == (404, {"error": "step 7: not in the training ledger, which has 1 to 2"})
+    (file,) = (tmp_path / "ledger").glob("steps-*")
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0].replace(b"task-0", b"task-9!") + lines[1])
+    told = ask(address, "training")
+    assert told["steps"] == [2]
+    assert ["byte 0 is damaged" in sentence for sentence in told["damaged"]] == [True]
 
 
 def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path, serve: Serve) -> None:

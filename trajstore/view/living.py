@@ -35,9 +35,12 @@ from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of
 from trajstore.view.shown import Shown
+from trajstore.view.training import Training, curves, rows_of, steps_of
 
 if TYPE_CHECKING:
     from polars import DataFrame
+
+    from trajstore.core.files.base import Directory
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +97,7 @@ class Living:
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
+        self._training = Training()
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), self._damage())
         """The present state; replaced as a whole, so that any thread may read it."""
@@ -131,9 +135,10 @@ class Living:
         return self.state
 
     def about(self) -> Answer:
-        """Return the path, the available facts, whether it is a pool, and the state."""
+        """Return the path, the available facts, whether there are a pool and a training ledger, and the state."""
         columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
-        return {"path": self.path, "columns": columns, "pool": pool, **_told(self.state)}
+        training = self._training.is_there(self._directories())
+        return {"path": self.path, "columns": columns, "pool": pool, "training": training, **_told(self.state)}
 
     def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
         """Return a page of a query's rows, facts by name: ``{"total", "first", "rows", "state"}``.
@@ -174,6 +179,38 @@ class Living:
         self.refresh()
         there = ids[np.isin(ids, self.table()["trajectory_id"])]
         return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
+
+    def training(self) -> Answer:
+        """Return curves of the training ledgers, see :func:`trajstore.view.training.curves`.
+
+        Raises:
+            CorruptStoreError: a file of a ledger is absent.
+        """
+        return {**curves(self._training.read(self._directories())), "state": self.state.name}
+
+    def step(self, number: int) -> Answer:
+        """Return the rows of an optimizer step, see :func:`trajstore.view.training.rows_of`.
+
+        Raises:
+            TrajectoryUnavailableError: no ledger has the step.
+            CorruptStoreError: a file of a ledger is absent.
+        """
+        return {**rows_of(self._training.read(self._directories()), number), "state": self.state.name}
+
+    def trained(self, shown: str) -> Answer:
+        """Return the steps that trained a trajectory, see :func:`trajstore.view.training.steps_of`.
+
+        Args:
+            shown: its id as displayed.
+
+        Raises:
+            CorruptStoreError: a file of a ledger is absent.
+        """
+        ledgers = self._training.read(self._directories())
+        return {**steps_of(ledgers, id_from("trajectory_id", shown)), "state": self.state.name}
+
+    def _directories(self) -> dict[int, Directory]:
+        return {rank: catalog.directory for rank, catalog in (self._shown.catalogs() or {}).items()}
 
     def _ids_of(self, where: str, order: Sequence[str], state: str) -> tuple[npt.NDArray[np.int64], str]:
         """Return a query's ids and their state: the requested state if it is cached."""

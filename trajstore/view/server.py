@@ -113,6 +113,9 @@ class Service:
             "group": self._group,
             "facts": lambda request: self._living.facts(_said(request, "id")),
             "notes": lambda request: self._living.notes(_said(request, "id")),
+            "training": lambda _: self._living.training(),
+            "step": lambda request: self._living.step(_number(request, "step", 0)),
+            "trained": lambda request: self._living.trained(_said(request, "id")),
             "overview": lambda request: self._living.overview(_said(request, "where")),
         }
         return [

@@ -9,9 +9,10 @@ import * as beside from "./beside.js";
 import * as group from "./group.js";
 import * as overview from "./overview.js";
 import * as table from "./table.js";
+import * as training from "./training.js";
 import * as trajectory from "./trajectory.js";
 
-const VIEWS = { overview, table, trajectory, group, beside };
+const VIEWS = { overview, table, trajectory, group, beside, training, step: { show: training.showStep } };
 const main = document.getElementById("main");
 
 let current = null; // { leave, changed }: changed compares the state told with the one that the view shows
@@ -165,6 +166,7 @@ window.addEventListener("hashchange", async () => {
 });
 ask("about").then((about) => {
   fill(document.getElementById("path"), about.path);
+  document.querySelector("[data-view=training]").hidden = !about.training;
   store = about.path.split("/").filter(Boolean).at(-1) ?? about.path;
   entitle();
 }, () => {});

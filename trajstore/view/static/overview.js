@@ -2,6 +2,7 @@
 
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
+import { WHOLE, axes, shapeOf, slider, styleOf } from "./curve.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
 import { ZONE, count, moment, several, short, size, ticks, time } from "./numbers.js";
 
@@ -18,18 +19,6 @@ const SAMPLED = [
   { name: "reward", title: "Mean reward per step", of: "at most 8 blocks per point", kind: "blocks" },
 ];
 const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
-
-const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
-
-const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-
-const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 174, padding: [8, 12, 0, 0] });
-
-/** Returns the two axes of a curve; the lower one has a title, and `more`; the other one `more` of its own. */
-function axes(label, more = {}, upright = {}) {
-  const all = { stroke: styleOf("--soft"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))), ...upright }];
-}
 
 const meanOf = (mean, deviation, n) => `${short(mean)}${deviation === null ? "" : ` ± ${short(deviation)}`}${n === null ? "" : `, n = ${count(n)}`}`;
 
@@ -282,7 +271,9 @@ export async function show(main, { parameters, keep, signal }) {
     };
     plot.over.addEventListener("click", () => Number.isInteger(plot.cursor.idx) && open(plot.cursor.idx));
     figure.querySelector(".u-legend").setAttribute("aria-hidden", "true"); // the slider says the same
-    atKeys(plot, real, name, title, (at) => (isVersion ? `policy version ${at}` : momentOf(at)), open, drawn);
+    const saidAt = (at) => drawn.map(({ said }) => said(at) || "unknown").map((text, run) => (run ? `; ${told.other.path} ${text}` : text)).join("");
+    const placeOf = (at) => (isVersion ? `policy version ${at}` : momentOf(at));
+    slider(plot, plot.data.at(-drawn.length), { real, name, title, chosen, said: (at) => `${placeOf(at)}: ${saidAt(at)}`, open });
     plots.set(name, plot);
   }
 
@@ -314,33 +305,6 @@ export async function show(main, { parameters, keep, signal }) {
       series: [{}, ...lines.map(([, fill]) => ({ fill, stroke: styleOf("--card"), width: 1, points: { show: false } })).reverse()], // the lower ones are drawn over the higher
     }, [steps, ...sums.reverse()], figure));
     figure.append(keyOf(lines));
-  }
-
-  /** Makes a curve a slider: arrows go from point to point, Enter opens the trajectories of one. */
-  function atKeys(plot, real, name, title, placeOf, open, drawn) {
-    const x = plot.data[0], y = plot.data.at(-drawn.length);
-    const saidAt = (at) => drawn.map(({ said }) => said(x[at]) || "unknown").map((text, run) => (run ? `; ${told.other.path} ${text}` : text)).join("");
-    const last = real.length - 1;
-    const go = (at) => {
-      const number = Math.max(0, Math.min(at, last));
-      const here = real[number];
-      plot.setCursor({ left: plot.valToPos(x[here], "x"), top: plot.valToPos(y[here] ?? 0, "y") });
-      plot.over.setAttribute("aria-valuenow", number);
-      plot.over.setAttribute("aria-valuetext", `${placeOf(x[here])}: ${saidAt(here)}`);
-    };
-    const properties = { role: "slider", tabindex: 0, "data-focus": `curve ${name}`, "aria-label": title, "aria-valuemin": 0, "aria-valuemax": last };
-    for (const [key, value] of Object.entries(properties)) plot.over.setAttribute(key, value);
-    go(chosen[name] ?? last);
-    plot.setCursor({ left: -10, top: -10 });
-    plot.over.addEventListener("focus", () => plot.over.matches(":focus-visible") && go(chosen[name] ?? last)); // not at a click
-    plot.over.addEventListener("keydown", (event) => {
-      const at = chosen[name] ?? last;
-      const moves = { ArrowRight: at + 1, ArrowUp: at + 1, ArrowLeft: at - 1, ArrowDown: at - 1, Home: 0, End: last };
-      if (event.key in moves) go((chosen[name] = Math.max(0, Math.min(moves[event.key], last))));
-      else if (event.key === "Enter") open(real[at]);
-      else return;
-      event.preventDefault();
-    });
   }
 
   const again = () => told && keepingFocus(main, lay);

@@ -8,6 +8,7 @@ import { showBlock } from "./block.js";
 import { showLate } from "./late.js";
 import { showRollout } from "./rollout.js";
 import { orderText, titlesOf } from "./table.js";
+import { showTrained } from "./training.js";
 
 const SHOWN = [
   "outcome", "success_rate", "difficulty", "pool_entropy", "uses", "turns", "steps", "batch", "response", "version_high", "committed", "model_weights_id", "data_id", "rollout_id",
@@ -17,9 +18,10 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const facts = make("dl", { class: "facts" });
   const name = make("span", { class: "id" }, id);
   const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
+  const trained = make("section", { class: "trained", "aria-label": "Training", hidden: true });
   const place = make("div", { class: "body" });
   const neighbours = make("nav", { class: "neighbours", "aria-label": "Neighbours" });
-  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, late, place);
+  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, late, trained, place);
   const where = parameters.get("where") ?? "", order = parameters.get("order") ?? NEWEST;
   /** Links to the trajectories before and after this one in the list that it was opened from. */
   const askAround = () => Promise.all([ask("around", { id, where, order }, signal), ask("about", {}, signal)]).then(([{ at, total, previous, next }, { columns }]) => {
@@ -35,6 +37,7 @@ export async function show(main, { of: id, parameters, keep, signal }) {
     if (!signal.aborted) fill(facts, make("p", { class: "refused" }, error.message));
   });
   askFacts();
+  showTrained(trained, id, signal).catch((error) => !signal.aborted && fill(trained, make("p", { class: "refused" }, error.message)));
   let view = null;
   const values = showLate(late, { id, signal, changed: () => {
     askFacts();
