@@ -54,7 +54,7 @@ def test_collecting_threads_and_a_loader_wait_for_each_other() -> None:
                 admission.rows = ROWS
             balances.append(limit.figures()["limiter_balance"])
 
-    with ReplayLoader(buffer, 16, limiter=limit, prefetch=2) as loader, ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, limit, ReplayLoader(buffer, 16, limiter=limit, prefetch=2) as loader:
         collecting = [pool.submit(collect, first) for first in (0, 12)]
         last = (2 * (24 * ROWS - 16) + 64) // 16  # batches until the learner is ahead by the tolerance
         for _ in range(last):
@@ -64,10 +64,11 @@ def test_collecting_threads_and_a_loader_wait_for_each_other() -> None:
             future.result()
         assert -64 - 16 < min(balances) <= max(balances) < 64 + 2 * 2 * ROWS  # two additions
         figures = loader.figures()
-    assert (figures["limiter_added"], figures["limiter_drawn"]) == (24 * ROWS, last * 16)
-    assert figures["batches_ready"] == 0
-    with pytest.raises(TimeoutError, match=f"until rows are added: 192 added, 0 being collected, {last * 16} drawn"):
-        limit.draw(1, timeout=0)
+        assert (figures["limiter_added"], figures["limiter_drawn"]) == (24 * ROWS, last * 16)
+        assert figures["batches_ready"] == 0
+        wanted = f"until rows are added: 192 added, 0 being collected, {last * 16} drawn"
+        with pytest.raises(TimeoutError, match=wanted):
+            limit.draw(1, timeout=0)
 
 
 def test_requests_are_admitted_in_their_order_and_rollouts_in_flight_hold_their_rows() -> None:
@@ -81,7 +82,7 @@ def test_requests_are_admitted_in_their_order_and_rollouts_in_flight_hold_their_
         with limit.admit(8):
             admitted.append(number)
 
-    with ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(3) as pool, limit:
         for number in range(3):
             pool.submit(ask, number)
             wait_until(lambda: limit.figures()["limiter_waiting"] == number + 1)  # noqa: B023 - called before it changes
@@ -91,15 +92,15 @@ def test_requests_are_admitted_in_their_order_and_rollouts_in_flight_hold_their_
                 with pytest.raises(TimeoutError):
                     limit.admit(1, timeout=0)
             wait_until(lambda: len(admitted) > number)  # noqa: B023 - called before it changes
-    assert admitted == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="the rollout failed"), slow:
-        raise RuntimeError("the rollout failed")
-    assert limit.figures()["limiter_added"] == 24
-    with limit.admit(8, timeout=0) as admission:
-        admission.rows = 0  # nothing was added after all
-    assert limit.figures()["limiter_added"] == 24
-    with pytest.raises(ConfigurationError, match="used twice"), admission:
-        pass
+        assert admitted == [0, 1, 2]
+        with pytest.raises(RuntimeError, match="the rollout failed"), slow:
+            raise RuntimeError("the rollout failed")
+        assert limit.figures()["limiter_added"] == 24
+        with limit.admit(8, timeout=0) as admission:
+            admission.rows = 0  # nothing was added after all
+        assert limit.figures()["limiter_added"] == 24
+        with pytest.raises(ConfigurationError, match="used twice"), admission:
+            pass
 
 
 def test_a_resumed_loader_continues_with_its_counters() -> None:
@@ -149,7 +150,7 @@ def test_closing_ends_all_waiting(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     for module, name in ((limiter, "_WARNS_AFTER"), (prefetch, "_SAYS_AFTER")):
         monkeypatch.setattr(module, name, 0.01)
     limit = RateLimiter(1, tolerance=4)
-    with ReplayLoader(filled(1), 4, limiter=limit) as loader, ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool, limit, ReplayLoader(filled(1), 4, limiter=limit) as loader:
         next(loader)  # the tolerance allows one batch
         wait_until(lambda: "limiter" in loader._running._waits_for)  # type: ignore[union-attr]
         waiting = [pool.submit(next, loader), pool.submit(limit.draw, 4)]

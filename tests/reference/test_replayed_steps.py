@@ -99,7 +99,8 @@ def test_steps_are_recomputed_to_the_bit_also_after_a_resume(
         report = recompute(filled)
         assert report.problems == ()
         assert {check.name: check.difference for check in report.checks if check.values} == dict.fromkeys(
-            ("rollouts", "masks", "rewards", "advantages", "weights", "log-probs", "ratios", "loss"), 0.0
+            ("rollouts", "masks", "rewards", "advantages", "weights", "mini-batches", "log-probs", "ratios", "loss"),
+            0.0,
         )
         replayed += report.replayed
     assert replayed > 0
@@ -220,8 +221,8 @@ def test_each_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         return lambda tensor: tensor.__setitem__(place, value)
 
     for name, change, problem in (
-        ("outcomes", put((3,), 0.0), r"advantages: row 3: advantage is -0\.577.*, the ledger has 0\.577.*; 3 values"),
-        ("outcomes", put((2,), np.nan), r"rewards: row 2 has no finite outcome \(1 row in all\)"),
+        ("rewards", put((3,), 0.0), r"advantages: row 3: advantage is -0\.577.*, the ledger has 0\.577.*; 3 values"),
+        ("rewards", put((2,), np.nan), r"rewards: row 2 has no finite reward \(1 row in all\)"),
         ("response_mask", put((1, 0), 0), r"masks: row 1: trained tokens is 2\.0, the ledger has 3\.0"),
         ("exp_mask", put((5, -1), 0), r"masks: row 5 is replayed, but its mask of replayed tokens differs"),
     ):  # fmt: skip

@@ -30,12 +30,14 @@ def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
 def test_rows_come_back_as_they_were(shapes: list[tuple[int, int]]) -> None:
     rows = [row(prompt, response, seed) for seed, (prompt, response) in enumerate(shapes)]
     packed = pack_rows(rows, per_row=("score",))
+    packed.notes = {"advantages": packed.old_log_probs}
     back = rows_of(packed)
     assert row_count(packed) == len(back) == len(rows)
     assert response_length(packed) == sum(response for _, response in shapes)
     assert len(packed.response_mask) == len(packed.input_ids) - packed.response_start, "a store takes it"
     for before, other in zip(rows, back, strict=True):
         assert same(before, other)
+        assert other.notes["advantages"].equal(before.old_log_probs)
         assert other.metadata == before.metadata
         assert (other.task_id, other.rollout_id, other.reward) == ("a", "r", Reward(outcome=1.0))
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from trainer_hooks.steps import recompute, step_inputs
+from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.cli import main
+from trajstore.ledger import Ledger, TrainedStep
 
 from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
@@ -79,6 +89,87 @@ def test_the_loss_receives_what_the_store_holds(replaying: Training) -> None:
     replayed = replayed_rows(replaying)
     assert replayed == replaying.sum_of("replayed_rows")
     assert replayed >= STEPS - WITHOUT
+
+
+FRESH_PROCESS = """
+import sys
+for name in ("verl", "ray", "transformers", "tensordict", "transfer_queue"):
+    sys.modules[name] = None
+from trajstore.cli import main
+of_run = main(["replay-step", sys.argv[1], sys.argv[2], "--json"])
+sys.exit(of_run + main(["replay-step", "--from-bundle", sys.argv[3], "--json"]))
+"""
+
+
+def record(run: Path, step: TrainedStep) -> None:
+    """Replace the ledger of a store by one with a single step."""
+    shutil.rmtree(run / "ledger")
+    with Ledger(run / "ledger") as ledger:
+        ledger.record(step)
+
+
+def problems_of(run: Path, step: TrainedStep) -> tuple[str, ...]:
+    record(run, step)
+    return recompute(step_inputs(run, step.step)).problems
+
+
+def test_each_step_is_rebuilt_from_store_and_ledger(
+    replaying: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where verl and Ray cannot be imported; a changed value in store or ledger is named."""
+    run = tmp_path / "run"
+    shutil.copytree(replaying.folder / "checkpoints" / "trajstore" / "rollouts", run)
+    for number in range(1, STEPS + 1):
+        report = recompute(step_inputs(run, number))
+        assert report.problems == ()
+        assert {check.name for check in report.checks if check.left_out} == {"log-probs", "loss"}
+    assert main(["audit", str(run)]) == 0
+    arguments = ["replay-step", str(run), str(STEPS)]
+    capsys.readouterr()
+    assert main([*arguments, "--json", "--bundle", str(tmp_path / "bundle")]) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, *arguments[1:], str(tmp_path / "bundle")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == 2 * (json.dumps(of_run | {"bundle": None}, indent=2) + "\n")
+
+    assert main([*arguments, "--checkpoint", "any"]) == 2
+    assert "--checkpoint: log-probs and loss of step 5 are not recomputed for verl" in capsys.readouterr().err
+
+    written = step_inputs(run, STEPS)
+    assert len(written.step.updates) == 1
+    step, fresh = written.step, int((written.step.rows["replayed"] == 0).argmax())
+    replayed = int(step.rows["replayed"].argmax())
+    for name, row, value, problem in (
+        ("advantage", fresh, 7.0, rf"^advantages: row {fresh}: advantage is .*, the ledger has 7\.0$"),
+        ("tokens", fresh, 1, rf"^masks: row {fresh}: trained tokens is .*, the ledger has 1\.0$"),
+        ("weight", replayed, 0.5, rf"^weights: row {replayed}: weight is 1\.0, the ledger has 0\.5$"),
+        ("ratio", fresh, 0.5, rf"^ratios: row {fresh}: ratio is 1\.0, the ledger has 0\.5$"),
+        ("replayed", fresh, 1, rf"^rollouts: row {fresh} is replayed, but was sampled with the fresh rows"),
+        ("replayed", replayed, 0, rf"^rollouts: row {replayed} is fresh, but was not sampled with the other fresh"),
+        ("group", fresh, int(step.rows["group"].max()), rf"^rollouts: row {fresh} is of task .*, its group of "),
+    ):
+        rows = step.rows.copy()
+        rows[name][row] = value
+        assert re.search(problem, "\n".join(problems_of(run, replace(step, rows=rows))), re.M), (name, problem)
+    record(run, step)
+    mask = written.tensors["response_mask"].clone()
+    mask[fresh, 0] = 0
+    masked = recompute(replace(written, tensors={**written.tensors, "response_mask": mask})).problems
+    assert masked[0].startswith(f"masks: row {fresh}: trained tokens is ")
+    (recorded,) = (rollout for rollout in replaying.rollouts if rollout.rollout_id == written.rows[fresh]["rollout_id"])
+    changed = {"advantages": [torch.full_like(recorded.old_log_probs, 3.0)], "reward_score": [0.75]}
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(run), seed=None) as buffer:
+        annotate(buffer, [int(step.rows["trajectory"][fresh])], changed)
+    assert main([*arguments, "--json"]) == 1
+    problems = "\n".join(json.loads(capsys.readouterr().out)["problems"])
+    assert re.search(rf"rewards: row {fresh}: reward_score is 0\.75, it was .* when the rollout was recorded", problems)
+    assert re.search(r"advantages: row \d+: advantage is .*; \d values differ", problems)
+    assert re.search(rf"stored advantages: row {fresh}: stored advantage is 3\.0, the ledger has ", problems)
 
 
 def test_figures_of_replay(replaying: Training) -> None:

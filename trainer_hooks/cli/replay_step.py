@@ -62,6 +62,10 @@ def _run(options: Namespace, out: Output) -> int:
 
 def _policy(inputs: StepInputs, checkpoint: str) -> Policy:
     """Return the policy of a checkpoint."""
+    from trainer_hooks.steps.recompute import not_recomputed
+
+    if reason := not_recomputed(inputs):
+        raise ConfigurationError(f"--checkpoint: log-probs and loss of step {inputs.step.step} are {reason}")
     described = inputs.step.options.get("policy", {})
     name = POLICIES.get(described.get("trainer", ""))
     if name is None:
@@ -89,8 +93,8 @@ COMMAND = Command(
     description=(
         "Rebuild the batch of a recorded training step from the store of all rollouts and its ledger, and compare "
         "rollouts, masks, rewards, advantages, weights and importance ratios with the ledger. With the checkpoint of "
-        "the step before, also recompute log-probs, importance ratios and loss terms. --bundle writes the step as a "
-        "folder that --from-bundle recomputes on another machine, without the run, a GPU, Ray or verl. "
+        "the step before, also recompute log-probs, importance ratios and loss terms (not of verl). --bundle writes "
+        "the step as a folder that --from-bundle recomputes on another machine, without the run, a GPU, Ray or verl. "
         "Exit code 0 = equal, 1 = a difference or damage, 2 = no such step, or rollouts are not stored."
     ),
     configure=_configure,

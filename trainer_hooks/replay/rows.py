@@ -114,6 +114,12 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
         for name in _RESPONSE:
             if (column := getattr(trajectory, name)) is not None:
                 setattr(row, name, column[start + prompt - before : start + length - before])
+        row.notes = {
+            name: column[start + prompt - before : start + length - before]
+            if len(column) == len(ids) - before
+            else column[start : start + length]
+            for name, column in trajectory.notes.items()
+        }
         rows.append(row)
         start += length
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.plan import rows_of_rollout
+from trainer_hooks.replay.late_values import SCORE, with_training
 from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.facts import RECORDED
+from trajstore.core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, counted
 from trajstore.ledger import LEDGER_FOLDER, TrainedStep, read
 from trajstore.trajectory import AgentTrajectory
@@ -26,6 +27,9 @@ TOLERANCES: Mapping[str, float] = {"advantages": 1e-6, "log-probs": 1e-4, "ratio
 TENSORS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask", "response_mask", "step_ids")
 """The batch's tensors, as :func:`~trainer_hooks.batch.build_batch` makes them."""
 
+NOTED = {"advantages": "stored_advantages", "rollout_is_weights": "stored_weights"}
+"""Names of tensors by the late value that they have: what the trainer reported of a fresh row after the step."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
@@ -33,11 +37,15 @@ class StepInputs:
 
     Attributes:
         step: the ledger's record.
-        tensors: those of :data:`TENSORS`; ``outcomes`` float64 [B]; ``rollouts`` int64 [B], the rollout of each row;
-            ``old_log_probs`` [B, R], to which the loss's ratios are relative, and ``old_known`` bool [B, R], where they
-            are recorded. After :func:`~trainer_hooks.steps.recompute.with_log_probs` also ``current_log_probs`` [B, R]
-            of the policy's pass before the step, and ``log_probs`` [n, R] of the rows of all updates, in order.
-        rows: facts of each row's rollout: ``trajectory`` (its id), ``rollout_id``, ``task``, ``version``, ``replayed``.
+        tensors: those of :data:`TENSORS`; ``rewards`` float64 [B], by which advantages are made; ``rollouts`` int64
+            [B], the rollout of each row; ``old_log_probs`` [B, R], to which the loss's ratios are relative, and
+            ``old_known`` bool [B, R], where they are recorded; of :data:`NOTED`, those that are late values of a fresh
+            row, [B, R] with NaN elsewhere. After :func:`~trainer_hooks.steps.recompute.with_log_probs` also
+            ``current_log_probs`` [B, R] of the policy's pass before the step, and ``log_probs`` [n, R] of the rows of
+            all updates, in order.
+        rows: facts of each row's rollout: ``trajectory`` (its id), ``rollout_id``, ``task``, ``version``, ``replayed``,
+            ``uid`` (name of the group that it was sampled in, or None), and ``corrected``: names of rewards that were
+            changed since it was recorded, each with both values.
         tolerances: as :data:`TOLERANCES`.
     """
 
@@ -84,7 +92,8 @@ def step_inputs(
             rollout = reader.get(trajectory)
             if not isinstance(rollout, AgentTrajectory):
                 raise CorruptStoreError(f"{path}: trajectory {trajectory} of step {step} is not a rollout of an agent")
-            stored[trajectory] = rows_of_rollout(rollout, 0, number, is_replayed=False)
+            trained = replace(with_training(rollout), metadata=rollout.metadata, notes=rollout.notes)
+            stored[trajectory] = rows_of_rollout(trained, 0, number, is_replayed=False)
             progress(number + 1, len(wanted))
     return inputs_of(record, stored, str(path))
 
@@ -97,6 +106,10 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
     """
     rows: list[BatchRow] = []
     facts: list[dict[str, Any]] = []
+    of_score = record.options.get("advantages", {}).get("reward") == "score"
+    times: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    rollouts: list[int] = []
     for place, (trajectory, part, group, replayed) in enumerate(
         record.rows[["trajectory", "row", "group", "replayed"]].tolist()
     ):
@@ -107,6 +120,8 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
                 f"{counted(len(parts), 'row')}"
             )
         row = parts[part]
+        times[trajectory, part] = times.get((trajectory, part), -1) + 1  # replayed twice in a step: two rollouts
+        rollouts.append(numbers.setdefault((trajectory, times[trajectory, part]), len(numbers)))
         rows.append(
             BatchRow(
                 trajectory=row.trajectory,
@@ -124,19 +139,23 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
                 "task": row.trajectory.task_id,
                 "version": row.trajectory.policy_version,
                 "replayed": bool(replayed),
+                "uid": row.trajectory.metadata.get("uid"),
+                "corrected": _corrected(row.trajectory) if of_score else {},
             }
         )
     batch = build_batch(rows, record.options["pad_token_id"])
     old, known = _old_log_probs(rows, batch.tensors["response_mask"], record.options)
-    numbers = {
-        trajectory: number for number, trajectory in enumerate(dict.fromkeys(record.rows["trajectory"].tolist()))
-    }
+    reward_of = _score if of_score else _outcome
     tensors = {name: batch.tensors[name] for name in TENSORS} | {
-        "outcomes": torch.tensor([_outcome(row.trajectory) for row in rows], dtype=torch.float64),
-        "rollouts": torch.tensor([numbers[trajectory] for trajectory in record.rows["trajectory"].tolist()]),
+        "rewards": torch.tensor([reward_of(row.trajectory) for row in rows], dtype=torch.float64),
+        "rollouts": torch.tensor(rollouts),
         "old_log_probs": old,
         "old_known": known,
     }
+    for name, tensor in NOTED.items():
+        columns = [None if row.is_experience_replay else row.trajectory.notes.get(name) for row in rows]
+        if any(column is not None for column in columns):
+            tensors[tensor] = _padded(rows, columns)
     return StepInputs(record, tensors, facts)
 
 
@@ -153,18 +172,41 @@ def _old_log_probs(
     rows: Sequence[BatchRow], response_mask: Tensor, options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Return the recorded log-probs that the loss uses, and where they are known; both [B, R]."""
-    lengths = [int(row.trajectory.input_ids.numel() - (row.trajectory.response_start or 0)) for row in rows]  # type: ignore[union-attr]  # checked by build_batch
     columns = []
-    for row, length in zip(rows, lengths, strict=True):
+    for row in rows:
         recorded = row.trajectory.old_log_probs
-        uses = recorded is not None and (not row.is_experience_replay or options.get("recorded_log_probs", True))
-        column = torch.full((length,), math.nan)
-        if uses and recorded is not None:
-            column[: len(recorded)] = recorded[:length].float()
-        columns.append(column)
-    padded = pad_sequence(columns, batch_first=True, padding_value=0.0)
+        if not row.is_experience_replay:  # where older weights sampled, the trainer's pass counts
+            recorded = row.trajectory.notes.get("old_log_probs", recorded)
+        columns.append(recorded if not row.is_experience_replay or options.get("recorded_log_probs", True) else None)
+    padded = _padded(rows, columns)
     known = padded.isfinite() & (response_mask != 0)
     return torch.where(padded.isfinite(), padded, 0.0), known
+
+
+def _padded(rows: Sequence[BatchRow], columns: Sequence[Tensor | None]) -> Tensor:
+    """Return columns of responses as [B, R] float32, NaN where a response has no value."""
+    padded = []
+    for row, column in zip(rows, columns, strict=True):
+        length = int(row.trajectory.input_ids.numel() - (row.trajectory.response_start or 0))  # type: ignore[union-attr]  # checked by build_batch
+        whole = torch.full((length,), math.nan)
+        if column is not None:
+            whole[: len(column)] = column[:length].float()
+        padded.append(whole)
+    return pad_sequence(padded, batch_first=True, padding_value=math.nan)
+
+
+def _score(trajectory: AgentTrajectory) -> float:
+    """Return the score that the trainer reported, else that of the reward function; NaN = unknown."""
+    score = None if trajectory.reward is None else trajectory.reward.metadata.get("score")
+    return float(score) if isinstance(score, int | float) else math.nan
+
+
+def _corrected(trajectory: AgentTrajectory) -> dict[str, list[float]]:
+    """Return the rewards with another value than when the rollout was recorded: that one, then the present one."""
+    late = trajectory.metadata.get(GIVEN, {})
+    recorded = trajectory.metadata.get(RECORDED, {})
+    pairs = {name: [recorded.get(name), late.get(name)] for name in ("outcome", SCORE)}
+    return {name: pair for name, pair in pairs.items() if None not in pair and pair[0] != pair[1]}
 
 
 def _outcome(trajectory: AgentTrajectory) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,6 +19,12 @@ from trainer_hooks.masks import compute_response_mask, regularizer_masks
 from trainer_hooks.steps.inputs import StepInputs
 from trainer_hooks.trained import row_means
 from trajstore.errors import ConfigurationError, counted
+
+NOT_RECOMPUTED: Mapping[str, str] = {
+    "verl": "not recomputed for verl: its loss terms are means over the micro-batches of its workers, and its "
+    "checkpoints are not read"
+}
+"""Why log-probs and loss of a trainer's steps are not recomputed."""
 
 
 class Policy(Protocol):
@@ -83,7 +90,7 @@ def recompute(inputs: StepInputs) -> Report:
     rows = inputs.step.rows
     checks = [_rollouts(inputs), _masks(inputs), _rewards(inputs)]
     advantages, reason = advantages_of(inputs)
-    checks += _of_advantages(inputs, advantages, reason)
+    checks += [*_of_advantages(inputs, advantages, reason), _weights(inputs), _mini_batches(inputs)]
     checks += _of_log_probs(inputs, advantages, reason)
     groups = len(np.unique(rows["group"]))
     return Report(inputs.step.step, len(rows), int(rows["replayed"].sum()), groups, tuple(checks))
@@ -102,6 +109,8 @@ def with_log_probs(
     Raises:
         ConfigurationError: the ledger does not have the updates, or the loss of this step cannot be recomputed.
     """
+    if reason := not_recomputed(inputs):
+        raise ConfigurationError(f"step {inputs.step.step}: log-probs and loss are {reason}")
     tensors, updates = dict(inputs.tensors), inputs.step.updates
     advantages, reason = advantages_of(inputs)
     if advantages is None or not updates or not inputs.step.options.get("loss"):
@@ -134,11 +143,15 @@ def advantages_of(inputs: StepInputs) -> tuple[Tensor | None, str]:
     options, tensors = inputs.step.options.get("advantages", {}), inputs.tensors
     if options.get("estimator") != "grpo":
         return None, f"the ledger names the estimator {options.get('estimator')!r}, not 'grpo'"
-    if not tensors["outcomes"].isfinite().all():
-        return None, "a rollout has no outcome"
+    if reason := _rejects(inputs):
+        return None, reason
+    if options.get("kl_in_reward"):
+        return None, "the rewards have a KL term, which is not recorded"
+    if not tensors["rewards"].isfinite().all():
+        return None, "a rollout has no reward"
     mask = tensors["response_mask"]
     rewards = torch.zeros(mask.shape)
-    rewards[:, 0] = tensors["outcomes"].float()
+    rewards[:, 0] = tensors["rewards"].float()
     advantages, _ = compute_grpo_outcome_advantage(
         rewards,
         mask,
@@ -164,20 +177,33 @@ def _loss(inputs: StepInputs, rows: Sequence[int], log_probs: Tensor, advantages
 
 
 def _rollouts(inputs: StepInputs) -> Check:
-    """Compare each row's rollout with the ledger: task of its group, and policy version."""
+    """Compare each row's rollout with the ledger: task of its group, policy version, and whether it is a fresh one."""
     problems = []
     step = inputs.step
+    uids: dict[int, Counter[str]] = defaultdict(Counter)
+    for fact, group in zip(inputs.rows, step.rows["group"].tolist(), strict=True):
+        if not fact["replayed"] and fact.get("uid") is not None:
+            uids[group][fact["uid"]] += 1
+    names = {group: counts.most_common(1)[0][0] for group, counts in uids.items()}
     pairs = zip(inputs.rows, step.rows["group"].tolist(), step.rows["version"].tolist(), strict=True)
     for place, (fact, group, version) in enumerate(pairs):
         if step.tasks and fact["task"] != step.tasks[group]:
             problems.append(f"row {place} is of task {fact['task']!r}, its group of {step.tasks[group]!r}")
         if version >= 0 and fact["version"] is not None and fact["version"] != version:
             problems.append(f"row {place} was sampled by policy {fact['version']}, the ledger has {version}")
-    return Check("rollouts", 2 * len(step.rows), problems=tuple(problems))
+        if fact.get("uid") is not None and group in names and fact["replayed"] == (fact["uid"] == names[group]):
+            problems.append(
+                f"row {place} is replayed, but was sampled with the fresh rows of its group"
+                if fact["replayed"]
+                else f"row {place} is fresh, but was not sampled with the other fresh rows of its group"
+            )
+    return Check("rollouts", (2 + bool(names)) * len(step.rows), problems=tuple(problems))
 
 
 def _masks(inputs: StepInputs) -> Check:
     """Check the masks: trained tokens as recorded, and off-policy tokens in replayed rows."""
+    if reason := _rejects(inputs):
+        return Check("masks", 0, left_out=reason)
     tensors, rows = inputs.tensors, inputs.step.rows
     mask = tensors["response_mask"] != 0
     off_policy = compute_response_mask(tensors["exp_mask"], mask.shape[1]) != 0
@@ -188,42 +214,123 @@ def _masks(inputs: StepInputs) -> Check:
         *_first("has trained tokens outside its attention mask", (mask & ~attended).any(dim=1)),
         *_first("is replayed, but its mask of replayed tokens differs", replayed & (mask != off_policy).any(dim=1)),
     ]
+    if (stored := tensors.get("stored_advantages")) is not None:
+        outside = (stored.nan_to_num() != 0) & ~mask
+        problems += _first("has stored advantages outside its mask of trained tokens", outside.any(dim=1))
     return Check("masks", 3 * mask.numel(), problems=tuple(problems), found="consistent")
 
 
 def _rewards(inputs: StepInputs) -> Check:
-    outcomes, rollouts = inputs.tensors["outcomes"], inputs.tensors["rollouts"]
-    firsts = {rollout: outcome for outcome, rollout in zip(outcomes.tolist(), rollouts.tolist(), strict=True)}
+    rewards, rollouts = inputs.tensors["rewards"], inputs.tensors["rollouts"]
+    firsts = {rollout: reward for reward, rollout in zip(rewards.tolist(), rollouts.tolist(), strict=True)}
     other = torch.tensor(
-        [outcome != firsts[rollout] for outcome, rollout in zip(outcomes, rollouts.tolist(), strict=True)]
+        [reward != firsts[rollout] for reward, rollout in zip(rewards, rollouts.tolist(), strict=True)]
     )
     problems = [
-        *_first("has no finite outcome", ~outcomes.isfinite()),
-        *_first("has another outcome than the other rows of its rollout", other & outcomes.isfinite()),
+        *_first("has no finite reward", ~rewards.isfinite()),
+        *_first("has another reward than the other rows of its rollout", other & rewards.isfinite()),
+        *(
+            f"row {place}: {name} is {now!r}, it was {before!r} when the rollout was recorded"
+            for place, fact in enumerate(inputs.rows)
+            for name, (before, now) in fact.get("corrected", {}).items()
+        ),
     ]
-    return Check("rewards", len(outcomes), problems=tuple(problems), found="finite")
+    return Check("rewards", len(rewards), problems=tuple(problems), found="finite")
 
 
 def _of_advantages(inputs: StepInputs, advantages: Tensor | None, reason: str) -> list[Check]:
-    """Compare advantages and weights with the ledger's."""
-    rows, mask = inputs.step.rows, inputs.tensors["response_mask"]
-    loss = inputs.step.options.get("loss", {})
+    """Compare recomputed and stored advantages with the ledger's."""
+    rows, tensors = inputs.step.rows, inputs.tensors
+    mask, tolerance = tensors["response_mask"], inputs.tolerances["advantages"]
     if advantages is None:
-        return [Check(name, 0, left_out=reason) for name in ("advantages", "weights")]
-    means = row_means(mask, advantages=advantages)[1].numpy()
-    tolerance = inputs.tolerances["advantages"]
-    largest, problems = _differing("advantage", means.astype(np.float32), rows["advantage"], tolerance)
-    dropped = (rows["replayed"] != 0) & (means < 0) & loss.get("drop_negative_off_policy", False)
-    weights = np.where(dropped, 0.0, 1.0)
-    return [
-        Check("advantages", len(rows), largest, tuple(problems)),
-        Check("weights", len(rows), *_as_check(_differing("weight", weights, rows["weight"], 0.0))),
-    ]
+        checks = [Check("advantages", 0, left_out=reason)]
+    else:
+        means = row_means(mask, advantages=advantages)[1].numpy().astype(np.float32)
+        result = _differing("advantage", means, rows["advantage"], tolerance, rounding=_rounding(inputs, means))
+        checks = [Check("advantages", len(rows), *_as_check(result))]
+    if (stored := tensors.get("stored_advantages")) is not None and not _rejects(inputs):
+        trained = mask != 0
+        ledger = torch.from_numpy(rows["advantage"].copy())[:, None]
+        if advantages is None:  # of another estimator, whose tokens may differ
+            stored = row_means(mask, advantages=stored)[1][:, None]
+            trained = stored.isfinite()
+        gaps = (stored - ledger).abs().where(trained & stored.isfinite(), -1.0)
+        widest = gaps.argmax(dim=1, keepdim=True)
+        known = gaps.amax(dim=1) >= 0
+        worst = torch.where(known, stored.gather(1, widest)[:, 0], ledger[:, 0])
+        result = _differing("stored advantage", worst.float().numpy(), rows["advantage"], tolerance)
+        checks.append(Check("stored advantages", int(known.sum()), *_as_check(result)))
+    return checks
+
+
+def _rounding(inputs: StepInputs, means: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return the bound of the rounding errors of a trainer that computes mean and deviation in float32; else 0.
+
+    The errors of the scores' mean are divided by the deviation, and are large where all scores of a group are equal.
+    """
+    options = inputs.step.options["advantages"]
+    if options.get("precision") != "float32":
+        return np.zeros(len(means))
+    rewards, groups = inputs.tensors["rewards"].numpy(), inputs.step.rows["group"]
+    bound = np.zeros(len(means))
+    for group in np.unique(groups):
+        scores = rewards[groups == group]
+        error = np.finfo(np.float32).eps * len(scores) * np.abs(scores).max()
+        divisor = scores.std(ddof=1) + 1e-6 if len(scores) > 1 else 1.0
+        bound[groups == group] = error / (divisor if options.get("norm_adv_by_std_in_grpo", True) else 1.0)
+    return bound * (1.0 + np.abs(means))
+
+
+def _weights(inputs: StepInputs) -> Check:
+    """Compare the weights of rows: 0 without a loss, else those of the rollout correction that the store has, or 1."""
+    rows, mask = inputs.step.rows, inputs.tensors["response_mask"]
+    if reason := _rejects(inputs):
+        return Check("weights", 0, left_out=reason)
+    weights = np.ones(len(rows))
+    if (stored := inputs.tensors.get("stored_weights")) is not None:
+        weights = row_means(mask, advantages=stored)[1].numpy()
+    elif _correction(inputs).get("rollout_is"):
+        weights[:] = np.nan
+    weights = np.where(rows["tokens"] > 0, weights, 1.0)
+    drops = inputs.step.options.get("loss", {}).get("drop_negative_off_policy", False)
+    weights = np.where((rows["replayed"] != 0) & (rows["advantage"] < 0) & drops, 0.0, weights)
+    known = np.isfinite(weights)
+    result = _differing("weight", np.where(known, weights, rows["weight"]).astype(np.float32), rows["weight"], 1e-6)
+    return Check("weights", int(known.sum()), *_as_check(result))
+
+
+def _mini_batches(inputs: StepInputs) -> Check:
+    """Check that each row is in equally many mini-batches."""
+    if not inputs.step.updates:
+        return Check("mini-batches", 0, left_out="the ledger does not have them")
+    times = np.zeros(len(inputs.step.rows))
+    for update in inputs.step.updates:
+        np.add.at(times, list(update), 1)
+    result = _differing("number of mini-batches", times, np.full(len(times), np.median(times)), 0.0)
+    return Check("mini-batches", len(times), *_as_check(result), found="consistent")
+
+
+def _correction(inputs: StepInputs) -> Mapping[str, Any]:
+    correction: Mapping[str, Any] = inputs.step.options.get("rollout_correction", {})
+    return correction
+
+
+def _rejects(inputs: StepInputs) -> str:
+    """Return why masks are unknown; empty if they are known."""
+    rejects = _correction(inputs).get("rollout_rs")
+    return f"rollout_correction.rollout_rs={rejects} rejects tokens, and which ones is not recorded" if rejects else ""
+
+
+def not_recomputed(inputs: StepInputs) -> str:
+    """Return why log-probs and loss of the step's trainer are not recomputed; empty if they can be."""
+    return NOT_RECOMPUTED.get(inputs.step.options.get("policy", {}).get("trainer", ""), "")
 
 
 def _of_log_probs(inputs: StepInputs, advantages: Tensor | None, reason: str) -> list[Check]:
     """Compare log-probs, ratios and loss terms with the recorded ones."""
     rows, tensors = inputs.step.rows, inputs.tensors
+    if absent := not_recomputed(inputs):
+        return [Check("log-probs", 0, left_out=absent), _first_ratios(inputs), Check("loss", 0, left_out=absent)]
     finite = _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
     if "log_probs" not in tensors or advantages is None:
         reason = reason or "needs log-probs of the policy; give the checkpoint of the step before"
@@ -251,6 +358,17 @@ def _of_log_probs(inputs: StepInputs, advantages: Tensor | None, reason: str) ->
     ]
 
 
+def _first_ratios(inputs: StepInputs) -> Check:
+    """Check ratios of a trainer that records those before its first update: 1 in fresh rows."""
+    rows = inputs.step.rows
+    if _correction(inputs).get("bypass_mode"):
+        return Check("ratios", 0, left_out="the trainer's policy made no pass before the update (bypass_mode)")
+    wanted = np.where(rows["replayed"] == 0, np.float32(1.0), rows["ratio"])
+    _, problems = _differing("ratio", wanted, rows["ratio"], 0.0)
+    problems += _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
+    return Check("ratios", len(rows), problems=tuple(problems), found="fresh rows 1, replayed ones finite")
+
+
 def _as_check(result: tuple[float, list[str]]) -> tuple[float, tuple[str, ...]]:
     return result[0], tuple(result[1])
 
@@ -261,12 +379,13 @@ def _differing(
     recorded: npt.NDArray[Any],
     tolerance: float,
     names: Sequence[str] | None = None,
+    rounding: npt.NDArray[np.float64] | float = 0.0,
 ) -> tuple[float, list[str]]:
     """Return the largest difference, and a sentence on the values that differ; two NaN are equal."""
     one, other = computed.astype(np.float64), recorded.astype(np.float64)
     same = (one == other) | (np.isnan(one) & np.isnan(other))
     gaps = np.where(same, 0.0, np.abs(one - other))
-    bad = ~(gaps <= tolerance * np.maximum(1.0, np.abs(other)))
+    bad = ~(gaps <= tolerance * np.maximum(1.0, np.abs(other)) + rounding)
     largest = float(gaps.max(initial=0.0))
     if not bad.any():
         return largest, []

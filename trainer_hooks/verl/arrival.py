@@ -12,10 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-from torch import Tensor
 
 from trainer_hooks.guidance.context import put_back
-from trainer_hooks.replay import mean_entropy
+from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.cuts import Cut
@@ -29,16 +28,9 @@ from trainer_hooks.verl.rows import (
 )
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.facts import GIVEN
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
-
-TRAINED_STEP, DROPPED_STEP, TASK_ROLLOUTS = "trained_step", "dropped_step", "task_rollouts"
-"""Late values: the step that trained on a rollout, or dropped it; the number of its task's rollouts in that step."""
-
-REUSED_BY = "reused_by"
-"""Late value: id of the newest process that reused a rollout of an earlier one."""
 
 LATE = {"old_log_probs": "old_log_probs", "entropy": "entropys", "advantages": "advantages"}
 """Late values by row, by column of the data plane."""
@@ -176,34 +168,3 @@ def steps_since(path: str, cut: Cut | None) -> Iterator[list[AgentTrajectory]]:
         runs = list(dict.fromkeys(run for run, _ in steps))  # processes wrote one after another
         for key in sorted(steps, key=lambda key: (runs.index(key[0]), key[1])):
             yield list(recorded_rollouts(reader, steps[key]))
-
-
-def with_training(rollout: AgentTrajectory) -> AgentTrajectory:
-    """Return a recorded rollout with the late fields of its training in place.
-
-    ``old_log_probs``, ``entropys`` and ``entropy`` are the actor's; where weights older than the actor's sampled, the
-    log-probs are the engine's. ``metadata`` has ``step``, ``trained``, ``task_rollouts``, and ``run``, the process of
-    this step; a rollout whose step did not finish has no ``trained``.
-    """
-    late: Mapping[str, Any] = rollout.metadata.get(GIVEN, {})
-    trained = late.get(TRAINED_STEP)
-    step = trained if trained is not None else late.get(DROPPED_STEP)
-    if step is None:
-        return rollout
-    metadata = {name: value for name, value in rollout.metadata.items() if not name.startswith("trajstore.")}
-    metadata |= {"step": int(step), "trained": trained is not None}
-    metadata["run"] = late.get(REUSED_BY, metadata.get("run", ""))
-    if late.get(TASK_ROLLOUTS) is not None:
-        metadata["task_rollouts"] = int(late[TASK_ROLLOUTS])
-    result = dataclasses.replace(rollout, metadata=metadata, notes={})
-    if result.policy_version is not None:
-        result.policy_version = min(result.policy_version, int(step))
-    if trained is None:
-        return result
-    result.entropys = rollout.notes.get("entropys")
-    if result.entropys is not None and result.response_mask is not None:
-        result.entropy = mean_entropy(result.entropys, result.response_mask)
-    lags = result.policy_version is not None and result.policy_version < int(step)
-    engine: Tensor | None = rollout.rollout_log_probs
-    result.old_log_probs = engine if lags and engine is not None else rollout.notes.get("old_log_probs")
-    return result

@@ -17,8 +17,8 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 from trainer_hooks.guidance.context import GUIDANCE
+from trainer_hooks.replay.late_values import DROPPED_STEP, TRAINED_STEP
 from trainer_hooks.replay.rows import row_count
-from trainer_hooks.verl.arrival import DROPPED_STEP, TRAINED_STEP
 from trainer_hooks.verl.asking import column_of
 from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
 from trainer_hooks.verl.tasks import task_name

@@ -28,13 +28,14 @@ from trainer_hooks.losses import LossOptions
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.entry import is_demonstration
+from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
 from trainer_hooks.replay.persistence import from_plain, to_plain
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
-from trainer_hooks.verl.arrival import DROPPED_STEP, REUSED_BY, TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, steps_since
+from trainer_hooks.verl.arrival import VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
@@ -321,14 +322,14 @@ class ReplaySession:
 
     # ---- after the update ----
 
-    def trained(self, batch: KVBatchMeta, step: int, *, bypass: bool, **header: Mapping[str, Any]) -> None:
+    def trained(self, batch: KVBatchMeta, step: int, *, bypass: bool, **header: Any) -> None:
         """Record the step in the ledger; it and its rollouts are durable on return.
 
         Args:
             batch: the step's rows.
             step: number of the step.
             bypass: ``old_log_probs`` are the engine's.
-            header: ``loss``, ``data`` and ``seeds`` of :class:`~trajstore.ledger.TrainedStep`.
+            header: further arguments of :func:`~trainer_hooks.verl.trained.step_of_rows`.
 
         Raises:
             StoreError, InvalidTrajectoryError, OSError: the step, or a rollout, could not be written
@@ -367,7 +368,7 @@ class ReplaySession:
             name: [step] * len(made),
             TASK_ROLLOUTS: [rollout.metadata["task_rollouts"] for rollout in made],
             "outcome": [reward.outcome for reward in rewards],
-            "reward_score": [score if isinstance(score, int | float) else None for score in scores],
+            SCORE: [score if isinstance(score, int | float) else None for score in scores],
             REUSED_BY: [self._run if rollout.rollout_id in self._reused_names else None for rollout in made],
         }
         recorder = self._recorder

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from omegaconf import open_dict
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
@@ -37,7 +38,7 @@ from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
-from trainer_hooks.verl.trained import loss_terms
+from trainer_hooks.verl.trained import loss_terms, options_of
 from trainer_hooks.verl.versions import check_verl
 from trajstore.errors import ConfigurationError
 
@@ -224,8 +225,31 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
                 "prompts": self._session.prompts,
             },
             seeds=seeds,
+            options=options_of(
+                self.config,
+                self.tokenizer.pad_token_id,
+                self._session.loss_options if self._block.masks_rows else {},
+                recorded_log_probs=self._block.experience_replay.exp_is_correct,
+            ),
+            updates=self._mini_batches(batch),
         )
         return batch
+
+    def _mini_batches(self, batch: KVBatchMeta) -> list[list[str]]:
+        """Return the keys of each mini-batch: verl's iterator, on row numbers, as on each rank of the actor."""
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        info, keys = batch.extra_info, batch.keys
+        parts = []
+        for rank, rows in enumerate(torch.arange(len(keys)).chunk(ranks)):
+            iterator = tu.make_iterator(
+                TensorDict({"row": rows}, batch_size=[len(rows)]),
+                mini_batch_size=info["mini_batch_size"] // ranks,
+                epochs=info["epochs"],
+                seed=info["seed"] + rank,
+                dataloader_kwargs=info["dataloader_kwargs"],
+            )
+            parts.append([mini_batch["row"].tolist() for mini_batch in iterator])
+        return [[keys[row] for part in of_ranks for row in part] for of_ranks in zip(*parts, strict=True)]
 
     def _save_checkpoint(self) -> None:
         # Before verl's files, so that a complete checkpoint always has its cut.

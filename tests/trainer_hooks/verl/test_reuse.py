@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
+from trainer_hooks.replay.late_values import TRAINED_STEP
 from trainer_hooks.transfer_queue import Row
-from trainer_hooks.verl.arrival import TRAINED_STEP, VerlRollouts
+from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished, Reuse

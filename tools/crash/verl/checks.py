@@ -15,9 +15,9 @@ from tools.crash.verl.keeping import kept_pool
 from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
+from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.state import Recovered, recover
 from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
-from trainer_hooks.verl.arrival import with_training
 from trainer_hooks.verl.config import OnResume
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer

@@ -15,8 +15,9 @@ import transfer_queue as tq
 
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
+from trainer_hooks.replay.late_values import TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
-from trainer_hooks.verl.arrival import TASK_ROLLOUTS, TRAINED_STEP, VerlRollouts, recorded_rollouts
+from trainer_hooks.verl.arrival import VerlRollouts, recorded_rollouts
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.dataplane import add_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
