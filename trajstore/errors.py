@@ -15,8 +15,7 @@ Each message names the file or field at fault and a remedy. The tree::
         ├── StoreNotFoundError (FileNotFoundError)   no store at this path
         ├── StoreLockedError                     another writer holds the directory; names the holder
         ├── StoreWriteError (OSError)            a write did not reach the disk; names the file
-        │   ├── UnwritableTrajectoryError            trajectories that no disk would take; names their ids
-        │   ├── UnwritableTrajectoryError            trajectories that cannot be encoded; names their ids
+        │   ├── UnwritableTrajectoryError            trajectories that cannot be encoded or written; names their ids
         │   ├── PartlyAddedError                     the first of a long list were added; names their ids
         │   └── WriterFencedError (StoreLockedError)     another writer has taken the store over; names it
         ├── StoreUnreachableError                a store on another machine does not answer

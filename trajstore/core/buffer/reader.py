@@ -565,7 +565,6 @@ def load_reader(
     Args:
         request: what to load.
         seed: as for :meth:`Reader.open`.
-        seed: as for :meth:`Reader.open`.
         sample_window_size: as for :meth:`Reader.open`.
         verify_shards: as for :meth:`Reader.open`.
         cache: keep decoded trajectories in memory.
