@@ -66,9 +66,9 @@ def test_training_is_that_of_the_ledger_and_follows_it(tmp_path: Path, serve: Se
     assert ask(address, "trained", id="0")["of"] == 0
     trained_in(tmp_path, 2)
     assert ask(address, "about")["training"] is True
-    told = ask(address, "training")
-    assert (told["steps"], told["of"], told["damaged"], told["replaced"]) == ([1, 2], 2, [], 0)
-    assert told["curves"] == {
+    answer = ask(address, "training")
+    assert (answer["steps"], answer["of"], answer["damaged"], answer["replaced"]) == ([1, 2], 2, [], 0)
+    assert answer["curves"] == {
         "rows": [4, 4],
         "replayed": [0.25, 0.25],
         "no_loss": [0.25, 0.25],
@@ -98,9 +98,9 @@ def test_training_is_that_of_the_ledger_and_follows_it(tmp_path: Path, serve: Se
     (file,) = (tmp_path / "ledger").glob("steps-*")
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(lines[0].replace(b"task-0", b"task-9!") + lines[1])
-    told = ask(address, "training")
-    assert told["steps"] == [2]
-    assert ["byte 0 is damaged" in sentence for sentence in told["damaged"]] == [True]
+    answer = ask(address, "training")
+    assert answer["steps"] == [2]
+    assert ["byte 0 is damaged" in sentence for sentence in answer["damaged"]] == [True]
 
 
 def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path, serve: Serve) -> None:

@@ -17,8 +17,8 @@ export function axes(label, more = {}, upright = {}) {
 /**
  * Makes a plot a slider: arrows go from point to point, Enter opens one.
  *
- * `real` has the places of the points in `y` that there are, `chosen` the point of each curve by `name`, `said` says what is at
- * an x, `open` opens a place.
+ * `real` has the indices of the existing points in `y`, `chosen` the chosen point of each curve by `name`. `said` returns the text
+ * for an x; `open` opens the point with an index.
  */
 export function slider(plot, y, { real, name, title, chosen, said, open }) {
   const x = plot.data[0];

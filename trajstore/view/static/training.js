@@ -20,7 +20,7 @@ const COLUMNS = [
 
 const said = (value) => (value === null ? "unknown" : short(value));
 
-/** Returns a table of trained rows; `first` has the first columns: titles, and cells of a row. */
+/** Returns a table of trained rows; `titles` and `cells` (of a row) are the first columns. */
 const tableOf = (label, rows, titles, cells) => make("div", { class: "wide" }, make("table", { class: "trained", "aria-label": label },
   make("thead", {}, make("tr", {}, titles.map((title) => make("th", { scope: "col" }, title)),
     COLUMNS.map(([, title, note]) => make("th", { scope: "col", class: "number", title: note }, title)), make("th", { scope: "col" }, "replayed"))),
@@ -44,49 +44,49 @@ export async function showTrained(place, id, signal) {
 
 /** Shows the rows of an optimizer step. */
 export async function showStep(main, { of: number, signal }) {
-  const told = await ask("step", { step: number }, signal);
+  const answer = await ask("step", { step: number }, signal);
   const to = (step, key, title) => (step === null ? make("span", { class: "button quiet", "aria-disabled": "true" }, title)
     : make("a", { class: "button", href: `#/step/${step}`, "aria-keyshortcuts": key, title: `Step ${step} (key ${key})` }, title));
-  const facts = told.ranks.flatMap(({ rank, policy, loss, data, seeds }) => {
-    const of = told.ranks.length > 1 ? `rank ${rank}: ` : "";
+  const facts = answer.ranks.flatMap(({ rank, policy, loss, data, seeds }) => {
+    const of = answer.ranks.length > 1 ? `rank ${rank}: ` : "";
     const pairs = [["policy version", policy.map(said).join(" to ")], ...Object.entries(loss).map(([name, value]) => [name, short(value)]),
       ...[["data", data], ["seeds", seeds]].filter(([, values]) => Object.keys(values).length).map(([name, values]) => [name, Object.entries(values).map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")])];
     return pairs.map(([name, value]) => make("div", {}, make("dt", {}, of + name), make("dd", {}, value)));
   });
   const trajectory = (row) => (row.id === null ? `rollout ${row.rollout} of the batch, in no store` : make("a", { class: "id", href: `#/trajectory/${row.id}` }, row.id));
   const task = (row) => (row.task === null ? "" : make("a", { href: `#/group?${new URLSearchParams({ task: row.task })}` }, row.task));
-  fill(main, make("div", { class: "bar" }, make("h1", {}, "Step ", make("span", { class: "id" }, count(told.step))),
-    make("nav", { class: "neighbours", "aria-label": "Neighbours" }, to(told.previous, "p", "‹ Previous"), to(told.next, "n", "Next ›"), make("a", { href: "#/training" }, "all steps"))),
+  fill(main, make("div", { class: "bar" }, make("h1", {}, "Step ", make("span", { class: "id" }, count(answer.step))),
+    make("nav", { class: "neighbours", "aria-label": "Neighbours" }, to(answer.previous, "p", "‹ Previous"), to(answer.next, "n", "Next ›"), make("a", { href: "#/training" }, "all steps"))),
   make("dl", { class: "facts" }, facts),
-  make("p", { class: "note" }, `${several(told.of, "row")}${told.of > told.rows.length ? `, of which the first ${count(told.rows.length)} are shown` : ""}. `,
-    make("code", {}, `trajstore replay-step RUN ${told.step}`), " checks them against the store, and names tokens."),
-  tableOf("Rows of the step", told.rows, ["trajectory", "row", "task"], (row) => [trajectory(row), count(row.row), task(row)]));
+  make("p", { class: "note" }, `${several(answer.of, "row")}${answer.of > answer.rows.length ? `, of which the first ${count(answer.rows.length)} are shown` : ""}. `,
+    make("code", {}, `trajstore replay-step RUN ${answer.step}`), " recomputes their masks, rewards and advantages from the store."),
+  tableOf("Rows of the step", answer.rows, ["trajectory", "row", "task"], (row) => [trajectory(row), count(row.row), task(row)]));
   return {};
 }
 
 /** Shows curves over optimizer steps; a point leads to the rows behind it. */
 export async function show(main, { signal }) {
   const plots = new Map(), chosen = {};
-  let told = null;
+  let answer = null;
   const notes = make("ul", { class: "lacking" }), curves = make("div", { class: "curves" });
   fill(main, make("h1", { class: "unseen" }, "Training"), notes, curves, make("p", { class: "note" }, "Means over the rows of each optimizer step, from the training ledger. Click a point for the rows behind it."));
 
   function draw() {
     for (const plot of plots.values()) plot.destroy();
     plots.clear();
-    const names = Object.keys(told.curves);
-    fill(notes, told.damaged.map((sentence) => make("li", {}, sentence)),
-      told.replaced ? make("li", { class: "quiet" }, `${several(told.replaced, "step")} recorded before a resume ${told.replaced === 1 ? "was" : "were"} replaced; trajstore audit lists them.`) : null,
-      told.of > told.steps.length ? make("li", { class: "quiet" }, `${count(told.steps.length)} of ${count(told.of)} steps are shown, evenly spaced.`) : null);
-    fill(curves, told.steps.length ? names.map((name) => make("figure", { "data-curve": name, "aria-label": `${titleOf(name)} over optimizer steps` }, make("figcaption", {}, titleOf(name))))
+    const names = Object.keys(answer.curves);
+    fill(notes, answer.damaged.map((sentence) => make("li", {}, sentence)),
+      answer.replaced ? make("li", { class: "quiet" }, `${several(answer.replaced, "step")} recorded before a resume ${answer.replaced === 1 ? "was" : "were"} replaced; trajstore audit lists them.`) : null,
+      answer.of > answer.steps.length ? make("li", { class: "quiet" }, `${count(answer.steps.length)} of ${count(answer.of)} steps are shown, evenly spaced.`) : null);
+    fill(curves, answer.steps.length ? names.map((name) => make("figure", { "data-curve": name, "aria-label": `${titleOf(name)} over optimizer steps` }, make("figcaption", {}, titleOf(name))))
       : make("p", { class: "nothing" }, "This store has no training ledger with steps: see the guide \"The curve broke at step 412\"."));
-    if (told.steps.length) names.forEach(drawCurve);
+    if (answer.steps.length) names.forEach(drawCurve);
   }
 
   function drawCurve(name) {
-    const values = told.curves[name].map((value) => (typeof value === "number" ? value : null));
+    const values = answer.curves[name].map((value) => (typeof value === "number" ? value : null));
     const figure = curves.querySelector(`[data-curve="${CSS.escape(name)}"]`);
-    const x = told.steps, last = x.length - 1;
+    const x = answer.steps, last = x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true }, cursor: { points: { size: 7 }, drag: { x: false, y: false } },
       scales: { x: { time: false }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
@@ -103,9 +103,9 @@ export async function show(main, { signal }) {
     plots.set(name, plot);
   }
 
-  const again = () => told && keepingFocus(main, draw);
+  const again = () => answer && keepingFocus(main, draw);
   async function start() {
-    told = await ask("training", {}, signal);
+    answer = await ask("training", {}, signal);
     keepingFocus(main, draw);
   }
   window.addEventListener("theme", again);
@@ -117,6 +117,6 @@ export async function show(main, { signal }) {
       window.removeEventListener("resize", again);
       for (const plot of plots.values()) plot.destroy();
     },
-    changed: (state) => state.state !== told.state && start(),
+    changed: (state) => state.state !== answer.state && start(),
   };
 }
