@@ -19,6 +19,7 @@ from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.ledger import Ledger, TrainedStep
 
+from .rebuilt import check_steps, store_of
 from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
@@ -227,6 +228,23 @@ def test_resuming_with_another_number_of_ranks(replaying: Training, train: Train
     assert first["experience_replay/age_mean"] == same["experience_replay/age_mean"]
 
 
+@pytest.mark.campaign
+def test_shuffled_mini_batches_of_two_ranks_are_recorded(train: Train, tmp_path: Path) -> None:
+    """Two epochs, and replayed rows; each mini-batch has the rows of both ranks."""
+    training = train(
+        tmp_path,
+        *REPLAY,
+        *TWO_WORKERS,
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "actor_rollout_ref.actor.shuffle=true",
+        "trainer.total_training_steps=3",
+    )
+    check_steps(training)
+    assert len(step_inputs(store_of(tmp_path), 3).step.updates) == 4
+
+
 LONGEST_AGE = 3
 
 
@@ -258,4 +276,5 @@ def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, tr
     assert counted.rows == steps * PROMPTS * GROUP
     assert counted.replayed_rows == training.sum_of("replayed_rows") > 0
     assert bool(counted.waited) == (mode == "colocate_async_replay")
+    check_steps(training)
     assert max(max(ages) for ages in counted.ages.values()) == LONGEST_AGE

@@ -13,6 +13,7 @@ import pytest
 from trajstore import AgentTrajectory
 
 from .assets import TRAIN_ROWS, Assets, make_assets, make_rows
+from .rebuilt import check_steps
 from .recount import OffPolicyLoss, check_against_checkpoints, check_choices, check_loss_rows, mean_entropy
 from .runs import GROUP, REPLAY, Train
 
@@ -134,6 +135,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     assert done.sum_of("other_prompts") == 0
     full = {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
     assert counted.rows_of == full
+    check_steps(done)
     assert done.sum_of("histories_refused/without_room") == 0 or variant.own_counts
     if variant.histories is not None:
         left = check_choices(

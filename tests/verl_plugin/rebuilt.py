@@ -1,0 +1,85 @@
+"""Compares the steps of a run, rebuilt from its store and ledger, with the rows that reached the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from trainer_hooks.steps import StepInputs, recompute, step_inputs
+from trainer_hooks.steps.recompute import advantages_of
+
+from .runs import Training
+from .witness import LossRow
+
+Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]
+
+
+def store_of(folder: Path) -> Path:
+    """Return the store of a run's rollouts, with its ledger."""
+    return folder / "checkpoints" / "trajstore" / "rollouts"
+
+
+def check_steps(done: Training) -> None:
+    """Check all steps of a run: no problems, and mini-batches with exactly the loss's rows.
+
+    Rows of a mini-batch are compared as a multiset of tokens, masks and advantages; log-probs where they are recorded.
+    """
+    micro_batches = list(dict.fromkeys(row.micro_batch for row in done.rows))
+    rows_of = {each: [row for row in done.rows if row.micro_batch is each] for each in micro_batches}
+    remaining = iter(micro_batches)
+    for record in done.steps:
+        inputs = step_inputs(store_of(done.folder), int(record["step"]))
+        report = recompute(inputs)
+        assert report.problems == ()
+        assert {check.name for check in report.checks if check.left_out} == {"log-probs", "loss"}
+        advantages, reason = advantages_of(inputs)
+        assert advantages is not None, reason
+        assert inputs.step.updates
+        for update in inputs.step.updates:
+            seen: list[LossRow] = []
+            while len(seen) < len(update):
+                seen += [row for row in rows_of[next(remaining)] if row.response_mask.any()]  # else verl's padding
+            check_rows(inputs, update, advantages, seen)
+    assert next(remaining, None) is None
+
+
+def check_rows(inputs: StepInputs, update: Sequence[int], advantages: torch.Tensor, seen: Sequence[LossRow]) -> None:
+    """Check one mini-batch."""
+    tensors = inputs.tensors
+    width = tensors["response_mask"].shape[1]
+
+    def rebuilt(place: int) -> tuple[Key, torch.Tensor, torch.Tensor]:
+        attended = tensors["attention_mask"][place] != 0
+        length = int(attended[-width:].sum())
+        response = slice(0, length)
+        masks = (tensors["response_mask"][place, response], tensors["exp_mask"][place, -width:][response])
+        known = tensors["old_known"][place, response]
+        old = tensors["old_log_probs"][place, response]
+        return key_of(tensors["input_ids"][place][attended], *masks, advantages[place, response]), old, known
+
+    def key_of(tokens: torch.Tensor, mask: torch.Tensor, exp_mask: torch.Tensor, advantage: torch.Tensor) -> Key:
+        trained = advantage[mask != 0].tolist()
+        return tuple(tokens.tolist()), tuple(mask.tolist()), tuple(exp_mask.tolist()), round(trained[0], 3)
+
+    of_store = sorted((rebuilt(place) for place in update), key=lambda row: (row[0], row[1].tolist()))
+    of_loss = sorted(
+        (
+            (
+                key_of(
+                    torch.tensor(row.tokens),
+                    row.response_mask,
+                    row.exp_mask[: row.response.numel()],
+                    row.advantages,
+                ),
+                row.old_log_probs,
+            )
+            for row in seen
+        ),
+        key=lambda row: (row[0], row[1].tolist()),
+    )
+    assert [key for key, _, _ in of_store] == [key for key, _ in of_loss]
+    for (_, old, known), (_, wanted) in zip(of_store, of_loss, strict=True):
+        assert known.any()
+        assert old[known].equal(wanted[known])
