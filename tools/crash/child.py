@@ -118,7 +118,7 @@ class User:
             step = self.chance.choice(own)
             leaving = sorted(set(self.ids) - self.points[step])
             self.journal.note("evicting", ids=leaving)
-            self.journal.note("going_back", ids=leaving, step=step, later=[one for one in steps if one > step])
+            self.journal.note("going_back", ids=leaving, step=step, later=[later for later in steps if later > step])
             self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
             self.journal.note("went_back", steps=self.steps)
 

@@ -28,7 +28,7 @@ TENSORS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask
 """The batch's tensors, as :func:`~trainer_hooks.batch.build_batch` makes them."""
 
 NOTED = {"advantages": "stored_advantages", "rollout_is_weights": "stored_weights"}
-"""Names of tensors by the late value that they have: what the trainer reported of a fresh row after the step."""
+"""Late value of a fresh row, reported by the trainer after the step -> name of its tensor."""
 
 
 @dataclass(frozen=True, slots=True)

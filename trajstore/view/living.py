@@ -206,8 +206,8 @@ class Living:
         Raises:
             CorruptStoreError: a file of a ledger is absent.
         """
-        ledgers = self._training.read(self._directories())
-        return {**steps_of(ledgers, id_from("trajectory_id", shown)), "state": self.state.name}
+        tables = self._training.tables(self._directories())
+        return {**steps_of(tables, id_from("trajectory_id", shown)), "state": self.state.name}
 
     def _directories(self) -> dict[int, Directory]:
         return {rank: catalog.directory for rank, catalog in (self._shown.catalogs() or {}).items()}

@@ -31,6 +31,7 @@ class Training:
     def __init__(self) -> None:
         self._files: list[tuple[int, str, int]] = []
         self._ledgers: dict[int, LedgerContents] = {}
+        self._tables: dict[int, npt.NDArray[np.void]] = {}
 
     def is_there(self, directories: Mapping[int, Directory]) -> bool:
         """Return whether any of the stores, by rank, has a ledger."""
@@ -56,8 +57,14 @@ class Training:
             self._ledgers = {
                 rank: contents_of(folders[rank], some, strict=False) for rank, some in segments.items() if some
             }
+            self._tables = {rank: ledger.table() for rank, ledger in self._ledgers.items()}
             self._files = files
         return self._ledgers
+
+    def tables(self, directories: Mapping[int, Directory]) -> dict[int, npt.NDArray[np.void]]:
+        """Return all rows of the ledgers by rank, as of ``LedgerContents.table``; raises the errors of :meth:`read`."""
+        self.read(directories)
+        return self._tables
 
 
 def curves(ledgers: Mapping[int, LedgerContents]) -> Answer:
@@ -152,16 +159,15 @@ def rows_of(ledgers: Mapping[int, LedgerContents], number: int) -> Answer:
     }
 
 
-def steps_of(ledgers: Mapping[int, LedgerContents], number: int) -> Answer:
+def steps_of(tables: Mapping[int, npt.NDArray[np.void]], number: int) -> Answer:
     """Return the rows by which steps trained a trajectory, in order: ``{"trained", "of"}``, the newest ``MOST_ROWS``.
 
     Args:
-        ledgers: the ledgers by rank.
+        tables: the rows of the ledgers by rank.
         number: its id.
     """
     found: list[Answer] = []
-    for rank, ledger in ledgers.items():
-        table = ledger.table()
+    for rank, table in tables.items():
         stored = table["trajectory"] >= 0
         mine = table[stored & (in_run(rank, np.where(stored, table["trajectory"], 0)) == number)]
         found += [{**_row(rank, row), "step": int(row["step"]), "age": _known(row["age"])} for row in mine]

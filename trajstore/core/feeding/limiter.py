@@ -83,7 +83,7 @@ class RateLimiter(Closing):
     Adding threads call :meth:`admit` before a rollout starts; a loader gets ``limiter=``, and draws no batch before the
     limiter allows it. Thread-safe, in one process. In asyncio: ``await asyncio.to_thread(limiter.admit, rows)``.
 
-    A row is what the loader draws: a transition, or for a ``TokenLoader`` a trajectory.
+    The unit of a row is that of the loader: a transition, or for a ``TokenLoader`` a trajectory.
 
     Args:
         samples_per_insert: rows drawn for each added row, above 0.

@@ -134,7 +134,12 @@ class Points:
     def _publish(self, what: str, *files: EncodedFile) -> None:
         with written(f": nothing {what}"):
             self._directory.publish(files)
-            self._directory.confirm()  # a writer that lost the store must not report success
+        self._confirm(what)
+
+    def _confirm(self, what: str) -> None:
+        """Ask the store for the lock: a writer that lost it must not report success, or damage by its heir."""
+        with written(f": nothing {what}"):
+            self._directory.confirm()
 
     def saved(self) -> list[SavedPoint]:
         """Return the saved points of the current line, lowest step first."""
@@ -209,13 +214,13 @@ class Points:
                 catalog.pins.arrived(name)
                 catalog.load_pins()
         with self._changing():
-            if (head_read := catalog.pins.heads.get(name)) is None:
-                self._publish("was saved")  # a writer that has taken over may have removed it
+            if (found := catalog.pins.heads.get(name)) is None:
+                self._confirm("was saved")  # a writer that has taken over may have removed it
                 raise StoreWriteError(
                     f"{self._directory.url}: the snapshot {name!r} was removed while it was saved, not by this writer"
                 )
             self._release(())  # files of an earlier snapshot of this name
-            return head_read
+            return found
 
     def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
         """Return the current head as a snapshot; within :meth:`_changing`."""
@@ -303,7 +308,7 @@ class Points:
             try:
                 state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
             except (CorruptStoreError, StoreNotFoundError):
-                self._publish("was changed")  # a writer that has taken over may have removed it
+                self._confirm("was changed")  # a writer that has taken over may have removed it
                 raise
             left = None
             if not change.is_empty:
