@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,16 +22,14 @@ from trajstore.ledger import Ledger, first_difference, read
 from trajstore.testing.faults import FaultPlan, failing_disk
 
 LOADERS: dict[str, Callable[..., Any]] = {
-    "uniform": lambda buffer, **more: ReplayLoader(buffer, 8, prefetch=3, **more),
     "weighted": lambda buffer, **more: ReplayLoader(
         buffer, 8, sampler=WeightedSampler([UseLimit()], Priorities()), **more
     ),
     "a rank": lambda buffer, **more: ReplayLoader(
         buffer, 8, sampler=EpochSampler(), rank=(1, 2), reuse=True, prefetch=1, **more
     ),
-    "tokens": lambda buffer, **more: TokenLoader(buffer, 40, batch_size=2, **more),
     "weighted tokens": lambda buffer, **more: TokenLoader(
-        buffer, 40, sampler=WeightedSampler([], Priorities(per="trajectory"), unit="trajectory"), **more
+        buffer, 40, batch_size=2, sampler=WeightedSampler([], Priorities(per="trajectory"), unit="trajectory"), **more
     ),
 }
 
@@ -127,8 +124,8 @@ def test_an_interrupted_run_records_the_rows_of_an_uninterrupted_one(tmp_path: P
 
 
 def test_a_batch_that_could_not_be_recorded_is_the_next_one(tmp_path: Path) -> None:
-    store = store_of(tmp_path / "store", "uniform")
-    plan = FaultPlan(at=0, kind=errno.ENOSPC)
+    store = store_of(tmp_path / "store", "a rank")
+    plan = FaultPlan(at=0, kind="ENOSPC")
     with Ledger(tmp_path / "ledger") as ledger, TrajectoryReplayBuffer.open(store, seed=7) as buffer:
         loader = ReplayLoader(buffer, 8, ledger=ledger)
         expected = [rows_in(next(loader))]
@@ -140,7 +137,7 @@ def test_a_batch_that_could_not_be_recorded_is_the_next_one(tmp_path: Path) -> N
     assert [rows[step].rows[["trajectory", "row"]].tolist() for step in rows] == [
         [row[:2] for row in batch] for batch in expected
     ]
-    plain = LOADERS["uniform"](TrajectoryReplayBuffer.open(store, seed=7))
+    plain = ReplayLoader(TrajectoryReplayBuffer.open(store, seed=7), 8)
     assert [rows_in(next(plain)) for _ in range(3)] == expected
     plain.close()
 
@@ -160,7 +157,7 @@ def test_a_batch_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> 
 
 def test_ledgers_that_cannot_name_the_rows_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
-        store_of(tmp_path / "run" / f"rank_{rank}", "uniform")
+        store_of(tmp_path / "run" / f"rank_{rank}", "a rank")
     one = TrajectoryReplayBuffer.open(tmp_path / "run" / "rank_0", seed=7)
     with Ledger(tmp_path / "ledger") as ledger:
         with pytest.raises(ConfigurationError, match="ledger: has the ids of one store"):
@@ -171,7 +168,8 @@ def test_ledgers_that_cannot_name_the_rows_are_refused(tmp_path: Path) -> None:
             next(loader)
             state = loader.state_dict()
             next(loader)
-            ledger.continue_from(None)
+            with pytest.warns(UserWarning, match="2 steps will be replaced"):
+                ledger.continue_from(None)
             ahead = state | {"batches": 5}
             loader.load_state_dict(ahead)
             next(loader)  # an empty ledger may begin anywhere

@@ -82,8 +82,8 @@ class TrainedStep:
         whole("step", self.step, 0)
         if not isinstance(self.rows, np.ndarray) or self.rows.dtype != ROW or self.rows.ndim != 1:
             raise ConfigurationError(f"step {self.step}: rows must be an array [n] of trajstore.ledger.ROW")
-        if bad := [name for name in self.unknown if name not in ROW.fields or name in _ALWAYS_KNOWN]:
-            raise ConfigurationError(f"step {self.step}: unknown: {bad[0]!r} is not a column without which rows exist")
+        if bad := [name for name in self.unknown if name not in (ROW.names or ()) or name in _ALWAYS_KNOWN]:
+            raise ConfigurationError(f"step {self.step}: unknown: {bad[0]!r} is not a column that may be unknown")
         groups = self.rows["group"]
         if len(groups) and (groups.min() < 0 or (self.tasks and groups.max() >= len(self.tasks))):
             raise ConfigurationError(
