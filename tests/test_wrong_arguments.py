@@ -21,7 +21,7 @@ from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
 from trajstore.core.buffer.sequences import sample_n_step
-from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader
+from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader, Share
 from trajstore.core.sampling import (
     Drawn,
     EpochSampler,
@@ -105,8 +105,8 @@ FINE: dict[str, dict[str, str]] = {
     },
     "ReplayLoader": {
         **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
-        **dict.fromkeys(("sampler", "device", "demos", "demo_share", "min_demo_size"), "None"),
-        **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
+        **dict.fromkeys(("sampler", "device"), "None"),
+        **{"min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
         **dict.fromkeys(("limiter", "ledger"), "None"),
     },
     "RateLimiter": {"samples_per_insert": "2.5 huge", "tolerance": "2.5 huge", "start": "0"},
@@ -188,8 +188,8 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("load_checkpoint", "local_rank", lambda b, v: b.load_checkpoint(b.auto_save_path, True, v, 1), "0"),
     ("load_checkpoint", "world_size", lambda b, v: b.load_checkpoint(b.auto_save_path, True, 0, v), ""),
     ("sample_n_step", "n:", lambda b, v: sample_n_step(b, 2, v, 0.9, ends=[]), ""),
-    ("ReplayLoader", "demo_share", lambda b, v: ReplayLoader(b, 4, demos=b, demo_share=v), "None"),
-    ("ReplayLoader", "min_demo_size", lambda b, v: ReplayLoader(b, 4, demos=b, min_demo_size=v), "None 0"),
+    ("ReplayLoader", "weight", lambda b, v: ReplayLoader({"a": Share(b), "b": Share(b, weight=v)}, 4), "None 2.5"),
+    ("ReplayLoader", "count", lambda b, v: ReplayLoader({"a": Share(b), "b": Share(b, count=v)}, 4), "None"),
     ("ReplayLoader", "state", lambda b, v: ReplayLoader(b, 4).load_state_dict(v), ""),
     (
         "ReplayLoader",

@@ -26,6 +26,7 @@ from trajstore.core.feeding import (
     PreloadReplayBufferDataset,
     ReplayBufferDataset,
     ReplayLoader,
+    Share,
     TokenLoader,
     prefetch,
     replay_buffer_collate_fn,
@@ -115,7 +116,8 @@ def test_ranks_have_even_parts_of_batches_with_demonstrations(
 
     def batches(**options: Any) -> list[list[float]]:
         replay, demos = map(reader, paths)
-        with ReplayLoader(replay, size, demos=demos, demo_share=share, reuse=reuse, **options) as loader:
+        shares = {"online": Share(replay, weight=1 - share), "demos": Share(demos, weight=share)}
+        with ReplayLoader(shares, size, reuse=reuse, **options) as loader:
             return [rewards(batch) for batch in itertools.islice(loader, 6)]
 
     parts = [batches(rank=(rank, ranks)) for rank in range(ranks)]
@@ -131,10 +133,10 @@ def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: 
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([block(key) for key in range(4)])
     demos.add_trajectories([block(100)])
-    with ReplayLoader(replay, 24, demos=demos) as loader:
+    with ReplayLoader({"online": Share(replay), "demos": Share(demos)}, 24) as loader:
         for batch in itertools.islice(loader, 3):
             assert [value >= 100_000 for value in rewards(batch)] == [False] * 16 + [True] * 8
-    assert ["provided 8 of the 12" in record.message for record in caplog.records].count(True) == 1
+    assert ["demos provided 8 of the 12" in record.message for record in caplog.records].count(True) == 1
 
 
 @pytest.mark.parametrize("by_demos", [False, True])
@@ -146,15 +148,20 @@ def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> N
     for buffer, sampler in zip((replay, demos), samplers, strict=True):
         buffer.follow(sampler)
         sampler.update(np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4), np.arange(1.0, 33.0))
-    given = {"demo_sampler": samplers[1]} if by_demos else {}
-    with ReplayLoader(replay, 24, demos=demos, demo_share=0.25, sampler=samplers[0], **given) as loader:
+
+    def shares(first: WeightedSampler, second: WeightedSampler) -> dict[str, Share]:
+        return {
+            "online": Share(replay, weight=3, sampler=first),
+            "demos": Share(demos, weight=1, sampler=second if by_demos else None),
+        }
+
+    with ReplayLoader(shares(*samplers), 24) as loader:
         batches = [next(loader), next(loader)]
         state = loader.state_dict()
         expected = [next(loader) for _ in range(5)][-1].drawn
     batch, count = batches[0], 24
     again = [WeightedSampler([UseLimit()], Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
-    given = {"demo_sampler": again[1]} if by_demos else {}
-    with ReplayLoader(replay, 24, demos=demos, demo_share=0.25, sampler=again[0], **given) as loader:
+    with ReplayLoader(shares(*again), 24) as loader:
         loader.load_state_dict(state)
         resumed = [next(loader) for _ in range(5)][-1].drawn
     for name, values in expected.arrays.items():
@@ -185,6 +192,14 @@ def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> N
     kept = samplers[0].state_dict()["priorities"].reshape(4, 8)
     assert {tuple(row) for row in (kept == 100).nonzero().tolist()} == drawn
     assert torch.equal(samplers[1].state_dict()["priorities"], before)
+    assert batch.sources.tolist() == [0] * 18 + [1] * 6
+    assert batch.parts["online"].ids.tolist() == batch.drawn.ids[:18].tolist()
+    of_demos = batch.parts["demos"]
+    assert rewards(batch)[18:] == (1000 * of_demos.ids + of_demos.samples).tolist()
+    if by_demos:
+        assert demos.update_priorities(samplers[1], of_demos, np.full(6, 100.0)) == 0
+        with pytest.raises(ConfigurationError, match="rows are of another buffer"):
+            replay.update_priorities(samplers[0], of_demos, np.full(6, 100.0))
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -193,7 +208,8 @@ def test_rollouts_and_demonstrations_give_what_both_have(reuse: bool, caplog: py
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     replay.add_trajectories([dataclasses.replace(block(key), versions=torch.ones(4, 2, 1)) for key in range(3)])
     demos.add_trajectories([dataclasses.replace(block(100), actions=torch.zeros(4, 2, 3))])
-    with ReplayLoader(replay, 6, demos=demos, common_columns=True, reuse=reuse, rank=(0, 6)) as loader:
+    shares = {"online": Share(replay), "demos": Share(demos)}
+    with ReplayLoader(shares, 6, common_columns=True, reuse=reuse, rank=(0, 6)) as loader:
         for batch in itertools.islice(loader, 6):
             assert set(batch) == {"rewards", "curr_obs"}
             assert len(rewards(batch)) == 1
@@ -214,16 +230,20 @@ def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_pat
     replay.add_trajectories([block(0)])
     demos.add_trajectories([block(1, width=3)])
     with (
-        ReplayLoader(replay, 4, demos=demos) as loader,
-        pytest.raises(SchemaMismatchError, match=r"differ in curr_obs\.s, rewards"),
+        ReplayLoader({"online": Share(replay), "demos": Share(demos)}, 4) as loader,
+        pytest.raises(
+            SchemaMismatchError,
+            match=r"online, demos differ in curr_obs\.s, rewards "
+            r"\(curr_obs\.s: float32\[1\] in online, float32\[3\] in demos\)",
+        ),
     ):
         next(loader)
 
 
 def test_it_waits_until_both_buffers_are_filled() -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
-    loader = ReplayLoader(replay, 4, demos=demos, min_size=2, min_demo_size=1, timeout=0.05)
-    with pytest.raises(TimeoutError, match="are the buffers filled"):
+    loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4, timeout=0.05)
+    with pytest.raises(TimeoutError, match="are the buffers filled.*online has 0 of 2, demos has 0 of 1 trajectories"):
         next(loader)
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])
@@ -291,15 +311,18 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
     """No draw is wasted meanwhile: each demonstration transition is used once, in some batch."""
 
     def make(replay: TrajectoryReplayBuffer) -> ReplayLoader:
-        options: dict[str, Any] = {"sampler": WeightedSampler([UseLimit(max_uses=1)]), "demo_sampler": EpochSampler()}
-        return ReplayLoader(replay, 8, demos=reader(tmp_path / "demos"), prefetch=1, timeout=60, **options)
+        shares = {
+            "online": Share(replay, sampler=WeightedSampler([UseLimit(max_uses=1)])),
+            "demos": Share(reader(tmp_path / "demos"), sampler=EpochSampler()),
+        }
+        return ReplayLoader(shares, 8, prefetch=1, timeout=60)
 
     def has_warned(loader: ReplayLoader) -> bool:
         loader._timeout = 0.05
         with pytest.raises(TimeoutError) as raised:
             next(loader)
         loader._timeout = 60
-        return "none of 1 trajectory is left to draw from after uses" in str(raised.value)
+        return "online: none of 1 trajectory is left to draw from after uses" in str(raised.value)
 
     fill(tmp_path / "demos", range(100, 104)).close()
     with fill(tmp_path / "replay", range(1)) as replay:
@@ -435,8 +458,7 @@ def of_tokens(buffer: TrajectoryReplayBuffer, size: int, **options: Any) -> Toke
         (ReplayLoader, {"rank": (2, 2)}, r"rank: \(2, 2\)"),
         (ReplayLoader, {"rank": (0, 5)}, "at least the number of ranks"),
         (ReplayLoader, {"device": "meta"}, "must be the CPU or an available CUDA device"),
-        (ReplayLoader, {"demo_sampler": WeightedSampler()}, "has no effect without demos"),
-        (ReplayLoader, {"min_demo_size": 3}, "min_demo_size: has no effect without demos"),
+        (ReplayLoader, {"common_columns": True}, "common_columns: has no effect on a single buffer"),
         (ReplayLoader, {"prefetchs": 3}, "ReplayLoader has no option 'prefetchs'; there are"),
         (of_tokens, {"layout": "ragged"}, "layout: 'ragged', must be one of 'packed', 'padded'"),
         (of_tokens, {"long": "cut"}, "long: 'cut', must be one of 'refuse', 'skip', 'alone'"),
@@ -454,7 +476,7 @@ def test_options_that_make_no_sense_are_refused(make: Any, options: dict[str, An
 @pytest.mark.parametrize("which", ["replay", "demos"])
 def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(store: Store, which: str) -> None:
     buffers = {"replay": store(), "demos": store("demos", range(100, 105))}
-    with ReplayLoader(buffers["replay"], 8, demos=buffers["demos"], prefetch=3) as loader:
+    with ReplayLoader({name: Share(buffer) for name, buffer in buffers.items()}, 8, prefetch=3) as loader:
         next(loader)
         wait_until(lambda: loader.figures()["batches_ready"] == 3)
         buffers[which].close()
@@ -488,7 +510,7 @@ def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
         next(loader)
         state = loader.state_dict()
     other = ReplayLoader(TrajectoryReplayBuffer.open(path), 8)
-    with pytest.raises(ConfigurationError, match=r"sample_window_size \[4, None\] \(here \[0, None\]\)"):
+    with pytest.raises(ConfigurationError, match=r"sample_window_size \[4\] \(here \[0\]\)"):
         other.load_state_dict(state)
     other.load_state_dict(state, changed=True)
     next(other)
@@ -500,7 +522,7 @@ def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) of a shared store, but the buffer has no seed"):
         ReplayLoader(buffer, 8, rank=(1, 2))
     with pytest.raises(ConfigurationError, match="the buffer has no seed"):
-        ReplayLoader(TrajectoryReplayBuffer(seed=1), 8, demos=buffer, rank=(1, 2))
+        ReplayLoader({"a": Share(TrajectoryReplayBuffer(seed=1)), "b": Share(buffer)}, 8, rank=(1, 2))
     ReplayLoader(buffer, 8, rank=(1, 2), stores="per_rank").close()
 
 

@@ -6,6 +6,7 @@ from trajstore.core.feeding.datasets import PreloadReplayBufferDataset, ReplayBu
 from trajstore.core.feeding.limiter import RateLimiter
 from trajstore.core.feeding.loader import ReplayLoader, TokenLoader
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
+from trajstore.core.feeding.shares import Share
 
 __all__ = [
     "BatchOptions",
@@ -14,6 +15,7 @@ __all__ = [
     "RateLimiter",
     "ReplayBufferDataset",
     "ReplayLoader",
+    "Share",
     "TokenLoader",
     "TokenOptions",
     "replay_buffer_collate_fn",

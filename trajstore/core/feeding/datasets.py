@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from trajstore.core.base.arguments import whole
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.feeding.loader import ReplayLoader
 from trajstore.core.feeding.options import BatchOptions
+from trajstore.core.feeding.shares import Share
 from trajstore.core.feeding.source import BatchSource
 from trajstore.core.feeding.workers import Workers
 from trajstore.errors import StoreClosedError
@@ -73,20 +74,22 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         if arguments == self._made_of:
             return True
         size = whole("batch_size", self.batch_size, 1)
-        options: BatchOptions = {"columns": self.columns, "where": self.where}
-        options["min_size"] = whole("min_replay_buffer_size", self.min_replay_buffer_size, 0)
+        least = whole("min_replay_buffer_size", self.min_replay_buffer_size, 0)
         whole("prefetch_size", self.prefetch_size, 0)
+        shares = {"replay": Share(self.replay_buffer, where=self.where, min_size=least)}
         if self.demo_buffer is not None:
             least = whole("min_demo_buffer_size", self.min_demo_buffer_size, 0)
-            options |= {"demos": self.demo_buffer, "min_demo_size": least, "common_columns": True}
+            shares["demonstrations"] = Share(self.demo_buffer, min_size=least)
             size = 2 * (size // 2)  # RLinf draws the same number from both
-        self._draws = self._begin(size, options)
+        self._draws = self._begin(shares, size, {"columns": self.columns, "common_columns": len(shares) > 1})
         self._made_of = arguments
         return False
 
-    def _begin(self, batch_size: int, options: BatchOptions) -> BatchSource | ReplayLoader:
+    def _begin(
+        self, shares: Mapping[str, Share], batch_size: int, options: BatchOptions
+    ) -> BatchSource | ReplayLoader:
         """Return a new source with the current attributes."""
-        self._source = BatchSource(self.replay_buffer, batch_size, **options)
+        self._source = BatchSource(shares, batch_size, **options)
         return self._source
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -134,9 +137,9 @@ class PreloadReplayBufferDataset(ReplayBufferDataset):
 
     _loader: ReplayLoader
 
-    def _begin(self, batch_size: int, options: BatchOptions) -> ReplayLoader:
+    def _begin(self, shares: Mapping[str, Share], batch_size: int, options: BatchOptions) -> ReplayLoader:
         options |= {"prefetch": self.prefetch_size, "timeout": _LOOK_UP}
-        loader = ReplayLoader(self.replay_buffer, batch_size, **options)
+        loader = ReplayLoader(shares, batch_size, **options)
         if self._made_of:
             if self._made_of[:2] == (self.replay_buffer, self.demo_buffer):
                 loader.load_state_dict(self._loader.state_dict(), changed=True)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar, Unpack
 
+import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trajstore.core.base.arguments import truth
@@ -21,10 +22,11 @@ from trajstore.core.feeding.limiter import counters_in
 from trajstore.core.feeding.memory import Memory, Ready, memory_for
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, Replay, TokenOptions, device_of
 from trajstore.core.feeding.prefetch import Prefetcher
+from trajstore.core.feeding.shares import Share
 from trajstore.core.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.core.feeding.tokens import TokenSource
 from trajstore.core.feeding.workers import Workers
-from trajstore.core.sampling.base import Drawn
+from trajstore.core.sampling.base import Drawn, IntArray
 from trajstore.core.sampling.states import check_state
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
@@ -44,11 +46,11 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
-        sampler = options.get("sampler")
         stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
         """Values that determine the sequence of batches; for ranks on one store, the store alone."""
-        if isinstance(sampler, WeightedSampler) and sampler.priorities and rank[1] > 1 and stores == "shared":
+        have_priorities = any(isinstance(sampler, WeightedSampler) and sampler.priorities for sampler in source.samplers)
+        if have_priorities and rank[1] > 1 and stores == "shared":
             raise ConfigurationError(
                 "rank: each rank draws the same batches by itself, but training would change its priorities "
                 "differently; use a sampler without priorities, or a store for each rank (stores='per_rank')"
@@ -60,7 +62,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 " with stores='per_rank'"
             )
         self._source = source
-        self._ledger = options.get("ledger")
+        self._records = any(ledger is not None for ledger in source.ledgers)
         self.policy_version: int | None = None
         """Version of the policy that trains on the next batch, for the ledger, which so knows the age of its rows."""
         self._device = device_of(options.get("device"))
@@ -103,15 +105,17 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         running = self._start()
         try:
             while True:
-                drawn, ready = running.next(self._timeout, None if self._ledger is None else self._record)
+                drawn, ready = running.next(self._timeout, self._record if self._records else None)
                 if ready is not None:  # else another worker's batch
                     return self._batch(ready.take(), drawn)
         except EpochsEndedError:
             raise StopIteration from None
 
     def _record(self, number: int, ready: Ready | None) -> None:
-        if self._ledger is not None and ready is not None and ready.columns is not None:
-            self._ledger.record_batch(number, ready.columns, self.policy_version)
+        columns_of_each = [] if ready is None else ready.columns
+        for ledger, columns in zip(self._source.ledgers, columns_of_each, strict=False):
+            if ledger is not None and columns is not None:
+                ledger.record_batch(number, columns, self.policy_version)
 
     def _start(self) -> Prefetcher[D, Ready | None]:
         if self._closed:
@@ -153,7 +157,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:
         memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
-        records = self._ledger is not None
+        records = self._records
         worker, reads = get_worker_info(), self._workers.reads
 
         def make(drawn: D, number: int) -> Ready | None:
@@ -261,7 +265,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._ledger is not None:
+        if self._records:
             raise ConfigurationError(
                 "ledger: cannot be sent to another process; iterate the loader in the training process"
             )
@@ -273,15 +277,33 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self.__dict__.update({**values, "_state": pickle.loads(values["_state"])})
 
 
-class ReplayLoader(Loader[DrawnBatch, Batch]):
-    """An iterator of transition batches from a replay buffer, optionally mixed with demonstrations.
+class LoadedBatch(Batch):
+    """A batch of a :class:`ReplayLoader`, with the rows of each buffer.
 
-    A batch is a nested dict of tensors ``[n, ...]``: rows of ``replay``, then demonstrations. ``batch.drawn`` and
-    ``batch.weights`` have an element for each row. Demonstrations have the id -1, which ``update_priorities`` ignores,
-    and weight 1 if their sampler gives none; ``weights`` is None if neither sampler gives any.
+    Attributes:
+        parts: rows drawn from each buffer, by name, in the order of the batch; ``"replay"`` is an only buffer.
+    """
+
+    def __init__(self, values: Mapping[str, Any], drawn: Drawn, parts: Mapping[str, Drawn]) -> None:
+        super().__init__(values, drawn)
+        self.parts = parts
+
+    @property
+    def sources(self) -> IntArray:
+        """The buffer of each row, ``[n]``, as its place in :attr:`parts`."""
+        return np.repeat(np.arange(len(self.parts)), [len(part) for part in self.parts.values()])
+
+
+class ReplayLoader(Loader[DrawnBatch, LoadedBatch]):
+    """An iterator of transition batches from a buffer, or from several in given shares.
+
+    A batch is a nested dict of tensors ``[n, ...]``: rows of the first buffer, of the second one, and so on.
+    ``batch.drawn`` and ``batch.weights`` have an element for each row. Rows of other buffers than the first have the id
+    -1, which ``update_priorities`` ignores, and weight 1 if their sampler gives none; ``weights`` is None if no sampler
+    gives any. ``batch.parts["demos"]`` has the ids of that buffer's rows, ``batch.sources`` the buffer of each row.
 
     Args:
-        replay: buffer of rollouts.
+        replay: buffer, or ``{"online": Share(buffer, weight=0.5), "demos": Share(other, weight=0.5)}``.
         batch_size: transitions per global batch.
         options: see :class:`~trajstore.core.feeding.options.BatchOptions` and
             :class:`~trajstore.core.feeding.options.LoaderOptions`.
@@ -290,12 +312,13 @@ class ReplayLoader(Loader[DrawnBatch, Batch]):
         ConfigurationError: an argument is unknown or out of range.
     """
 
-    def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+    def __init__(self, replay: Replay | Mapping[str, Share], batch_size: int, **options: Unpack[BatchOptions]) -> None:
         self._batches = BatchSource(replay, batch_size, **options)
         super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
 
-    def _batch(self, values: Any, drawn: DrawnBatch) -> Batch:
-        return Batch(values, self._batches.part(drawn).together)
+    def _batch(self, values: Any, drawn: DrawnBatch) -> LoadedBatch:
+        part = self._batches.part(drawn)
+        return LoadedBatch(values, part.together, dict(zip(self._batches.names, part, strict=True)))
 
 
 class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,12 @@ class Ready:
     Attributes:
         values: the batch: nested dicts and lists of tensors and other values.
         arrival: the copy to the device; None if there was none.
-        columns: the batch's rows for a ledger; None without one.
+        columns: the batch's rows for the ledger of each buffer; None for a buffer without one.
     """
 
     values: Any
     arrival: Arrival | None = None
-    columns: Mapping[str, npt.NDArray[Any]] | None = None
+    columns: Sequence[Mapping[str, npt.NDArray[Any]] | None] = ()
 
     def take(self) -> Any:
         """Return the batch for the current stream, which waits for the copy; the host does not."""

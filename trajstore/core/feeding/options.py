@@ -13,7 +13,6 @@ import torch
 from trajstore.core.base.arguments import (
     check_kind,
     columns_or_none,
-    finite,
     one_of,
     rank_of_ranks,
     seconds_or_none,
@@ -92,7 +91,7 @@ class LoaderOptions(TypedDict, total=False):
     Attributes:
         sampler: sampler to use instead of the buffer's uniform draws.
         where: draw only trajectories of the buffer that match this condition on facts, as for ``query().where``. It is
-            evaluated before each draw, so that new trajectories that match join. Demonstrations are not affected.
+            evaluated before each draw, so that new trajectories that match join.
         ids: draw only these trajectories of the buffer.
         min_size: minimum trajectories in the buffer before the first batch (1).
         columns: names of the columns to read; None = all.
@@ -126,19 +125,11 @@ class BatchOptions(LoaderOptions, total=False):
     """Options of :class:`~trajstore.core.feeding.ReplayLoader`, beside those of every loader.
 
     Attributes:
-        demos: buffer of demonstrations to mix into each batch.
-        demo_share: their share of a batch, rounded down to whole transitions (0.5).
-        min_demo_size: minimum trajectories in ``demos`` before the first batch (1).
-        demo_sampler: sampler for ``demos`` instead of uniform draws.
-        common_columns: batches have only the columns common to rollouts and demonstrations, in the wider dtype; a
-            warning names the others. If False, both must have the same columns (False).
+        common_columns: batches of several buffers have only the columns that all have, in the wider dtype; a warning
+            names the others. If False, all must have the same columns (False).
         reuse: CPU batches share rotating memory; each is valid until the next is requested (False).
     """
 
-    demos: Replay | None
-    demo_share: float
-    min_demo_size: int
-    demo_sampler: Sampler | None
     common_columns: bool
     reuse: bool
 
@@ -210,7 +201,7 @@ def check_values(options: Mapping[str, Any]) -> None:
         ConfigurationError: a value is invalid; names the option.
     """
     for name, value in options.items():
-        if name in _CHECKS and not (value is None and name in _OR_NONE):
+        if name in _CHECKS:
             _CHECKS[name](name, value)
 
 
@@ -220,24 +211,20 @@ _SAMPLER = partial(
 _AT_LEAST_0, _AT_LEAST_1 = partial(whole, least=0), partial(whole, least=1)
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
-    "demos": check_replay,
+    "sampler": _SAMPLER,
     "ledger": partial(check_kind, kind=RowLedger, wanted="a trajstore.ledger.Ledger"),
     "limiter": partial(check_kind, kind=RateLimiter, wanted="a RateLimiter(samples_per_insert, tolerance)"),
-    **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
+    "min_size": _AT_LEAST_0,
     **dict.fromkeys(("prefetch", "batch_size"), _AT_LEAST_1),
     "pad_id": partial(whole, least=-(1 << 63)),
     "columns": lambda _, value: columns_or_none(value),
     "timeout": seconds_or_none,
     **dict.fromkeys(("reuse", "common_columns"), truth),
-    "demo_share": partial(finite, least=0.0, most=1.0),
     "stores": partial(one_of, known=get_args(Stores)),
     "layout": partial(one_of, known=get_args(Layout)),
     "long": partial(one_of, known=get_args(LongTrajectories)),
 }
 """Check for each option's value, by name."""
-
-_OR_NONE = ("min_demo_size", "demos", "demo_share")
 
 
 def device_of(value: Any) -> torch.device | None:
@@ -316,6 +303,6 @@ def selection_of(options: LoaderOptions, unit: Unit) -> Sampler | None:
     return selected(options.get("sampler"), options.get("where"), options.get("ids"), "sample")
 
 
-def told_selection(sampler: Sampler | None) -> dict[str, Any]:
-    """Return the selection of a loader's sampler, for its state."""
+def selection_settings(sampler: Sampler | None) -> dict[str, Any]:
+    """Return the selection of a sampler, for a loader's state."""
     return sampler.settings if isinstance(sampler, Selection) else {"where": None, "ids": None}

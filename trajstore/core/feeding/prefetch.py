@@ -252,8 +252,8 @@ class Prefetcher(Generic[D, T]):
                 if self._resumed:
                     self._making = self._resumed.popleft()
                     return self._making
-                if not self._source.ready():
-                    self._waits_for = _NOT_FILLED
+                if few := self._source.unfilled():
+                    self._waits_for = f"{_NOT_FILLED} {few} trajectories."
                 elif self._may_draw():
                     try:
                         self._making = self._source.draw()

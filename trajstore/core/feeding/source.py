@@ -1,12 +1,13 @@
-"""Sources of batches: a replay buffer, optionally with a buffer of demonstrations."""
+"""Sources of batches: one buffer, or shares of several."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Generic, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +25,18 @@ from trajstore.core.feeding.belonging import (
 from trajstore.core.feeding.options import (
     BatchOptions,
     Replay,
+    RowLedger,
     check_options,
     check_recorded,
-    check_replay,
     check_sampler,
-    selection_of,
+    selection_settings,
     share_of_batch,
-    told_selection,
 )
+from trajstore.core.feeding.shares import Share, counts_of, parts_of, shares_of
 from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
+from trajstore.core.sampling.selection import selected
 from trajstore.core.sampling.states import check_state
-from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
-
-if TYPE_CHECKING:
-    from trajstore.core.buffer.reader import Reader
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError, listed
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,15 @@ D = TypeVar("D")
 
 
 class Source(ABC, Generic[D]):
-    """Draws batches and reads them later. ``D`` describes the rows of a batch."""
+    """Draws batches and reads them later. ``D`` describes the rows of a batch.
+
+    Attributes:
+        samplers: samplers of the buffers.
+        ledgers: ledgers for the rows of the buffers.
+    """
+
+    samplers: list[Sampler | None]
+    ledgers: list[RowLedger | None]
 
     @property
     @abstractmethod
@@ -62,8 +69,12 @@ class Source(ABC, Generic[D]):
         """Continue the generators' draws in this process, see :class:`~trajstore.core.sampling.draws.Draws`."""
 
     @abstractmethod
+    def unfilled(self) -> str:
+        """Return which buffers lack their minimum number of trajectories; empty if none."""
+
     def ready(self) -> bool:
         """Return whether every buffer has its minimum number of trajectories."""
+        return not self.unfilled()
 
     @abstractmethod
     def draw(self) -> D:
@@ -90,8 +101,8 @@ class Source(ABC, Generic[D]):
         """
 
     @abstractmethod
-    def columns(self, drawn: D) -> dict[str, npt.NDArray[Any]]:
-        """Return the rows of this rank's part of a batch for a ledger, by column of ``trajstore.ledger.ROW``.
+    def columns(self, drawn: D) -> list[dict[str, npt.NDArray[Any]] | None]:
+        """Return the rows of this rank's part of a batch for each ledger, by column of ``trajstore.ledger.ROW``.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
@@ -103,7 +114,7 @@ class Source(ABC, Generic[D]):
 
     @abstractmethod
     def size(self, drawn: D) -> int:
-        """Return the number of rows of the buffer in a global batch, without demonstrations."""
+        """Return the number of rows of the first buffer in a global batch."""
 
     @abstractmethod
     def state_of(self, drawn: D) -> Any:
@@ -163,38 +174,39 @@ _ABSENT: Mapping[str, np.generic] = {
 """Value of each attribute of drawn rows in batches with rows of another buffer that has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnBatch:
-    """Rows of a batch: of the replay buffer, then of the demonstrations."""
+class DrawnBatch(tuple[Drawn, ...]):
+    """Rows of a batch, drawn from each buffer in turn."""
 
-    replay: Drawn
-    demos: Drawn | None = None
+    __slots__ = ()
 
-    def __len__(self) -> int:
-        return len(self.replay) + (0 if self.demos is None else len(self.demos))
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return sum(map(len, self))
 
     @property
     def together(self) -> Drawn:
-        """All rows, in the order of the batch; demonstrations have no id. :data:`_ABSENT` replaces absent values."""
-        if self.demos is None:
-            return self.replay
-        unnamed = replace(
-            self.demos, ids=np.full(len(self.demos), NO_TRAJECTORY), names=np.zeros(len(self.demos), np.int64)
+        """All rows, in the order of the batch; only those of the first buffer have ids. See :data:`_ABSENT`."""
+        if len(self) == 1:
+            return self[0]
+        others = (
+            replace(part, ids=np.full(len(part), NO_TRAJECTORY), names=np.zeros(len(part), np.int64))
+            for part in self[1:]
         )
-        parts = [(part, part.arrays) for part in (self.replay, unnamed)]
+        parts = [(part, part.arrays) for part in (self[0], *others)]
         filled: dict[str, Any] = {
             name: np.concatenate([here.get(name, np.full(len(part), absent)) for part, here in parts])
             for name, absent in _ABSENT.items()
             if any(name in here for _, here in parts)
         }
-        return replace(self.replay, **filled)
+        return replace(self[0], **filled)
 
 
 class BatchSource(Source[DrawnBatch]):
-    """Draws transitions.
+    """Draws transitions of one or several buffers.
 
     Args:
-        replay: buffer of rollouts.
+        replay: buffer, or shares of several by name.
         batch_size: transitions per global batch.
         options: options of :class:`BatchOptions` that determine a batch.
 
@@ -202,119 +214,121 @@ class BatchSource(Source[DrawnBatch]):
         ConfigurationError: an argument is out of range.
     """
 
-    def __init__(self, replay: Replay, batch_size: int, **options: Unpack[BatchOptions]) -> None:
+    def __init__(self, replay: Replay | Mapping[str, Share], batch_size: int, **options: Unpack[BatchOptions]) -> None:
         check_options("ReplayLoader", options, BatchOptions)
-        check_replay("replay", replay)
-        demos = options.get("demos")
-        share = 0.5 if options.get("demo_share") is None else options["demo_share"]
-        if demos is not None and not 0 < share < 1:
-            raise ConfigurationError(f"demo_share: {share}, must be between 0 and 1")
-        for name in ("demo_sampler", "demo_share", "min_demo_size", "common_columns"):
-            value = options.get(name)
-            if demos is None and value is not None and value is not False:
-                raise ConfigurationError(f"{name}: has no effect without demos")
-        if options.get("ledger") is not None:
-            check_recorded(replay)
-            if demos is not None:
-                raise ConfigurationError("ledger: has no place for the rows of demos; use a loader without demos")
-        if demos is not None:
-            share_of_batch(options, batch_size, demos)  # rejects options that ranks would not draw alike from
-        self._rank, batch_size = share_of_batch(options, batch_size, replay)
-        self.replay, self.demos = replay, demos
-        self.batch_size = batch_size
-        self._demo_count = 0 if demos is None else int(batch_size * share)
-        if demos is not None and not 0 < self._demo_count < batch_size:
-            raise ConfigurationError(
-                f"demo_share: {share} of {batch_size} transitions leaves one of both buffers without any"
-            )
-        min_demos = 1 if options.get("min_demo_size") is None else options["min_demo_size"]
-        self._needed = options.get("min_size", 1), min_demos
-        check_sampler("demo_sampler", options.get("demo_sampler"), "sample")
-        self._samplers = selection_of(options, "sample"), options.get("demo_sampler")
+        shares = shares_of(replay, options)
+        self.names, self._buffers = list(shares), [share.buffer for share in shares.values()]
+        self.samplers = [share.sampler for share in shares.values()]
+        self.ledgers = [share.ledger for share in shares.values()]
+        self._min_sizes = [share.min_size for share in shares.values()]
+        for share in shares.values():
+            share_of_batch(options, batch_size, share.buffer)  # rejects buffers that ranks would not draw alike from
+            check_sampler("sampler", share.sampler, "sample")
+            if share.ledger is not None:
+                check_recorded(share.buffer)
+        self._rank, self.batch_size = share_of_batch(options, batch_size, self._buffers[0])
+        self._counts = counts_of(batch_size, shares)
+        if options.get("stores") == "per_rank":
+            parts = parts_of(self._counts, options.get("rank", (0, 1)))
+            self._counts = [part.stop - part.start for part in parts]
+            if not all(self._counts):
+                lacking = self.names[self._counts.index(0)]
+                raise ConfigurationError(f"batch_size: {batch_size}, too small: a rank's part has no rows of {lacking}")
+        self._selected = [selected(share.sampler, share.where, share.ids, "sample") for share in shares.values()]
         self._columns = options.get("columns")
         self._common = options.get("common_columns", False)
-        self._told_differing: list[str] = []
-        self._told_few = False
-        self._drawn_demos: Drawn | None = None
+        if self._common and len(shares) == 1:
+            raise ConfigurationError("common_columns: has no effect on a single buffer")
+        self._warned_differing: list[str] = []
+        self._warned_few: set[str] = set()
+        self._drawn: list[Drawn | None] = [None] * len(shares)
+        """Rows drawn for the next batch, after the draw of another buffer failed."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        windows = [None if buffer is None else buffer.sample_window_size for buffer in (self.replay, self.demos)]
-        sizes = {"batch_size": self.batch_size, "demonstrations": self._demo_count, "sample_window_size": windows}
-        return {**sizes, **told_selection(self._samplers[0])}
+        return {
+            "batch_size": self.batch_size,
+            "rows": dict(zip(self.names, self._counts, strict=True)),
+            "sample_window_size": [buffer.sample_window_size for buffer in self._buffers],
+            "selection": [selection_settings(sampler) for sampler in self._selected],
+        }
 
     @property
     def closed(self) -> bool:
-        return self.replay.closed or (self.demos is not None and self.demos.closed)
+        return any(buffer.closed for buffer in self._buffers)
 
     @property
     def grows(self) -> bool:
-        return self.replay.grows or (self.demos is not None and self.demos.grows)
+        return any(buffer.grows for buffer in self._buffers)
 
     def continue_draws(self) -> None:
-        for buffer in (self.replay, self.demos):
-            if buffer is not None:
-                buffer.sampling.continue_draws()
+        for buffer in self._buffers:
+            buffer.sampling.continue_draws()
 
-    def ready(self) -> bool:
-        return self.replay.is_ready(self._needed[0]) and (self.demos is None or self.demos.is_ready(self._needed[1]))
+    def unfilled(self) -> str:
+        return unfilled(zip(self.names, self._buffers, self._min_sizes, strict=True))
 
     def draw(self) -> DrawnBatch:
-        if self.demos is None:
-            return DrawnBatch(self.replay.draw(self.batch_size, sampler=self._samplers[0]))
-        demos = self._drawn_demos
-        if demos is None:
-            demos = self.demos.draw(self._demo_count, sampler=self._samplers[1])
-        if len(demos) < self._demo_count and not self._told_few:
-            self._told_few = True
+        """Choose the rows of the next global batch; the first buffer provides the rows that others lack."""
+        for place in range(len(self.names) - 1, -1, -1):
+            if self._drawn[place] is None:
+                others = sum(len(part) for part in self._drawn[1:] if part is not None)
+                self._drawn[place] = self._draw(place, self._counts[place] if place else sum(self._counts) - others)
+        drawn = DrawnBatch(part for part in self._drawn if part is not None)
+        self._drawn = [None] * len(drawn)
+        return drawn
+
+    def _draw(self, place: int, count: int) -> Drawn:
+        name = self.names[place]
+        try:
+            drawn = self._buffers[place].draw(count, sampler=self._selected[place])
+        except EmptyBufferError as error:
+            if len(self.names) == 1:
+                raise
+            raise type(error)(f"{name}: {error}") from error
+        if place and len(drawn) < count and name not in self._warned_few:
+            self._warned_few.add(name)
             logger.warning(
-                "demonstrations provided %d of the %d transitions of their share of a batch; the replay buffer "
-                "provides the others",
-                len(demos),
-                self._demo_count,
+                "%s provided %d of the %d transitions of its share of a batch; %s provides the others",
+                name,
+                len(drawn),
+                count,
+                self.names[0],
             )
-        self._drawn_demos = demos  # the next draw uses them if the replay draw fails
-        batch = DrawnBatch(self.replay.draw(self.batch_size - len(demos), sampler=self._samplers[0]), demos)
-        self._drawn_demos = None
-        return batch
+        return drawn
 
     def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
-        replay = self._mended(self.replay, drawn.replay, self._samplers[0])
-        demos = drawn.demos
-        if self.demos is not None and demos is not None:
-            demos = self._mended(self.demos, demos, self._samplers[1])
-        return DrawnBatch(replay, demos) if len(replay) and (demos is None or len(demos)) else None
+        mended = DrawnBatch(self._mended(place, part) for place, part in enumerate(drawn))
+        return mended if all(map(len, mended)) else None
 
-    def _mended(self, buffer: Replay, drawn: Drawn, sampler: Sampler | None) -> Drawn:
-        left = still_there(buffer, drawn)
+    def _mended(self, place: int, drawn: Drawn) -> Drawn:
+        left = still_there(self._buffers[place], drawn)
         lacking = len(drawn) - len(left)
         try:
-            return Drawn.joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
+            return Drawn.joined(left, self._draw(place, lacking)) if lacking else left
         except EmptyBufferError:  # the sampler is exhausted, or the buffer was emptied
             return left
 
-    def columns(self, drawn: DrawnBatch) -> dict[str, npt.NDArray[Any]]:
-        part = self.part(drawn).replay
-        return columns_of(cast("Reader", self.replay), part) | {"tokens": np.ones(len(part), np.int32)}
+    def columns(self, drawn: DrawnBatch) -> list[dict[str, npt.NDArray[Any]] | None]:
+        return [
+            None
+            if ledger is None
+            else columns_of(buffer, part) | {"tokens": np.ones(len(part), np.int32)}
+            for buffer, ledger, part in zip(self._buffers, self.ledgers, self.part(drawn), strict=True)
+        ]
 
     def rows(self, drawn: DrawnBatch) -> int:
-        return len(self.part(drawn))
+        return self.part(drawn).size
 
     def size(self, drawn: DrawnBatch) -> int:
-        return len(drawn.replay)
+        return len(drawn[0])
 
     def part(self, drawn: DrawnBatch) -> DrawnBatch:
-        """Return this rank's part of a global batch: equally many rows per rank, with its share of both buffers."""
+        """Return this rank's part of a global batch: equally many rows per rank, with its share of each buffer."""
         if self._rank[1] == 1:
             return drawn
-        low, high = (len(drawn) * number // self._rank[1] for number in (self._rank[0], self._rank[0] + 1))
-        if drawn.demos is None:
-            return DrawnBatch(drawn.replay.at(slice(low, high)))
-        # One order of both buffers' rows, each evenly spread over it.
-        places = [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in (drawn.replay, drawn.demos)]
-        order = np.argsort(np.concatenate(places), kind="stable")
-        first, last = (int(np.count_nonzero(order[:end] < len(drawn.replay))) for end in (low, high))
-        return DrawnBatch(drawn.replay.at(slice(first, last)), drawn.demos.at(slice(low - first, high - last)))
+        parts = parts_of([len(part) for part in drawn], self._rank)
+        return DrawnBatch(rows.at(part) for rows, part in zip(drawn, parts, strict=True))
 
     def read(self, drawn: DrawnBatch, out: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
         """Return this rank's part of a batch as a nested dict of tensors ``[n, ...]``.
@@ -328,18 +342,20 @@ class BatchSource(Source[DrawnBatch]):
             SchemaMismatchError: the buffers' columns differ.
         """
         part = self.part(drawn)
-        if self.demos is None or drawn.demos is None or part.demos is None:
-            return nest(self._rows(self.replay, part.replay, drawn.replay, out))
-        count = len(part.replay)
-        if self._common or not count or not len(part.demos):
-            out = None  # columns are known only after reading both
-        rest = None if out is None else {name: tensor[count:] for name, tensor in out.items()}
-        first = self._rows(self.replay, part.replay, drawn.replay, out)
-        second = self._rows(self.demos, part.demos, drawn.demos, rest)
-        names = self._agreed(first, second)
+        if self._common or not all(map(len, part)):
+            out = None  # columns are known only after all buffers were read
+        read: list[dict[str, torch.Tensor]] = []
+        begin = 0
+        for buffer, mine, whole in zip(self._buffers, part, drawn, strict=True):
+            rest = None if out is None else {name: tensor[begin:] for name, tensor in out.items()}
+            read.append(self._rows(buffer, mine, whole, rest))
+            begin += len(mine)
+        if len(read) == 1:
+            return nest(read[0])
+        names = self._agreed(read)
         if out is not None:
-            return nest({name: out[name][: len(part)] for name in names})
-        return nest({name: torch.cat([first[name], second[name]]) for name in names})
+            return nest({name: out[name][:begin] for name in names})
+        return nest({name: torch.cat([values[name] for values in read]) for name in names})
 
     def _rows(
         self, buffer: Replay, mine: Drawn, whole: Drawn, out: Mapping[str, torch.Tensor] | None
@@ -350,83 +366,93 @@ class BatchSource(Source[DrawnBatch]):
         row = buffer.read(whole.at(slice(1)), columns=self._columns)
         return {name: tensor[:0] for name, tensor in unnest(row).items()}
 
-    def _agreed(self, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> list[str]:
-        """Return the columns of a batch with rows of both buffers.
+    def _agreed(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[str]:
+        """Return the columns of a batch with rows of several buffers.
 
         Raises:
             SchemaMismatchError: they differ, and ``common_columns`` was not set.
         """
-        both = [name for name in first if name in second and first[name].shape[1:] == second[name].shape[1:]]
-        names = both if self._common else [name for name in both if first[name].dtype == second[name].dtype]
-        differing = sorted((first.keys() | second.keys()) - set(names))
-        if not differing or (self._common and self._told_differing == differing):
+        kinds: dict[str, list[str]] = {}
+        for values, name in itertools.product(read, dict.fromkeys(itertools.chain(*read))):
+            kinds.setdefault(name, []).append(_kind(values.get(name), with_dtype=not self._common))
+        names = [name for name, of_name in kinds.items() if len({*of_name}) == 1]
+        differing = sorted(kinds.keys() - set(names))
+        if not differing or (self._common and self._warned_differing == differing):
             return names
-        difference = f"replay and demonstrations differ in {', '.join(differing)} (absent, or another dtype or shape)"
+        detail = (f"{kind} in {name}" for name, kind in zip(self.names, kinds[differing[0]], strict=True))
+        difference = f"{listed(self.names)} differ in {', '.join(differing)} ({differing[0]}: {', '.join(detail)})"
         if not self._common:
             raise SchemaMismatchError(f"{difference}; name the columns to read, or pass common_columns=True")
-        self._told_differing = differing
+        self._warned_differing = differing
         logger.warning("%s; batches do not have these columns", difference)
         return names
 
     # -- state ------------------------------------------------------------------------------------
 
     def state_of(self, drawn: DrawnBatch) -> Any:
-        return [rows_state(drawn.replay, self.replay), rows_state(drawn.demos, self.demos)]
+        return list(map(rows_state, drawn, self._buffers))
 
     def drawn_of(self, state: Any) -> DrawnBatch:
-        return DrawnBatch(rows_of(state[0]), None if state[1] is None else rows_of(state[1]))
+        return DrawnBatch(map(rows_of, state))
 
     def check_rows(self, state: Any) -> None:
-        for rows, buffer in zip(state, (self.replay, self.demos), strict=True):
-            if rows is not None and buffer is not None:
-                check_rows(rows, buffer)
+        if len(state) != len(self._buffers):
+            raise ConfigurationError(f"state: a batch under way is of {len(state)} buffers, here {len(self._buffers)}")
+        for rows, buffer in zip(state, self._buffers, strict=True):
+            check_rows(rows, buffer)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "batches": self.settings,
-            "of": [belonging_of(self.replay), belonging_of(self.demos)],
-            "replay": self.replay.state_dict(),
-            "demos": None if self.demos is None else self.demos.state_dict(),
-            "drawn_demos": rows_state(self._drawn_demos, self.demos),
-            "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._samplers],
+            "of": [belonging_of(buffer) for buffer in self._buffers],
+            "buffers": [buffer.state_dict() for buffer in self._buffers],
+            "drawn": list(map(rows_state, self._drawn, self._buffers)),
+            "samplers": [None if sampler is None else sampler.state_dict() for sampler in self._selected],
         }
 
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
-        check_state(state, ("batches", "of", "replay", "demos", "samplers"))
+        check_state(state, ("batches", "of", "buffers", "drawn", "samplers"))
         check_batches(state["batches"], self.settings)
-        given = [part is not None for part in (state["demos"], *state["samplers"])]
-        here = [part is not None for part in (self.demos, *self._samplers)]
+        given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
         if given != here:
-            raise ConfigurationError(
-                f"the state is of a loader with other parts (demos, sampler, demo_sampler: {given}, here {here})"
-            )
-        if state.get("drawn_demos") is not None and self.demos is not None:
-            check_rows(state["drawn_demos"], self.demos)
-        differences = check_belonging("replay buffer", self.replay, state["of"][0])
-        return (
-            differences
-            if self.demos is None
-            else differences + check_belonging("demonstrations", self.demos, state["of"][1])
-        )
+            raise ConfigurationError(f"the state is of a loader with other samplers ({given}, here {here})")
+        for rows, buffer in zip(state["drawn"], self._buffers, strict=True):
+            if rows is not None:
+                check_rows(rows, buffer)
+        roles = ["replay buffer"] if len(self.names) == 1 else self.names
+        return sum(map(check_belonging, roles, self._buffers, state["of"]), [])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # again: it may be loaded later, perhaps in another process
-        drawn = state.get("drawn_demos")
-        self._drawn_demos = None if drawn is None else rows_of(drawn)
-        buffers = (self.replay, self.demos)
-        for buffer, sampler, of_buffer, chosen in zip(
-            buffers, self._samplers, (state["replay"], state["demos"]), state["samplers"], strict=True
-        ):
-            if buffer is not None and sampler is not None:
+        self._drawn = [None if rows is None else rows_of(rows) for rows in state["drawn"]]
+        parts = zip(self._buffers, self._selected, state["buffers"], state["samplers"], strict=True)
+        for buffer, sampler, of_buffer, of_sampler in parts:
+            if sampler is not None:
                 buffer.follow(sampler)
-                sampler.load_state_dict(chosen)
-            if buffer is not None:
-                buffer.load_state_dict(of_buffer)
+                sampler.load_state_dict(of_sampler)
+            buffer.load_state_dict(of_buffer)
 
 
-def columns_of(buffer: Reader, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
+def _kind(column: torch.Tensor | None, *, with_dtype: bool) -> str:
+    """Return the dtype and shape of a column's rows as a text."""
+    if column is None:
+        return "absent"
+    return f"{str(column.dtype).removeprefix('torch.') if with_dtype else ''}{list(column.shape[1:])}"
+
+
+def unfilled(buffers: Iterable[tuple[str, Replay, int]]) -> str:
+    """Return which buffers have too few trajectories; empty if none.
+
+    Args:
+        buffers: name, buffer and minimum number of trajectories of each.
+    """
+    few = [f"{name} has {len(buffer)} of {least}" for name, buffer, least in buffers if not buffer.is_ready(least)]
+    return ", ".join(few)
+
+
+def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of drawn rows for a ledger."""
     row, version = buffer.sampling.origins(drawn)
     given = {"weight": drawn.weights, "probability": drawn.probabilities}

@@ -30,11 +30,11 @@ from trajstore.core.feeding.options import (
     check_options,
     check_recorded,
     selection_of,
+    selection_settings,
     share_of_batch,
-    told_selection,
 )
 from trajstore.core.feeding.packing import Room, lay_out
-from trajstore.core.feeding.source import Source, columns_of, still_there
+from trajstore.core.feeding.source import Source, columns_of, still_there, unfilled
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
 from trajstore.core.store.run_ids import shown_id
@@ -84,6 +84,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             Reader,
             "a reader or buffer, whose mapped files tokens are copied from; for stores of Ray open the path of the run",
         )
+        self.ledgers = [options.get("ledger")]
+        self.samplers = [options.get("sampler")]
         if options.get("ledger") is not None:
             check_recorded(buffer)
         self._buffer = buffer
@@ -109,7 +111,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             "batch_size": self._batch_size,
             "long": self._long,
             "sample_window_size": [self._buffer.sample_window_size],
-            **told_selection(self._sampler),
+            **selection_settings(self._sampler),
         }
 
     @property
@@ -123,8 +125,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def continue_draws(self) -> None:
         self._buffer.sampling.continue_draws()
 
-    def ready(self) -> bool:
-        return self._buffer.is_ready(self._min_size)
+    def unfilled(self) -> str:
+        return unfilled([("the buffer", self._buffer, self._min_size)])
 
     # -- drawing ----------------------------------------------------------------------------------
 
@@ -209,10 +211,10 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def columns(self, drawn: tuple[Drawn, ...]) -> dict[str, npt.NDArray[Any]]:
+    def columns(self, drawn: tuple[Drawn, ...]) -> list[dict[str, npt.NDArray[Any]] | None]:
         packs = self._part(drawn) or (drawn[0].at(slice(0)),)
         rows = reduce(Drawn.joined, packs)
-        return columns_of(self._buffer, rows) | {"tokens": self._buffer.sampling.extents(rows.ids)[0]}
+        return [columns_of(self._buffer, rows) | {"tokens": self._buffer.sampling.extents(rows.ids)[0]}]
 
     def rows(self, drawn: tuple[Drawn, ...]) -> int:
         return len(self._part(drawn))
