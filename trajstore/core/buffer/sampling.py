@@ -227,13 +227,23 @@ class Sampling:
             TrajectoryUnavailableError: a trajectory was evicted since, or its id now names a shorter one.
             ConfigurationError: a row number is negative.
         """
+        positions = self.present(contents, drawn)
+        return contents.plan(positions, contents.rows_of(positions, drawn.samples), contents.index.first, columns)
+
+    def present(self, contents: Contents, drawn: Drawn) -> IntArray:
+        """Return the positions of drawn rows' trajectories, after checking that they are the drawn ones.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted since, or its id now names another one.
+            ConfigurationError: a row number is negative.
+        """
         positions = self.rows(contents, drawn)
         if np.any(others := self._are_others(contents, drawn, positions)):
             raise TrajectoryUnavailableError(
                 f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, but since a load another one has "
                 "its id; draw again"
             )
-        return contents.plan(positions, contents.rows_of(positions, drawn.samples), contents.index.first, columns)
+        return positions
 
     def _are_others(self, contents: Contents, drawn: Drawn, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return a mask of the drawn rows whose id names another trajectory since contents were replaced."""
@@ -288,7 +298,7 @@ class Sampling:
         """
 
         def look(contents: Contents) -> tuple[IntArray, IntArray]:
-            positions = self.rows(contents, drawn)
+            positions = self.present(contents, drawn)
             versions = contents.index.at("version_high", positions)
             return contents.rows_of(positions, drawn.samples), np.where(versions == UNKNOWN_VERSION, -1, versions)
 

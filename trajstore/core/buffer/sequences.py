@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from trajstore.core.buffer.sampling import Batch
 from trajstore.core.columns.fields import nest, resolved
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling.base import Drawn, Fits, Ids, IntArray, Sampler, uniform
-from trajstore.core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_after, within_episode
+from trajstore.core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_around, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 
 _IN_VAIN = 1000
@@ -26,13 +27,229 @@ _MOST_STEPS = 1 << 24
 
 Ends = Sequence[str]
 
+Tensors = dict[str, torch.Tensor]
+
+Reward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Rows(ABC):
+    """What a batch has for each drawn step; an option of :class:`~trajstore.core.feeding.ReplayLoader`.
+
+    Drawing and reading are separate, so that a loader draws the same batches as a direct call and reads them later.
+    """
+
+    @property
+    def steps(self) -> int:
+        """Maximum number of steps from the drawn one on."""
+        return 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Kind and arguments, for the state of a loader; functions are left out."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return {"kind": type(self).__name__} | {name: value for name, value in values.items() if not callable(value)}
+
+    def choose(
+        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
+    ) -> tuple[Drawn, IntArray]:
+        """Draw steps within :meth:`Sampling.together`; return also the positions of their trajectories."""
+        return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
+
+    @abstractmethod
+    def read(
+        self, contents: Contents, drawn: Drawn, positions: IntArray, columns: Sequence[str] | None
+    ) -> Callable[[], Tensors]:
+        """Read the rows of drawn steps, with the lock held; the returned function completes them without it."""
+
 
 @dataclass(frozen=True, slots=True)
-class _Spans:
-    """Rows of spans, and a mask of the valid ones, ``[n, length]``."""
+class Sequences(Rows):
+    """Sequences of steps of one environment, within an episode and a trajectory.
 
-    rows: IntArray
-    mask: Mask
+    With ``burn_in``, each sequence has the steps before it too, from which a recurrent policy computes its state.
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR 2019, section 3.
+
+    Attributes:
+        length: steps of each.
+        pad: also draw starts less than ``length`` steps before an end; the last step is repeated and masked in
+            ``mask``. Without it, the draw is uniform over starts of whole sequences.
+        ends: columns in which a true value ends an episode with this step.
+        burn_in: steps before the drawn one. Where the episode has fewer, its first step is repeated and masked, so the
+            state at the first step of ``mask`` is the initial one.
+    """
+
+    length: int
+    pad: bool = False
+    ends: Ends = ("dones",)
+    burn_in: int = 0
+
+    def __post_init__(self) -> None:
+        _set(self, length=whole("length", self.length, 1, _MOST_STEPS), pad=truth("pad", self.pad))
+        _set(self, burn_in=whole("burn_in", self.burn_in, 0, _MOST_STEPS), ends=texts("ends", self.ends))
+
+    @property
+    def steps(self) -> int:
+        return self.length
+
+    def choose(
+        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
+    ) -> tuple[Drawn, IntArray]:
+        fits = None if self.pad else _has_whole(buffer, contents, count, self.length, self.ends)
+        return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
+
+    def read(
+        self, contents: Contents, drawn: Drawn, positions: IntArray, columns: Sequence[str] | None
+    ) -> Callable[[], Tensors]:
+        samples = contents.rows_of(positions, drawn.samples)
+        spans = _spans(contents, positions, samples, self.length, self.ends, self.burn_in)
+        values = _read(contents, positions, spans.rows, columns)
+        return lambda: {**values, "mask": torch.from_numpy(spans.mask)}
+
+
+@dataclass(frozen=True, slots=True)
+class NStep(Rows):
+    """Transitions over n steps: the reward is the discounted sum, the next observation is from n steps later.
+
+    Source: Sutton and Barto, "Reinforcement Learning", second edition, equation 7.1.
+
+    Attributes:
+        n: steps of each at most.
+        gamma: discount of a step, in ``[0, 1]``.
+        ends: columns in which a true value ends an episode with this step.
+        terminations: column in which a true value is a terminal state, without bootstrapping.
+    """
+
+    n: int
+    gamma: float
+    ends: Ends = ("dones",)
+    terminations: str = "terminations"
+
+    def __post_init__(self) -> None:
+        _set(self, n=whole("n", self.n, 1, _MOST_STEPS), gamma=finite("gamma", self.gamma, 0.0, 1.0))
+        _set(self, ends=texts("ends", self.ends), terminations=text("terminations", self.terminations))
+
+    @property
+    def steps(self) -> int:
+        return self.n
+
+    def read(
+        self, contents: Contents, drawn: Drawn, positions: IntArray, columns: Sequence[str] | None
+    ) -> Callable[[], Tensors]:
+        starts = contents.rows_of(positions, drawn.samples)
+        spans = _spans(contents, positions, starts, self.n, self.ends)
+        last = last_of(spans.mask)
+        end = spans.rows[np.arange(len(last)), last]
+        values = _read(contents, positions, starts, columns)
+        after = [name for name in values if name.startswith("next_obs.")]
+        if after:
+            values |= _read(contents, positions, end, after)
+        rewards = _read(contents, positions, spans.rows, ["rewards"])["rewards"]
+        rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch does not promote eight-bit floats
+        factors = torch.from_numpy(discounts(self.n, self.gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
+        shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
+        discounted = rewards * factors.reshape(1, *shape[1:])
+        # Selected, not multiplied by 0: values beyond the end may be NaN.
+        values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
+        terminated = _any(contents, positions, end, [self.terminations])
+        bootstrap = np.where(terminated, 0.0, self.gamma ** (last + 1.0)).astype(np.float32)
+        alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
+        return lambda: {**values, "bootstrap": alike, "steps": torch.from_numpy(last + 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class Hindsight(Rows):
+    """Transitions, some relabelled with a goal that was achieved later in their episode.
+
+    Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 3.3.
+
+    Attributes:
+        goal: dotted name of the column of goals below ``curr_obs``; the column of the same name below ``next_obs`` is
+            relabelled too, if it exists.
+        achieved: dotted name of the column of achieved goals, usually below ``next_obs``.
+        reward: given achieved and goal, both ``[k, ...]``, returns the rewards of k relabelled transitions, in the
+            shape of the column ``rewards`` ``[k, ...]``. A loader calls it in its thread.
+        share: probability that a transition is relabelled.
+        strategy: take the new goal uniformly from this and later steps of the episode, or from its last step.
+        horizon: limit on the steps ahead; longer episodes are an error, since goals beyond would not be drawn.
+        ends: columns in which a true value ends an episode with this step.
+    """
+
+    goal: str
+    achieved: str
+    reward: Reward
+    share: float = 0.8
+    strategy: Literal["future", "final"] = "future"
+    horizon: int = 1000
+    ends: Ends = ("dones",)
+
+    def __post_init__(self) -> None:
+        _set(self, share=finite("share", self.share, 0.0, 1.0), horizon=whole("horizon", self.horizon, 0))
+        _set(self, ends=texts("ends", self.ends))
+        one_of("strategy", self.strategy, ("future", "final"))
+        text("goal", self.goal), text("achieved", self.achieved)
+        check_instance("reward", self.reward, Callable, "a function of achieved and goal")
+
+    def choose(
+        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
+    ) -> tuple[Drawn, IntArray]:
+        drawn, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
+        chances = uniform(2 * len(drawn), buffer.sampling.generator).reshape(2, -1).T
+        return replace(drawn, chances=chances), positions
+
+    def read(
+        self, contents: Contents, drawn: Drawn, positions: IntArray, columns: Sequence[str] | None
+    ) -> Callable[[], Tensors]:
+        starts = contents.rows_of(positions, drawn.samples)
+        values = _read(contents, positions, starts, columns)
+        goal, achieved, rewards = (resolved(name, values) for name in (self.goal, self.achieved, "rewards"))
+        for name in (goal, achieved, rewards):
+            if name not in values:
+                raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
+        if drawn.chances is None:
+            raise ConfigurationError("drawn: lacks the chances that draws for hindsight have")
+        chosen = np.flatnonzero(drawn.chances[:, 0] < self.share)
+        values["relabelled"] = torch.zeros(len(drawn), dtype=torch.bool)
+        if not len(chosen):
+            return lambda: values
+        positions, samples = positions[chosen], starts[chosen]
+        steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
+        longest = int((steps - samples // batch).max())
+        if longest > self.horizon:
+            raise ConfigurationError(f"horizon: {self.horizon}, but {longest} steps follow a drawn one; allow as many")
+        spans = _spans(contents, positions, samples, longest, self.ends)
+        last = last_of(spans.mask)
+        later = drawn.chances[chosen, 1] * (last + 1)
+        pick = last if self.strategy == "final" else np.minimum(later.astype(np.int64), last)
+        rows = spans.rows[np.arange(len(pick)), pick]
+        goals = _read(contents, positions, rows, [achieved])[achieved]
+        return lambda: self._relabelled(values, (goal, achieved), torch.from_numpy(chosen), goals)
+
+    def _relabelled(
+        self, values: Tensors, names: tuple[str, str], rows: torch.Tensor, goals: torch.Tensor
+    ) -> Tensors:
+        goal, achieved = names
+        if goals.shape[1:] != values[goal].shape[1:]:
+            raise ConfigurationError(
+                f"goal {goal} is {list(values[goal].shape[1:])}, achieved {achieved} {list(goals.shape[1:])}: "
+                "both must have one shape"
+            )
+        for name in (goal, goal.replace("curr_obs.", "next_obs.", 1)):
+            if name in values:
+                values[name][rows] = goals.to(values[name].dtype)
+        rewards = self.reward(values[achieved][rows], goals)
+        if rewards.shape != values["rewards"][rows].shape:
+            raise ConfigurationError(
+                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][rows].shape)}"
+            )
+        values["rewards"][rows] = rewards.to(values["rewards"].dtype)
+        values["relabelled"][rows] = True
+        return values
+
+
+def _set(rows: Rows, **values: object) -> None:
+    """Set attributes of a frozen dataclass to their checked values."""
+    for name, value in values.items():
+        object.__setattr__(rows, name, value)
 
 
 def sample_sequences(
@@ -41,6 +258,7 @@ def sample_sequences(
     length: int,
     *,
     pad: bool = False,
+    burn_in: int = 0,
     sampler: Sampler | None = None,
     where: str | None = None,
     ids: Ids | None = None,
@@ -52,9 +270,9 @@ def sample_sequences(
     Args:
         buffer: to draw from.
         count: number of sequences.
-        length: steps of each.
-        pad: also draw starts less than ``length`` steps before an end; the last step is repeated and
-            masked in ``mask``. Without it, the draw is uniform over starts of whole sequences.
+        length: as in :class:`Sequences`, like ``pad``, ``burn_in`` and ``ends``.
+        pad: also draw starts less than ``length`` steps before an end.
+        burn_in: steps before the drawn one.
         sampler: chooses the starts instead of a uniform draw.
         where: draw only trajectories that match, see :meth:`Reader.sample`.
         ids: draw only these trajectories.
@@ -62,8 +280,8 @@ def sample_sequences(
         ends: columns in which a true value ends an episode with this step.
 
     Returns:
-        A nested dict of tensors ``[count, length, ...]``, and ``"mask"`` ``[count, length]``, true for valid
-        steps. Padded, it has no more sequences than the window has steps.
+        A nested dict of tensors ``[count, burn_in + length, ...]``, and ``"mask"`` ``[count, burn_in + length]``, true
+        for valid steps. Padded, it has no more sequences than the window has steps.
         An episode never continues in another trajectory, because no field identifies it, and continues in another
         rollout epoch only if the next ``curr_obs`` equals the last ``next_obs``.
 
@@ -72,21 +290,7 @@ def sample_sequences(
         SchemaMismatchError: a column of ``ends`` is absent.
         ConfigurationError: an argument is out of range.
     """
-    count, length, pad = whole("count", count, 1), whole("length", length, 1, _MOST_STEPS), truth("pad", pad)
-    ends = _checked(buffer, ends)
-
-    columns = columns_or_none(columns)
-
-    sampler = buffer.selected(sampler, where, ids)
-
-    def sample(contents: Contents) -> Batch:
-        fits = None if pad else _has_whole(buffer, contents, count, length, ends)
-        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
-        spans = _spans(contents, positions, contents.rows_of(positions, first.samples), length, ends)
-        values = _read(contents, positions, spans.rows, columns)
-        return Batch({**nest(values), "mask": torch.from_numpy(spans.mask)}, first)
-
-    return buffer.sampling.together(sampler, sample)
+    return _sample(buffer, count, Sequences(length, pad, ends, burn_in), sampler, where, ids, columns)
 
 
 def sample_n_step(
@@ -106,12 +310,11 @@ def sample_n_step(
 
     ``R = sum_i gamma^i r_i`` over the steps up to the n-th, or to the end of the episode or the trajectory if that
     comes first; a value's target is then ``R + bootstrap * V(next)``, with values in the shape of the rewards.
-    Source: Sutton and Barto, "Reinforcement Learning", second edition, equation 7.1.
 
     Args:
         buffer: to draw from.
         count: number of transitions; without a sampler at most as many as the window has, with a warning once.
-        n: steps of each at most.
+        n: as in :class:`NStep`, like ``gamma``, ``ends`` and ``terminations``.
         gamma: discount of a step, in ``[0, 1]``.
         sampler: chooses the first steps instead of a uniform draw.
         where: draw only trajectories that match, see :meth:`Reader.sample`.
@@ -131,36 +334,7 @@ def sample_n_step(
         SchemaMismatchError: a column is absent.
         ConfigurationError: an argument is out of range.
     """
-    count, n, gamma = whole("count", count, 1), whole("n", n, 1, _MOST_STEPS), finite("gamma", gamma, 0.0, 1.0)
-    ends, columns = _checked(buffer, ends), columns_or_none(columns)
-    text("terminations", terminations)
-
-    sampler = buffer.selected(sampler, where, ids)
-
-    def sample(contents: Contents) -> Batch:
-        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        starts = contents.rows_of(positions, first.samples)
-        spans = _spans(contents, positions, starts, n, ends)
-        last = last_of(spans.mask)
-        end = spans.rows[np.arange(len(last)), last]
-        values = _read(contents, positions, starts, columns)
-        after = [name for name in values if name.startswith("next_obs.")]
-        if after:
-            values |= _read(contents, positions, end, after)
-        rewards = _read(contents, positions, spans.rows, ["rewards"])["rewards"]
-        rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch does not promote eight-bit floats
-        factors = torch.from_numpy(discounts(n, gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
-        shape = (*spans.mask.shape, *[1] * (rewards.dim() - 2))
-        discounted = rewards * factors.reshape(1, *shape[1:])
-        # Selected, not multiplied by 0: values beyond the end may be NaN.
-        values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
-        terminated = _any(contents, positions, end, [terminations])
-        bootstrap = np.where(terminated, 0.0, gamma ** (last + 1.0)).astype(np.float32)
-        alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
-        more = {"bootstrap": alike, "steps": torch.from_numpy(last + 1)}
-        return Batch({**nest(values), **more}, first)
-
-    return buffer.sampling.together(sampler, sample)
+    return _sample(buffer, count, NStep(n, gamma, ends, terminations), sampler, where, ids, columns)
 
 
 def sample_hindsight(
@@ -169,7 +343,7 @@ def sample_hindsight(
     *,
     goal: str,
     achieved: str,
-    reward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    reward: Reward,
     share: float = 0.8,
     strategy: Literal["future", "final"] = "future",
     horizon: int = 1000,
@@ -181,19 +355,15 @@ def sample_hindsight(
 ) -> Batch:
     """Draw transitions, some relabelled with a goal that was achieved later in their episode.
 
-    Source: Andrychowicz et al., "Hindsight Experience Replay", 2017, section 3.3.
-
     Args:
         buffer: to draw from.
         count: number of transitions; without a sampler at most as many as the window has, with a warning once.
-        goal: dotted name of the column of goals below ``curr_obs``; the column of the same name below ``next_obs`` is
-            relabelled too, if it exists.
-        achieved: dotted name of the column of achieved goals, usually below ``next_obs``.
-        reward: given achieved and goal, both ``[k, ...]``, returns the rewards of k relabelled transitions, in the
-            shape of the column ``rewards`` ``[k, ...]``.
+        goal: as in :class:`Hindsight`, like ``achieved``, ``reward``, ``share``, ``strategy``, ``horizon``, ``ends``.
+        achieved: dotted name of the column of achieved goals.
+        reward: function of achieved and goal.
         share: probability that a transition is relabelled.
         strategy: take the new goal uniformly from this and later steps of the episode, or from its last step.
-        horizon: limit on the steps ahead; longer episodes are an error, since goals beyond would not be drawn.
+        horizon: limit on the steps ahead.
         sampler: chooses the transitions instead of a uniform draw.
         where: draw only trajectories that match, see :meth:`Reader.sample`.
         ids: draw only these trajectories.
@@ -208,87 +378,90 @@ def sample_hindsight(
         SchemaMismatchError: a column is absent.
         ConfigurationError: an argument is out of range, or ``reward`` returns another shape.
     """
-    count, share, horizon = whole("count", count, 1), finite("share", share, 0.0, 1.0), whole("horizon", horizon, 0)
-    one_of("strategy", strategy, ("future", "final"))
-    ends, columns = _checked(buffer, ends), columns_or_none(columns)
-    text("goal", goal), text("achieved", achieved)
-    check_instance("reward", reward, Callable, "a function of achieved and goal")
+    rows = Hindsight(goal, achieved, reward, share, strategy, horizon, ends)
+    return _sample(buffer, count, rows, sampler, where, ids, columns)
 
+
+def _sample(
+    buffer: Reader,
+    count: int,
+    rows: Rows,
+    sampler: Sampler | None,
+    where: str | None,
+    ids: Ids | None,
+    columns: Sequence[str] | None,
+) -> Batch:
+    """Draw and read under one lock, so that retention removes nothing in between."""
+    count, columns = whole("count", count, 1), columns_or_none(columns)
+    check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer")
     sampler = buffer.selected(sampler, where, ids)
 
-    def sample(contents: Contents) -> tuple[Drawn, dict[str, torch.Tensor], list[str], IntArray, torch.Tensor]:
-        first, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        starts = contents.rows_of(positions, first.samples)
-        values = _read(contents, positions, starts, columns)
-        names = [resolved(name, values) for name in (goal, achieved, "rewards")]
-        for name in names:
-            if name not in values:
-                raise SchemaMismatchError(f"column {name}: absent; there are {', '.join(sorted(values))}")
-        chance = uniform(2 * len(first), buffer.sampling.generator)
-        chosen = np.flatnonzero(chance[: len(first)] < share)
-        if not len(chosen):
-            return first, values, names, chosen, torch.empty(0)
-        positions, samples = positions[chosen], starts[chosen]
-        steps, batch = contents.index.at("steps", positions), contents.index.at("batch", positions)
-        longest = int((steps - samples // batch).max())
-        if longest > horizon:
-            raise ConfigurationError(f"horizon: {horizon}, but {longest} steps follow a drawn one; allow as many")
-        spans = _spans(contents, positions, samples, longest, ends)
-        last = last_of(spans.mask)
-        later = chance[len(first) :][chosen] * (last + 1)
-        pick = last if strategy == "final" else np.minimum(later.astype(np.int64), last)
-        rows = spans.rows[np.arange(len(pick)), pick]
-        return first, values, names, chosen, _read(contents, positions, rows, names[1:2])[names[1]]
+    def sample(contents: Contents) -> tuple[Drawn, Callable[[], Tensors]]:
+        drawn, positions = rows.choose(buffer, contents, count, sampler)
+        return drawn, rows.read(contents, drawn, positions, columns)
 
-    first, values, (goal, achieved, _), chosen, goals = buffer.sampling.together(sampler, sample)
-    relabelled = torch.zeros(len(first), dtype=torch.bool)
-    if len(chosen):
-        rows = torch.from_numpy(chosen)
-        if goals.shape[1:] != values[goal].shape[1:]:
-            raise ConfigurationError(
-                f"goal {goal} is {list(values[goal].shape[1:])}, achieved {achieved} {list(goals.shape[1:])}: "
-                "both must have one shape"
-            )
-        for name in (goal, goal.replace("curr_obs.", "next_obs.", 1)):
-            if name in values:
-                values[name][rows] = goals.to(values[name].dtype)
-        rewards = reward(values[achieved][rows], goals)
-        if rewards.shape != values["rewards"][rows].shape:
-            raise ConfigurationError(
-                f"reward returned {list(rewards.shape)}, must be {list(values['rewards'][rows].shape)}"
-            )
-        values["rewards"][rows] = rewards.to(values["rewards"].dtype)
-        relabelled[rows] = True
-    return Batch({**nest(values), "relabelled": relabelled}, first)
+    drawn, complete = buffer.sampling.together(sampler, sample)
+    return Batch(nest(complete()), drawn)
 
 
-def _checked(buffer: Any, ends: Any) -> Ends:
-    check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer")
-    return texts("ends", ends)
+def draw_rows(buffer: Reader, rows: Rows, count: int, sampler: Sampler | None) -> Drawn:
+    """Draw as a direct call does, without reading.
+
+    Raises:
+        EmptyBufferError: there is nothing to draw from.
+    """
+    return buffer.sampling.together(sampler, lambda contents: rows.choose(buffer, contents, count, sampler)[0])
+
+
+def read_rows(buffer: Reader, rows: Rows, drawn: Drawn, columns: Sequence[str] | None) -> Tensors:
+    """Read what :func:`draw_rows` drew, by dotted name.
+
+    Raises:
+        TrajectoryUnavailableError: a trajectory was evicted since.
+    """
+
+    def read(contents: Contents) -> Callable[[], Tensors]:
+        return rows.read(contents, drawn, buffer.sampling.present(contents, drawn), columns)
+
+    return buffer.sampling.together(None, read)()
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """Rows of spans, and a mask of the valid ones, ``[n, burn_in + length]``."""
+
+    rows: IntArray
+    mask: Mask
 
 
 # -- spans -------------------------------------------------------------------------------------------
 
 
-def _spans(contents: Contents, positions: IntArray, samples: IntArray, length: int, ends: Ends) -> _Spans:
-    """Return the spans from these samples of trajectories; with the lock of the contents held."""
+def _spans(
+    contents: Contents, positions: IntArray, samples: IntArray, length: int, ends: Ends, burn_in: int = 0
+) -> _Spans:
+    """Return the spans around these samples of trajectories; with the lock of the contents held."""
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
-    rows, inside = rows_after(samples, steps, batch, length)
+    offsets = np.arange(-burn_in, length)
+    rows, inside = rows_around(samples, steps, batch, offsets)
     ended = _any(contents, positions, rows, ends)
     if contents.index.may_be_partial:
-        valid = contents.are_valid(np.repeat(positions, length), rows.reshape(-1))
-        inside &= True if valid is None else np.logical_and.accumulate(valid.reshape(rows.shape), axis=1)
-    mask = within_episode(inside, ended)
+        valid = contents.are_valid(np.repeat(positions, len(offsets)), rows.reshape(-1))
+        inside &= True if valid is None else valid.reshape(rows.shape)
+    mask = within_episode(inside, ended, burn_in)
     if not ends:
         contents.schemas(positions)  # notes the epochs, which RLinf's index lacks
     epochs = contents.index.at("extra", positions).astype(np.int64)
-    span, step = np.nonzero(mask & epoch_starts(samples, steps, batch, epochs, length))
+    begins = epoch_starts(samples, steps, batch, epochs, offsets)
+    span, step = np.nonzero(mask[:, :-1] & mask[:, 1:] & begins[:, 1:])
     if len(span):
-        broken = ~_continues(contents, positions[span], rows[span, step - 1], rows[span, step])
-        ended[span[broken], step[broken] - 1] = True
-        mask = within_episode(inside, ended)
-    last = np.take_along_axis(rows, last_of(mask)[:, None], axis=1)
-    return _Spans(np.where(mask, rows, last), mask)
+        broken = ~_continues(contents, positions[span], rows[span, step], rows[span, step + 1])
+        ended[span[broken], step[broken]] = True
+        mask = within_episode(inside, ended, burn_in)
+    first = burn_in - mask[:, :burn_in].sum(axis=1)
+    last = burn_in + last_of(mask[:, burn_in:])
+    nearest = np.clip(np.arange(len(offsets)), first[:, None], last[:, None])
+    return _Spans(np.take_along_axis(rows, nearest, axis=1), mask)
 
 
 def _continues(contents: Contents, positions: IntArray, before: IntArray, after: IntArray) -> Mask:

@@ -20,6 +20,7 @@ from trajstore.core.base.arguments import (
     truth,
     whole,
 )
+from trajstore.core.buffer.sequences import Rows
 from trajstore.core.columns.limits import shown
 from trajstore.core.feeding.limiter import RateLimiter
 from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
@@ -125,11 +126,14 @@ class BatchOptions(LoaderOptions, total=False):
     """Options of :class:`~trajstore.core.feeding.ReplayLoader`, beside those of every loader.
 
     Attributes:
+        rows: what each row is: ``Sequences(length)``, ``NStep(n, gamma)`` or ``Hindsight(...)`` of
+            ``trajstore.core.buffer.sequences``, as for ``sample_sequences`` and so on; None = single transitions.
         common_columns: batches of several buffers have only the columns that all have, in the wider dtype; a warning
             names the others. If False, all must have the same columns (False).
         reuse: CPU batches share rotating memory; each is valid until the next is requested (False).
     """
 
+    rows: Rows | None
     common_columns: bool
     reuse: bool
 
@@ -220,6 +224,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "columns": lambda _, value: columns_or_none(value),
     "timeout": seconds_or_none,
     **dict.fromkeys(("reuse", "common_columns"), truth),
+    "rows": partial(check_kind, kind=Rows, wanted="Sequences, NStep or Hindsight of trajstore.core.buffer.sequences"),
     "stores": partial(one_of, known=get_args(Stores)),
     "layout": partial(one_of, known=get_args(Layout)),
     "long": partial(one_of, known=get_args(LongTrajectories)),

@@ -7,12 +7,15 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar, Unpack
+from typing import Any, Generic, TypeVar, Unpack, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.core.base.arguments import check_instance
+from trajstore.core.buffer.reader import Reader
+from trajstore.core.buffer.sequences import draw_rows, read_rows
 from trajstore.core.columns.fields import nest, unnest
 from trajstore.core.feeding.belonging import (
     belonging_of,
@@ -199,7 +202,7 @@ class DrawnBatch(tuple[Drawn, ...]):
             for name, absent in _ABSENT.items()
             if any(name in here for _, here in parts)
         }
-        return replace(self[0], **filled)
+        return replace(self[0], chances=None, **filled)
 
 
 class BatchSource(Source[DrawnBatch]):
@@ -236,6 +239,10 @@ class BatchSource(Source[DrawnBatch]):
                 raise ConfigurationError(f"batch_size: {batch_size}, too small: a rank's part has no rows of {lacking}")
         self._selected = [selected(share.sampler, share.where, share.ids, "sample") for share in shares.values()]
         self._columns = options.get("columns")
+        self._form = options.get("rows")
+        for name, buffer in zip(self.names, self._buffers, strict=True):
+            if self._form is not None:
+                check_instance(name, buffer, Reader, f"a reader or buffer, since rows={type(self._form).__name__}")
         self._common = options.get("common_columns", False)
         if self._common and len(shares) == 1:
             raise ConfigurationError("common_columns: has no effect on a single buffer")
@@ -248,7 +255,8 @@ class BatchSource(Source[DrawnBatch]):
     def settings(self) -> dict[str, Any]:
         return {
             "batch_size": self.batch_size,
-            "rows": dict(zip(self.names, self._counts, strict=True)),
+            "shares": dict(zip(self.names, self._counts, strict=True)),
+            "rows": None if self._form is None else self._form.settings,
             "sample_window_size": [buffer.sample_window_size for buffer in self._buffers],
             "selection": [selection_settings(sampler) for sampler in self._selected],
         }
@@ -281,7 +289,11 @@ class BatchSource(Source[DrawnBatch]):
     def _draw(self, place: int, count: int) -> Drawn:
         name = self.names[place]
         try:
-            drawn = self._buffers[place].draw(count, sampler=self._selected[place])
+            buffer, sampler = self._buffers[place], self._selected[place]
+            if self._form is None:
+                drawn = buffer.draw(count, sampler=sampler)
+            else:
+                drawn = draw_rows(cast(Reader, buffer), self._form, count, sampler)
         except EmptyBufferError as error:
             if len(self.names) == 1:
                 raise
@@ -310,10 +322,11 @@ class BatchSource(Source[DrawnBatch]):
             return left
 
     def columns(self, drawn: DrawnBatch) -> list[dict[str, npt.NDArray[Any]] | None]:
+        steps = 1 if self._form is None else self._form.steps
         return [
             None
             if ledger is None
-            else columns_of(buffer, part) | {"tokens": np.ones(len(part), np.int32)}
+            else columns_of(buffer, part) | {"tokens": np.full(len(part), steps)}
             for buffer, ledger, part in zip(self._buffers, self.ledgers, self.part(drawn), strict=True)
         ]
 
@@ -361,10 +374,12 @@ class BatchSource(Source[DrawnBatch]):
         self, buffer: Replay, mine: Drawn, whole: Drawn, out: Mapping[str, torch.Tensor] | None
     ) -> dict[str, torch.Tensor]:
         """Return rows of one buffer by dotted name; for a rank without rows, empty tensors of the same columns."""
-        if len(mine):
+        if not len(mine):
+            return {name: tensor[:0] for name, tensor in self._rows(buffer, whole.at(slice(1)), whole, None).items()}
+        if self._form is None:
             return unnest(buffer.read(mine, columns=self._columns, out=out))
-        row = buffer.read(whole.at(slice(1)), columns=self._columns)
-        return {name: tensor[:0] for name, tensor in unnest(row).items()}
+        values = read_rows(cast(Reader, buffer), self._form, mine, self._columns)
+        return values if out is None else _copied(values, out)
 
     def _agreed(self, read: Sequence[Mapping[str, torch.Tensor]]) -> list[str]:
         """Return the columns of a batch with rows of several buffers.
@@ -440,6 +455,19 @@ def _kind(column: torch.Tensor | None, *, with_dtype: bool) -> str:
     if column is None:
         return "absent"
     return f"{str(column.dtype).removeprefix('torch.') if with_dtype else ''}{list(column.shape[1:])}"
+
+
+def _copied(values: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy columns into tensors of as many or more rows.
+
+    Raises:
+        ConfigurationError: these are of other columns.
+    """
+    for name in values.keys() | out.keys():
+        here, there = values.get(name), out.get(name)
+        if here is None or there is None or here.shape[1:] != there.shape[1:] or here.dtype != there.dtype:
+            raise ConfigurationError(f"out: column {name} is absent, or of another dtype or shape")
+    return {name: out[name][: len(tensor)].copy_(tensor) for name, tensor in values.items()}
 
 
 def unfilled(buffers: Iterable[tuple[str, Replay, int]]) -> str:

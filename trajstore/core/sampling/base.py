@@ -83,6 +83,8 @@ class Drawn:
             for whole sequences, whose starts are not counted.
         uses: batches that each row's trajectory has been in, this one included, ``[n]``; 0 = not counted. None
             without :class:`~trajstore.core.sampling.UseLimit`.
+        chances: uniform numbers in ``[0, 1)`` that decide which rows hindsight relabels, and how, ``[n, 2]``; None for
+            other draws.
     """
 
     ids: IntArray
@@ -92,6 +94,7 @@ class Drawn:
     names: IntArray | None = None
     probabilities: FloatArray | None = None
     uses: IntArray | None = None
+    chances: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -110,7 +113,7 @@ class Drawn:
     def joined(first: Drawn, second: Drawn) -> Drawn:
         """Concatenate the rows of both; attributes that one lacks become None."""
         more = second.arrays
-        both = {name: np.append(values, more[name]) for name, values in first.arrays.items() if name in more}
+        both = {name: np.concatenate([values, more[name]]) for name, values in first.arrays.items() if name in more}
         return Drawn(**both, buffer=second.buffer)
 
 

@@ -14,57 +14,57 @@ from trajstore.core.sampling.base import FloatArray, IntArray
 Mask = npt.NDArray[np.bool_]
 
 
-def rows_after(samples: IntArray, steps: IntArray, batch: IntArray, length: int) -> tuple[IntArray, Mask]:
-    """Return the rows of ``length`` steps from each row on, and a mask of existing ones.
+def rows_around(samples: IntArray, steps: IntArray, batch: IntArray, offsets: IntArray) -> tuple[IntArray, Mask]:
+    """Return the rows at some steps before and after each row, and a mask of existing ones.
 
     Args:
-        samples: first row of each span within its trajectory, ``[n]``.
+        samples: row within its trajectory, ``[n]``.
         steps: T of each trajectory, ``[n]``.
         batch: B of each trajectory, ``[n]``.
-        length: number of steps in a span.
+        offsets: steps from the row, negative ones before it, ``[k]``.
 
     Returns:
-        Rows ``[n, length]``, with the environment's last row in place of rows beyond the end, and a mask of the same
-        shape.
+        Rows ``[n, k]``, with the environment's first or last row in place of absent ones, and a mask of the same shape.
     """
-    time = samples // batch
-    ahead = time[:, None] + np.arange(length)
-    inside = ahead < steps[:, None]
-    rows: IntArray = np.minimum(ahead, steps[:, None] - 1) * batch[:, None] + (samples % batch)[:, None]
+    times = (samples // batch)[:, None] + offsets
+    inside = (times >= 0) & (times < steps[:, None])
+    rows: IntArray = np.clip(times, 0, steps[:, None] - 1) * batch[:, None] + (samples % batch)[:, None]
     return rows, inside
 
 
-def epoch_starts(samples: IntArray, steps: IntArray, batch: IntArray, epochs: IntArray, length: int) -> Mask:
-    """Return a mask of the steps after the first that begin a rollout epoch, ``[n, length]``.
+def epoch_starts(
+    samples: IntArray, steps: IntArray, batch: IntArray, epochs: IntArray, offsets: IntArray
+) -> Mask:
+    """Return a mask of the steps that begin a rollout epoch, ``[n, k]``.
 
     Args:
-        samples: first row of each span within its trajectory, ``[n]``.
+        samples: row within its trajectory, ``[n]``.
         steps: T of each trajectory, ``[n]``.
         batch: B of each trajectory, ``[n]``.
         epochs: E of each trajectory, ``[n]``; 0 counts as 1.
-        length: number of steps in a span.
+        offsets: steps from the row, ``[k]``.
     """
     each = steps // np.maximum(epochs, 1)
-    starts: Mask = ((samples // batch)[:, None] + np.arange(length)) % each[:, None] == 0
-    starts[:, 0] = False
+    starts: Mask = ((samples // batch)[:, None] + offsets) % each[:, None] == 0
     return starts
 
 
-def within_episode(inside: Mask, ends: Mask) -> Mask:
-    """Return a mask of the steps in the same episode as their span's first step.
+def within_episode(inside: Mask, ends: Mask, at: int = 0) -> Mask:
+    """Return a mask of the steps in the same episode as one step of their span.
 
     Args:
-        inside: mask of existing steps, ``[n, length]``.
-        ends: mask of steps that end an episode, ``[n, length]``; such a step still belongs to it.
+        inside: mask of existing steps, ``[n, k]``; true at that one.
+        ends: mask of steps that end an episode, ``[n, k]``; such a step still belongs to it.
+        at: index of the step.
     """
-    before = np.zeros_like(ends)
-    before[:, 1:] = np.logical_or.accumulate(ends & inside, axis=1)[:, :-1]
-    mask: Mask = inside & ~before
-    return mask
+    goes_on = inside[:, :-1] & inside[:, 1:] & ~ends[:, :-1]
+    before = np.logical_and.accumulate(goes_on[:, :at][:, ::-1], axis=1)[:, ::-1]
+    after = np.logical_and.accumulate(goes_on[:, at:], axis=1)
+    return np.concatenate([before, inside[:, at : at + 1], after], axis=1)
 
 
 def last_of(mask: Mask) -> IntArray:
-    """Return the index of each span's last step, ``[n]``; spans have at least one step."""
+    """Return the index of each span's last step, ``[n]``, if it begins with the first one."""
     last: IntArray = mask.sum(axis=1).astype(np.int64) - 1
     return last
 
