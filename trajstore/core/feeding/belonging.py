@@ -103,8 +103,13 @@ def rows_of(state: Mapping[str, Any]) -> Drawn:
     return Drawn(**{name: values.numpy() for name, values in state.items() if name in known})
 
 
-def check_rows(state: Any, buffer: Replay) -> None:
+def check_rows(state: Any, buffer: Replay, what: str = "a batch under way") -> None:
     """Reject rows of other trajectories.
+
+    Args:
+        state: result of :func:`rows_state`.
+        buffer: buffer to continue with.
+        what: role of the rows.
 
     Raises:
         ConfigurationError: an id refers to another trajectory here.
@@ -112,4 +117,4 @@ def check_rows(state: Any, buffer: Replay) -> None:
     check_state(state, ("ids", "samples", "names"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
     names = array_in(state, "names", np.int64, len(ids))
-    check_names("a batch under way", ids, names, buffer.sampling.names_of(ids))
+    check_names(what, ids, names, buffer.sampling.names_of(ids))

@@ -12,6 +12,7 @@ from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.feeding.options import Layout
 from trajstore.core.reading.late import COLUMNS
 from trajstore.core.reading.tokens import TokenRows
+from trajstore.core.sampling.base import Drawn
 
 IntArray = npt.NDArray[np.int64]
 
@@ -49,7 +50,7 @@ class Room:
         return self._count > 0 and self._size(1) > self._tokens
 
 
-def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[np.float32] | None) -> dict[str, Any]:
+def lay_out(rows: TokenRows, layout: Layout, pad_id: int, drawn: Drawn) -> dict[str, Any]:
     """Return a pack of n trajectories with N tokens in total and at most K each.
 
     Token columns are ``[N]`` packed, ``[n, K]`` right-padded. Response columns (``old_log_probs``, ...) are aligned
@@ -72,6 +73,8 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
                                                             per-row ones [N], [n, K] as given; NaN if none
     ``policy_versions``        int64 [n]                    -1 = unknown
     ``weights``                float32 [n], or absent       the sampler's, relative to one draw
+    ``probabilities``          float64 [n], or absent       chance of each in its draw
+    ``uses``                   int64 [n], or absent         draws that each was in, with ``UseLimit``
     ``task_ids``               list of n strings            task of each
     ========================== ============================ ==================================================
 
@@ -122,8 +125,9 @@ def lay_out(rows: TokenRows, layout: Layout, pad_id: int, weights: npt.NDArray[n
     notes |= {name: torch.from_numpy(values) for name, values in rows.late.items()}
     if notes:
         pack["notes"] = notes
-    if weights is not None:
-        pack["weights"] = torch.from_numpy(weights.copy())
+    for name in ("weights", "probabilities", "uses"):
+        if (numbers := getattr(drawn, name)) is not None:
+            pack[name] = torch.from_numpy(numbers.copy())
     return pack
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Unpack
 
@@ -35,8 +33,8 @@ from trajstore.core.feeding.options import (
 )
 from trajstore.core.feeding.packing import Room, lay_out
 from trajstore.core.feeding.source import Source, columns_of, still_there, unfilled
-from trajstore.core.sampling.base import Drawn
-from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
+from trajstore.core.sampling.base import Drawn, IntArray
+from trajstore.core.sampling.states import array_in, check_state, tensor_of
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError, counted
 
@@ -49,15 +47,7 @@ _IN_VAIN = 10_000
 """Maximum consecutive skipped trajectories; more are an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A drawn trajectory that is in no pack yet."""
-
-    number: int
-    tokens: int
-    weight: float | None
-    name: int
-    buffer: str | None
+_NONE = Drawn(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class TokenSource(Source[tuple[Drawn, ...]]):
@@ -100,7 +90,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._min_size = options.get("min_size", 1)
         self._sampler = selection_of(options, "trajectory")
         self._columns = options.get("columns")
-        self._waiting: list[_Waiting] = []
+        self._waiting, self._lengths = _NONE, np.zeros(0, np.int64)
+        """Drawn trajectories that are in no pack yet, and their numbers of tokens."""
         self._skipped = 0
 
     @property
@@ -148,19 +139,18 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def _pack(self) -> Drawn:
         room = Room(self._tokens, self._layout)
-        pack: list[_Waiting] = []
+        pack = _NONE
         exhausted = False
         while True:
-            still: list[_Waiting] = []
-            for trajectory in self._waiting:
-                (pack if room.take(trajectory.tokens) else still).append(trajectory)
-            self._waiting = still
-            if room.full or len(still) >= _MOST_WAITING or exhausted:
-                return _rows(pack)
+            fits = np.array([room.take(length) for length in self._lengths.tolist()], np.bool_)
+            pack = _joined(pack, self._waiting.at(fits))
+            self._waiting, self._lengths = self._waiting.at(~fits), self._lengths[~fits]
+            if room.full or len(self._waiting) >= _MOST_WAITING or exhausted:
+                return pack
             try:
                 self._draw_ahead()
             except EmptyBufferError:  # for example the end of the last epoch
-                if not pack and not self._waiting:
+                if not len(pack) and not len(self._waiting):
                     raise
                 exhausted = True
 
@@ -171,20 +161,23 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
             try:
-                lengths = self._buffer.sampling.extents(drawn.ids)[0].tolist()
+                lengths = self._buffer.sampling.extents(drawn.ids)[0]
             except TrajectoryUnavailableError:  # just evicted: draw others
                 continue
-            weights = [None] * len(drawn) if drawn.weights is None else drawn.weights.tolist()
-            good = [self._is_fit(number, length) for number, length in zip(drawn.ids.tolist(), lengths, strict=True)]
-            names = np.zeros(len(drawn), np.int64) if drawn.names is None else drawn.names
-            rows = zip(drawn.ids.tolist(), lengths, weights, names.tolist(), strict=True)
-            drawn_now = (_Waiting(*row, drawn.buffer) for row in rows)
-            self._waiting += itertools.compress(drawn_now, good)
-            in_vain = 0 if any(good) else in_vain + len(good)
+            fits = self._wait(drawn, lengths)
+            in_vain = 0 if fits else in_vain + len(drawn)
             if in_vain >= _IN_VAIN:
                 raise ConfigurationError(
                     f"tokens: {self._tokens}, but all of {in_vain} drawn trajectories are longer or have no tokens"
                 )
+
+    def _wait(self, drawn: Drawn, lengths: IntArray) -> bool:
+        """Let the trajectories that may go into a pack wait for one; return whether any may."""
+        rows = zip(drawn.ids.tolist(), lengths.tolist(), strict=True)
+        good = np.array([self._is_fit(number, length) for number, length in rows], np.bool_)
+        self._waiting = _joined(self._waiting, drawn.at(good))
+        self._lengths = np.concatenate([self._lengths, lengths[good]])
+        return bool(good.any())
 
     def _is_fit(self, number: int, length: int) -> bool:
         """Return whether a trajectory may go into a pack.
@@ -212,8 +205,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     # -- reading ----------------------------------------------------------------------------------
 
     def columns(self, drawn: tuple[Drawn, ...]) -> list[dict[str, npt.NDArray[Any]] | None]:
-        packs = self._part(drawn) or (drawn[0].at(slice(0)),)
-        rows = reduce(Drawn.joined, packs)
+        rows = reduce(_joined, self._part(drawn), drawn[0].at(slice(0)))
         return [columns_of(self._buffer, rows) | {"tokens": self._buffer.sampling.extents(rows.ids)[0]}]
 
     def rows(self, drawn: tuple[Drawn, ...]) -> int:
@@ -234,7 +226,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             try:
                 if not self._buffer.sampling.readable(pack).all():
                     raise TrajectoryUnavailableError("other trajectories have the ids of drawn ones since a load")
-                packs.append(lay_out(rows, self._layout, self._pad_id, pack.weights))
+                packs.append(lay_out(rows, self._layout, self._pad_id, pack))
             finally:
                 rows.end()
         return packs
@@ -254,10 +246,10 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def state_dict(self) -> dict[str, Any]:
         return {
             "of": belonging_of(self._buffer),
-            "waiting_names": tensor_of(np.array([trajectory.name for trajectory in self._waiting], np.int64)),
             "buffer": self._buffer.state_dict(),
             "sampler": None if self._sampler is None else self._sampler.state_dict(),
-            "waiting": [[trajectory.number, trajectory.tokens, trajectory.weight] for trajectory in self._waiting],
+            "waiting": rows_state(self._waiting, self._buffer),
+            "waiting_tokens": tensor_of(self._lengths),
             "skipped": self._skipped,
             "batches": self.settings,
         }
@@ -265,16 +257,14 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        check_state(state, ("buffer", "sampler", "waiting", "waiting_names", "skipped", "batches", "of"))
+        check_state(state, ("buffer", "sampler", "waiting", "waiting_tokens", "skipped", "batches", "of"))
         check_batches(state["batches"], self.settings)
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
                 f" {'none' if self._sampler is None else 'one'}"
             )
-        waiting = np.array([number for number, _, _ in state["waiting"]], np.int64)
-        then = np.asarray(state["waiting_names"], np.int64)
-        check_names("what waits for a pack", waiting, then, self._buffer.sampling.names_of(waiting))
+        check_rows(state["waiting"], self._buffer, "what waits for a pack")
         return check_belonging("buffer", self._buffer, state["of"])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -284,10 +274,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             self._sampler.load_state_dict(state["sampler"])
         self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])
-        names = array_in(state, "waiting_names", np.int64, len(state["waiting"])).tolist()
-        rows = zip(state["waiting"], names, strict=True)
-        waiting = [_Waiting(int(number), int(tokens), weight, name, None) for (number, tokens, weight), name in rows]
-        self._waiting = [trajectory for trajectory in waiting if self._is_fit(trajectory.number, trajectory.tokens)]
+        waiting = rows_of(state["waiting"])
+        self._waiting, self._lengths = _NONE, np.zeros(0, np.int64)
+        self._wait(waiting, array_in(state, "waiting_tokens", np.int64, len(waiting)))
 
     def figures(self) -> dict[str, float]:
         """Return ``skipped_trajectories`` (``long="skip"``) and ``waiting_trajectories`` (drawn, in no pack yet)."""
@@ -297,10 +286,6 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         }
 
 
-def _rows(pack: list[_Waiting]) -> Drawn:
-    ids = np.array([trajectory.number for trajectory in pack], np.int64)
-    known = [trajectory.weight for trajectory in pack if trajectory.weight is not None]
-    weights = np.array(known, np.float32) if len(known) == len(pack) else None
-    names = np.array([trajectory.name for trajectory in pack], np.int64)
-    # With several buffers, the one of the first trajectory: the others have names.
-    return Drawn(ids, np.zeros(len(ids), np.int64), weights, pack[0].buffer if pack else None, names)
+def _joined(first: Drawn, second: Drawn) -> Drawn:
+    """Concatenate rows; an empty part has no say in which attributes there are."""
+    return Drawn.joined(first, second) if len(first) and len(second) else (first if len(first) else second)
