@@ -63,8 +63,8 @@ def rows_in(batch: Any) -> list[tuple[Any, ...]]:
     else:
         columns = [torch.cat([pack[name] for pack in batch]) for name in ("trajectory_ids", "lengths")]
         columns = [columns[0], torch.zeros_like(columns[0]), columns[1], columns[0].where(columns[0] > 0, -1)]
-        weights = [pack["weights"] for pack in batch if "weights" in pack]
-        chosen = [torch.cat(weights) if weights else None, None]
+        parts = [[pack[name] for pack in batch if name in pack] for name in ("weights", "probabilities")]
+        chosen = [torch.cat(part) if part else None for part in parts]
     lists = [column.tolist() for column in columns]
     lists += [[None] * len(lists[0]) if column is None else column.tolist() for column in chosen]
     return list(zip(*lists, strict=True))
@@ -113,10 +113,7 @@ def test_an_interrupted_run_records_the_rows_of_an_uninterrupted_one(tmp_path: P
     columns = ("trajectory_id", "rollout_row", "tokens", "version", "weight", "probability")
     table = TrajectoryReplayBuffer.open(store).query("trained").table()
     recorded = table.with_columns(version=table["version"].fill_null(-1)).partition_by("step")
-    known = columns if "tokens" not in name else columns[:-1]
-    assert [step.select(known).rows() for step in recorded] == [
-        [row[: len(known)] for row in batch] for batch in expected
-    ]
+    assert [step.select(columns).rows() for step in recorded] == expected
     assert table["age"].fill_null(-1).to_list() == [
         -1 if row[3] < 0 else 10 + place - row[3] for place, batch in enumerate(expected) for row in batch
     ]

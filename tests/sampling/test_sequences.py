@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore.core.buffer.sampling import Batch
 from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
@@ -63,26 +64,42 @@ class World:
 shapes = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 3)), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
-@given(shapes, st.integers(0, 99), st.integers(1, 4))
-def test_padded_sequences_are_what_follows_each_step(sizes: list[tuple[int, int]], seed: int, length: int) -> None:
-    world = World(sizes, seed)
-    batch = sample_sequences(world.buffer, 32, length, pad=True)
+def around(after: dict[int, list[int]], code: int, burn_in: int, length: int) -> tuple[list[int], list[bool]]:
+    """Return the steps of a window and its mask: the first and last one of the episode are repeated."""
+    previous = {run[1]: first for first, run in after.items() if len(run) > 1}
+    before: list[int] = []
+    while len(before) < burn_in and (code if not before else before[0]) in previous:
+        before.insert(0, previous[code if not before else before[0]])
+    run = after[code][:length]
+    absent, beyond = burn_in - len(before), length - len(run)
+    steps = before + run
+    codes = [steps[0]] * absent + steps + [steps[-1]] * beyond
+    return codes, [False] * absent + [True] * len(steps) + [False] * beyond
+
+
+def check_windows(batch: Batch, after: dict[int, list[int]], burn_in: int, length: int) -> None:
     for codes, mask in zip(batch["curr_obs"]["code"][..., 0].tolist(), batch["mask"].tolist(), strict=True):
-        expected = world.after[codes[0]][:length]
-        assert mask == [True] * len(expected) + [False] * (length - len(expected))
-        assert codes[: len(expected)] == expected
+        assert (codes, mask) == around(after, codes[burn_in], burn_in, length)
+
+
+@settings(max_examples=40, deadline=None)
+@given(shapes, st.integers(0, 99), st.integers(1, 4), st.integers(0, 4))
+def test_padded_sequences_are_the_steps_around_each_step(
+    sizes: list[tuple[int, int]], seed: int, length: int, burn_in: int
+) -> None:
+    world = World(sizes, seed)
+    check_windows(sample_sequences(world.buffer, 32, length, pad=True, burn_in=burn_in), world.after, burn_in, length)
 
 
 def test_whole_sequences_are_uniform_among_the_starts_that_have_one() -> None:
     world = World([(9, 2), (3, 1), (12, 3)], seed=4)
-    batch = sample_sequences(world.buffer, 6000, 3)
-    starts = batch["curr_obs"]["code"][:, 0, 0].tolist()
+    batch = sample_sequences(world.buffer, 6000, 3, burn_in=2)
+    starts = batch["curr_obs"]["code"][:, 2, 0].tolist()
     possible = [code for code, run in world.after.items() if len(run) >= 3]
     assert set(starts) <= set(possible)
     assert fits([starts.count(code) for code in possible], [1] * len(possible))
-    assert batch["mask"].all()
-    assert all(codes == world.after[codes[0]][:3] for codes in batch["curr_obs"]["code"][..., 0].tolist())
+    assert batch["mask"][:, 2:].all()
+    check_windows(batch, world.after, 2, 3)
 
 
 class OfTheUsers(EpochSampler):
@@ -338,10 +355,9 @@ def test_spans_end_with_a_rollout_epoch_unless_its_observations_go_on(tmp_path: 
         buffer.save_checkpoint(str(tmp_path), layout="rlinf")
         buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
         buffer.load_checkpoint(str(tmp_path))
-    padded = sample_sequences(buffer, len(after), 6, pad=True, sampler=EpochSampler())
+    padded = sample_sequences(buffer, len(after), 6, pad=True, burn_in=3, sampler=EpochSampler())
     sums = sample_n_step(buffer, len(after), 6, 1.0, sampler=EpochSampler())
-    for codes, mask in zip(padded["curr_obs"]["code"][..., 0].tolist(), padded["mask"].tolist(), strict=True):
-        assert [code for code, good in zip(codes, mask, strict=True) if good] == after[codes[0]][:6]
+    check_windows(padded, after, 3, 6)
     for code, total, steps in zip(
         sums["curr_obs"]["code"].flatten().tolist(),
         sums["rewards"].flatten().tolist(),

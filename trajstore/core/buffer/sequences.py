@@ -74,8 +74,8 @@ class Sequences(Rows):
         pad: also draw starts less than ``length`` steps before an end; the last step is repeated and masked in
             ``mask``. Without it, the draw is uniform over starts of whole sequences.
         ends: columns in which a true value ends an episode with this step.
-        burn_in: steps before the drawn one. Where the episode has fewer, its first step is repeated and masked, so the
-            state at the first step of ``mask`` is the initial one.
+        burn_in: steps before the drawn one, whether ``pad`` is set or not. Where the episode or the trajectory has
+            fewer, its first step is repeated and masked.
     """
 
     length: int
