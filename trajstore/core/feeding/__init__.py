@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from trajstore.core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
 from trajstore.core.feeding.limiter import RateLimiter
-from trajstore.core.feeding.loader import ReplayLoader, TokenLoader
+from trajstore.core.feeding.loader import LoadedBatch, ReplayLoader, TokenLoader
 from trajstore.core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 from trajstore.core.feeding.shares import Share
 
 __all__ = [
     "BatchOptions",
+    "LoadedBatch",
     "LoaderOptions",
     "PreloadReplayBufferDataset",
     "RateLimiter",

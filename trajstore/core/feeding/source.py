@@ -433,11 +433,13 @@ class BatchSource(Source[DrawnBatch]):
         given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
         if given != here:
             raise ConfigurationError(f"the state is of a loader with other samplers ({given}, here {here})")
+        if any(len(state[name]) != len(self.names) for name in ("of", "buffers", "drawn")):
+            raise ConfigurationError(f"the state is of another number of buffers than {len(self.names)}")
         for rows, buffer in zip(state["drawn"], self._buffers, strict=True):
             if rows is not None:
                 check_rows(rows, buffer)
         roles = ["replay buffer"] if len(self.names) == 1 else self.names
-        return sum(map(check_belonging, roles, self._buffers, state["of"]), [])
+        return list(itertools.chain(*map(check_belonging, roles, self._buffers, state["of"])))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # again: it may be loaded later, perhaps in another process
