@@ -41,7 +41,7 @@ def test_a_mixed_batch_has_the_draws_of_its_buffers(
     counts = [part for part in parts if isinstance(part, int)]
     weights = sum(part for part in parts if isinstance(part, float))
     rest = size - sum(counts)
-    exact = [part if isinstance(part, int) else rest * part / weights for part in parts]
+    exact = [part if isinstance(part, int) else max(rest, 0) * part / weights for part in parts]
     names = list(KEYS)[: len(parts)]
 
     def loader(rank: int) -> ReplayLoader:
@@ -51,10 +51,10 @@ def test_a_mixed_batch_has_the_draws_of_its_buffers(
         }
         return ReplayLoader(shares, size, rank=(rank, ranks), reuse=reuse, prefetch=2)
 
-    if rest < 0 or (rest and not weights) or min(exact) < 1:
-        if rest < 0 or (rest and not weights) or min(exact) < 0.2:
-            with pytest.raises(ConfigurationError, match=r"do not add up to|leaves it without rows"):
-                loader(0)
+    try:
+        loader(0)
+    except ConfigurationError:
+        assert rest < 0 or (rest and not weights) or min(exact) < 1
         return
     stop, many = data.draw(st.integers(0, 4)), range(ranks)
     batches: list[list[Any]] = [[] for _ in range(5)]
