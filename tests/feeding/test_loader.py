@@ -243,7 +243,7 @@ def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_pat
 def test_it_waits_until_both_buffers_are_filled() -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4, timeout=0.05)
-    with pytest.raises(TimeoutError, match="are the buffers filled.*online has 0 of 2, demos has 0 of 1 trajectories"):
+    with pytest.raises(TimeoutError, match=r"are the buffers filled.*online has 0 of 2, demos has 0 of 1 trajectories"):
         next(loader)
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])

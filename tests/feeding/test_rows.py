@@ -36,7 +36,10 @@ def reward(achieved: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
 GOALS: dict[str, Any] = {"goal": "curr_obs.goal", "achieved": "next_obs.state", "reward": reward, "share": 0.6}
 
 KINDS: dict[str, tuple[Rows, Callable[..., Any]]] = {
-    "padded": (Sequences(4, pad=True, burn_in=2), lambda b, **o: sample_sequences(b, SIZE, 4, pad=True, burn_in=2, **o)),
+    "padded": (
+        Sequences(4, pad=True, burn_in=2),
+        lambda b, **o: sample_sequences(b, SIZE, 4, pad=True, burn_in=2, **o),
+    ),
     "whole": (Sequences(3), lambda b, **o: sample_sequences(b, SIZE, 3, **o)),
     "n-step": (NStep(3, 0.9), lambda b, **o: sample_n_step(b, SIZE, 3, 0.9, **o)),
     "hindsight": (Hindsight(**GOALS), lambda b, **o: sample_hindsight(b, SIZE, **GOALS, **o)),

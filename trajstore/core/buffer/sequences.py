@@ -49,9 +49,7 @@ class Rows(ABC):
         values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
         return {"kind": type(self).__name__} | {name: value for name, value in values.items() if not callable(value)}
 
-    def choose(
-        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
-    ) -> tuple[Drawn, IntArray]:
+    def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
         """Draw steps within :meth:`Sampling.together`; return also the positions of their trajectories."""
         return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
 
@@ -91,9 +89,7 @@ class Sequences(Rows):
     def steps(self) -> int:
         return self.length
 
-    def choose(
-        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
-    ) -> tuple[Drawn, IntArray]:
+    def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
         fits = None if self.pad else _has_whole(buffer, contents, count, self.length, self.ends)
         return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
 
@@ -189,9 +185,7 @@ class Hindsight(Rows):
         text("goal", self.goal), text("achieved", self.achieved)
         check_instance("reward", self.reward, Callable, "a function of achieved and goal")
 
-    def choose(
-        self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None
-    ) -> tuple[Drawn, IntArray]:
+    def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
         drawn, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
         chances = uniform(2 * len(drawn), buffer.sampling.generator).reshape(2, -1).T
         return replace(drawn, chances=chances), positions
@@ -224,9 +218,7 @@ class Hindsight(Rows):
         goals = _read(contents, positions, rows, [achieved])[achieved]
         return lambda: self._relabelled(values, (goal, achieved), torch.from_numpy(chosen), goals)
 
-    def _relabelled(
-        self, values: Tensors, names: tuple[str, str], rows: torch.Tensor, goals: torch.Tensor
-    ) -> Tensors:
+    def _relabelled(self, values: Tensors, names: tuple[str, str], rows: torch.Tensor, goals: torch.Tensor) -> Tensors:
         goal, achieved = names
         if goals.shape[1:] != values[goal].shape[1:]:
             raise ConfigurationError(

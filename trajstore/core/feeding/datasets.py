@@ -85,9 +85,7 @@ class ReplayBufferDataset(IterableDataset[dict[str, Any]]):
         self._made_of = arguments
         return False
 
-    def _begin(
-        self, shares: Mapping[str, Share], batch_size: int, options: BatchOptions
-    ) -> BatchSource | ReplayLoader:
+    def _begin(self, shares: Mapping[str, Share], batch_size: int, options: BatchOptions) -> BatchSource | ReplayLoader:
         """Return a new source with the current attributes."""
         self._source = BatchSource(shares, batch_size, **options)
         return self._source

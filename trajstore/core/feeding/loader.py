@@ -49,7 +49,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
         """Values that determine the sequence of batches; for ranks on one store, the store alone."""
-        have_priorities = any(isinstance(sampler, WeightedSampler) and sampler.priorities for sampler in source.samplers)
+        have_priorities = any(
+            isinstance(sampler, WeightedSampler) and sampler.priorities for sampler in source.samplers
+        )
         if have_priorities and rank[1] > 1 and stores == "shared":
             raise ConfigurationError(
                 "rank: each rank draws the same batches by itself, but training would change its priorities "

@@ -324,9 +324,7 @@ class BatchSource(Source[DrawnBatch]):
     def columns(self, drawn: DrawnBatch) -> list[dict[str, npt.NDArray[Any]] | None]:
         steps = 1 if self._form is None else self._form.steps
         return [
-            None
-            if ledger is None
-            else columns_of(buffer, part) | {"tokens": np.full(len(part), steps)}
+            None if ledger is None else columns_of(buffer, part) | {"tokens": np.full(len(part), steps)}
             for buffer, ledger, part in zip(self._buffers, self.ledgers, self.part(drawn), strict=True)
         ]
 

@@ -32,9 +32,7 @@ def rows_around(samples: IntArray, steps: IntArray, batch: IntArray, offsets: In
     return rows, inside
 
 
-def epoch_starts(
-    samples: IntArray, steps: IntArray, batch: IntArray, epochs: IntArray, offsets: IntArray
-) -> Mask:
+def epoch_starts(samples: IntArray, steps: IntArray, batch: IntArray, epochs: IntArray, offsets: IntArray) -> Mask:
     """Return a mask of the steps that begin a rollout epoch, ``[n, k]``.
 
     Args:
