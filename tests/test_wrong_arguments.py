@@ -198,7 +198,7 @@ CALLS: list[tuple[str, str, Call, str]] = [
         "0 True",
     ),
     ("ReplayBufferDataset", "replay", lambda b, v: ReplayBufferDataset(v, None, 4, 1, 1), ""),
-    ("ReplayBufferDataset", "demos", lambda b, v: ReplayBufferDataset(b, v, 4, 1, 1), "None"),
+    ("ReplayBufferDataset", "demo", lambda b, v: ReplayBufferDataset(b, v, 4, 1, 1), "None"),
     ("ReplayBufferDataset", "min_demo_buffer_size", lambda b, v: ReplayBufferDataset(b, b, 4, 1, v), "0"),
     ("sampler_of", "sampler", lambda b, v: sampler_of(v), ""),
     ("sampler_of", "sampler", lambda b, v: sampler_of({"name": v}), ""),

@@ -299,7 +299,7 @@ def test_rows_that_were_drawn_before_another_load_are_drawn_anew(tmp_path: Path)
         assert max(rewards(next(loader))) < 10_000
         given = [next(loader) for _ in range(len(under_way) - 1)]
         assert loader.figures()["batches_redrawn"] == len(under_way) - 1 == 4
-    for batch, (then, _) in zip(given, under_way[1:], strict=True):
+    for batch, (then,) in zip(given, under_way[1:], strict=True):
         assert min(rewards(batch)) >= 100_000
         assert batch.drawn.ids.tolist() != then["ids"].tolist()
 

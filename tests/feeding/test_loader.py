@@ -243,7 +243,7 @@ def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_pat
 def test_it_waits_until_both_buffers_are_filled() -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4, timeout=0.05)
-    with pytest.raises(TimeoutError, match=r"are the buffers filled.*online has 0 of 2, demos has 0 of 1 trajectories"):
+    with pytest.raises(TimeoutError, match=r"filled.*online has 0 of 2 trajectories, demos has 0 of 1 trajectory"):
         next(loader)
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])
@@ -322,7 +322,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
         with pytest.raises(TimeoutError) as raised:
             next(loader)
         loader._timeout = 60
-        return "online: none of 1 trajectory is left to draw from after uses" in str(raised.value)
+        return "online: cannot sample: none of 1 trajectory is left to draw from after uses" in str(raised.value)
 
     fill(tmp_path / "demos", range(100, 104)).close()
     with fill(tmp_path / "replay", range(1)) as replay:

@@ -14,7 +14,7 @@ from tests.stores import in_memory, stored
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.feeding import ReplayLoader, Share
 from trajstore.core.sampling import EpochSampler
-from trajstore.errors import ConfigurationError
+from trajstore.errors import ConfigurationError, StoreClosedError
 from trajstore.ledger import Ledger, first_difference, read
 
 KEYS = {"online": range(7), "demos": range(100, 103), "old": range(200, 205)}
@@ -61,7 +61,7 @@ def test_a_mixed_batch_has_the_draws_of_its_buffers(
     state = None
     for begin, end in ((0, stop), (stop, 5)):
         loaders = [loader(rank) for rank in many]
-        for rank, each in enumerate(loaders):
+        for each in loaders:
             if state is not None:
                 each.load_state_dict(state)
             for number in range(begin, end):
@@ -86,7 +86,7 @@ def test_a_store_that_has_too_few_rows_or_none_is_named(caplog: pytest.LogCaptur
     online, empty = in_memory([block(key) for key in range(4)]), TrajectoryReplayBuffer(seed=0)
     shares = {"online": Share(online, count=6), "demos": Share(empty, count=2, sampler=EpochSampler(epochs=1))}
     with ReplayLoader(shares, 8, timeout=0.05) as loader:
-        with pytest.raises(TimeoutError, match="demos has 0 of 1 trajectories"):
+        with pytest.raises(TimeoutError, match="demos has 0 of 1 trajectory"):
             next(loader)
         empty.add_trajectories([block(100)])
         loader._timeout = 300
@@ -117,7 +117,7 @@ def test_each_buffer_has_the_rows_of_its_ledger(stores: dict[str, Path], tmp_pat
             state = loader.state_dict()
             if lost:
                 ledgers["demos"].close()
-                with pytest.raises(Exception, match="closed"):
+                with pytest.raises(StoreClosedError, match=r"called after close\(\)"):
                     next(loader)
         for ledger in ledgers.values():
             ledger.close()

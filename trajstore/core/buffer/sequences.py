@@ -65,7 +65,7 @@ class Sequences(Rows):
     """Sequences of steps of one environment, within an episode and a trajectory.
 
     With ``burn_in``, each sequence has the steps before it too, from which a recurrent policy computes its state.
-    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR 2019, section 3.
+    Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", 2019, section 3.
 
     Attributes:
         length: steps of each.

@@ -253,7 +253,7 @@ class Prefetcher(Generic[D, T]):
                     self._making = self._resumed.popleft()
                     return self._making
                 if few := self._source.unfilled():
-                    self._waits_for = f"{_NOT_FILLED} {few} trajectories."
+                    self._waits_for = f"{_NOT_FILLED} {few}."
                 elif self._may_draw():
                     try:
                         self._making = self._source.draw()

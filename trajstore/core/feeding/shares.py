@@ -10,7 +10,7 @@ import numpy as np
 
 from trajstore.core.base.arguments import check_instance, finite, text, whole
 from trajstore.core.columns.limits import shown
-from trajstore.core.feeding.options import Replay, RowLedger, check_replay, check_sampler, check_values
+from trajstore.core.feeding.options import Replay, RowLedger, check_replay, check_values
 from trajstore.core.sampling.base import Ids, Sampler
 from trajstore.errors import ConfigurationError, listed
 

@@ -39,7 +39,7 @@ from trajstore.core.feeding.shares import Share, counts_of, parts_of, shares_of
 from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
 from trajstore.core.sampling.selection import selected
 from trajstore.core.sampling.states import check_state
-from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError, listed
+from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 
@@ -476,7 +476,11 @@ def unfilled(buffers: Iterable[tuple[str, Replay, int]]) -> str:
     Args:
         buffers: name, buffer and minimum number of trajectories of each.
     """
-    few = [f"{name} has {len(buffer)} of {least}" for name, buffer, least in buffers if not buffer.is_ready(least)]
+    few = [
+        f"{name} has {len(buffer)} of {trajectories(least)}"
+        for name, buffer, least in buffers
+        if not buffer.is_ready(least)
+    ]
     return ", ".join(few)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 from typing import Any, Unpack
 
@@ -143,7 +144,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         exhausted = False
         while True:
             fits = np.array([room.take(length) for length in self._lengths.tolist()], np.bool_)
-            pack = _joined(pack, self._waiting.at(fits))
+            # The buffer of the first rows: later rows have names, and those without names are drawn again.
+            first = pack if len(pack) else self._waiting
+            pack = replace(_joined(pack, self._waiting.at(fits)), buffer=first.buffer)
             self._waiting, self._lengths = self._waiting.at(~fits), self._lengths[~fits]
             if room.full or len(self._waiting) >= _MOST_WAITING or exhausted:
                 return pack
@@ -175,6 +178,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """Let the trajectories that may go into a pack wait for one; return whether any may."""
         rows = zip(drawn.ids.tolist(), lengths.tolist(), strict=True)
         good = np.array([self._is_fit(number, length) for number, length in rows], np.bool_)
+        if self._waiting.buffer != drawn.buffer:  # another store was loaded
+            here = self._buffer.sampling.readable(self._waiting)
+            self._waiting, self._lengths = self._waiting.at(here), self._lengths[here]
         self._waiting = _joined(self._waiting, drawn.at(good))
         self._lengths = np.concatenate([self._lengths, lengths[good]])
         return bool(good.any())
