@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -498,21 +498,25 @@ class ReplaySession:
         cut = None if folder is None else find_cut(folder, step)
         if self.guided.is_on and cut is not None:
             self.guided.load_state(cut.guidance)
-        if self._hook.manager is not None:
-            self._resume_pool(cut, folder, step)
         own = cut if cut is not None and cut.step == step else None
         self.prompts = 0 if own is None else own.prompts
-        self._find_finished(own, folder, step)
+        has_pool = self._hook.manager is not None
+        with self._explained():
+            if has_pool:
+                self._go_back(cut, folder, step)
+            self._find_finished(own, folder, step)
+            if has_pool and self._block.on_resume == "keep":
+                self._take_in_since(cut)
         if self._ledger is not None:
             self._ledger.continue_from(step or None)
 
-    def _resume_pool(self, cut: Cut | None, folder: Path | None, step: int) -> None:
-        keeps = self._block.on_resume == "keep"
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add the option that resuming follows to an error of the pool's store."""
         try:
-            self._go_back(cut, folder, step)
-            if keeps:
-                self._take_in_since(cut)
+            yield
         except StoreWriteError as error:
+            keeps = self._block.on_resume == "keep"
             wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
             error.add_note(
                 f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
@@ -539,12 +543,9 @@ class ReplaySession:
             except StoreWriteError as error:
                 logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
         with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
-            # A pool that does not go back to the checkpoint has rollouts of scored steps, and could add them to their
-            # own group. A crash may have left the pool's commit without the report of the step.
-            manager = self._hook.manager
-            keeps = manager is not None and (self._block.on_resume == "keep" or folder is None)
-            pooled = frozenset[str]() if manager is None else manager.rollout_ids(step + 1)
-            self.reuse.find(reader, step, runs, unfinished=keeps, pooled=pooled)
+            self.reuse.find(reader, step, runs)
+        if (manager := self._hook.manager) is not None:  # which could add a scored rollout to its own group
+            manager.withdraw(step + 1, self.reuse.waits_for)
 
     def close(self) -> None:
         """Flush and close the stores. Idempotent.
@@ -582,7 +583,8 @@ class ReplaySession:
             return
         steps = 0
         for made in steps_since(self._block.recording_path, cut):
-            rollouts = replayable(made)
+            # Those of the interrupted step follow with it.
+            rollouts = [rollout for rollout in replayable(made) if not self.reuse.waits_for(rollout.rollout_id)]
             trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
             self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
