@@ -526,6 +526,11 @@ class ExperienceManager:
         """Return the tasks with trajectories in the pool."""
         return list(self._state.entries)
 
+    @property
+    def store_id(self) -> str:
+        """UUID of the pool's store; empty for a pool in memory."""
+        return self._ledger.store.store_id
+
     def withdraw(self, policy_version: int, chosen: Callable[[str], bool]) -> None:
         """Remove the trajectories that a policy version sampled and whose ``rollout_id`` is chosen.
 

@@ -37,7 +37,7 @@ from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
-from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
@@ -62,7 +62,14 @@ from trainer_hooks.verl.rows import (
 from trainer_hooks.verl.tasks import TaskTable, task_name
 from trainer_hooks.verl.trained import TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    counted,
+)
 from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -483,8 +490,9 @@ class ReplaySession:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
 
         If no checkpoint has a cut, load the newest ``step_N`` of ``pool_path`` up to ``step``; without one the pool
-        is used as stored. With ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are
-        admitted to the pool again. With ``on_error: warn``, failed writes are logged and training continues.
+        is used as stored. Without a checkpoint, restore the pool with which the training began. With
+        ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are admitted to the pool again.
+        With ``on_error: warn``, failed writes are logged and training continues.
 
         Args:
             folder: the checkpoint; ``None`` if there is none yet.
@@ -573,7 +581,31 @@ class ReplaySession:
         else:
             if folder is not None:
                 logger.warning("%s says nothing of the experience pool", folder)
+            elif self._block.on_resume == "exact" and self._went_to_beginning():
+                return
             self._hook.resume(None, step)
+            if folder is None and self._block.on_resume == "exact":
+                self._note_beginning()
+
+    def _went_to_beginning(self) -> bool:
+        """Restore the pool with which a training without a checkpoint began; return False if it begins now."""
+        begun, manager = read_cut(self._checkpoints), self._hook.manager
+        if begun is None or not begun.pool or manager is None or begun.pool["store_id"] != manager.store_id:
+            return False
+        try:
+            self._hook.load_state_dict(begun.pool)
+        except StoreNotFoundError as error:
+            logger.warning("experience pool: stays as it is, for its state before step 1 was removed: %s", error)
+            return False
+        self._resumed_from = begun.pool
+        return True
+
+    def _note_beginning(self) -> None:
+        """Save the pool before step 1, for a crash before the first checkpoint, which a pool in memory is lost in."""
+        pool = self._on_disk(self._hook.state_dict)
+        if pool and "point" in pool:
+            self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, -1, "", pool, {})))
+            self._resumed_from = pool
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""

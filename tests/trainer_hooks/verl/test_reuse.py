@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
-from trainer_hooks.replay.late_values import TRAINED_STEP
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule

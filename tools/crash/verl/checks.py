@@ -12,7 +12,15 @@ import orjson
 
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import kept_pool
-from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
+from tools.crash.verl.layout import (
+    CHECKPOINTS,
+    GROUP,
+    beginning_path,
+    cut_path,
+    pool_path,
+    rollouts_path,
+    step_named_by_tracker,
+)
 from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
@@ -144,14 +152,21 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         cuts = {step: cut for step, cut in _cuts(folder, tell) if _check_cut(step, cut, present, tell)}
         step = step_named_by_tracker(folder)
         version = (step or 0) + 1
-        check_ledger(folder, present.keys(), step or 0, promises.finished, tell)
+        check_ledger(folder, present.keys(), step or 0, promises.finished if on_resume == "exact" else None, tell)
         interrupted = {number for number, one in present.items() if one.policy_version == version}
         promises.finished.setdefault(version, set()).update(interrupted)
         between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
         if step is not None and step not in cuts:
             tell(f"the checkpoint of step {step} has no sound cut of ours")
             return Found(Expected(step, {}, None), len(promises.rollouts), 0, between)
-        newest, state = (-1, _state(recovered)) if step is None else (cuts[step]["rollouts"], cuts[step]["pool"])
+        if step is not None:
+            newest, state = cuts[step]["rollouts"], cuts[step]["pool"]
+        elif on_resume == "exact" and beginning_path(folder).exists():
+            begun = orjson.loads(beginning_path(folder).read_bytes())
+            newest, state = -1, _state_at(folder, begun["pool"]["point"])
+            del state["tokenizer_fingerprint"]  # of a new pool, set by its first trajectory
+        else:
+            newest, state = -1, _state(recovered)
         at = _Reader(pool_path(folder), state.pop("point", None))
         entries: dict[str, list[int]] = {}
         held: dict[str, list[AgentTrajectory]] = {}

@@ -51,7 +51,11 @@ def fresh_of(step: TrainedStep) -> list[int]:
 
 
 def check_ledger(
-    folder: Path, present: Container[int], step: int, finished: Mapping[int, set[int]], tell: Callable[[str], None]
+    folder: Path,
+    present: Container[int],
+    step: int,
+    finished: Mapping[int, set[int]] | None,
+    tell: Callable[[str], None],
 ) -> None:
     """Check what was trained: every step once, no rollout twice, and none generated again that had finished.
 
@@ -59,7 +63,8 @@ def check_ledger(
         folder: the campaign's.
         present: ids of the recorded rollouts.
         step: of the newest checkpoint; 0 = none.
-        finished: rollouts of interrupted steps.
+        finished: rollouts of interrupted steps, all of which the repeated step trains; None = it may replay rollouts of
+            lost weights instead.
         tell: gets each problem.
     """
     try:
@@ -70,7 +75,8 @@ def check_ledger(
         return
     # A kill may interrupt the last record.
     for problem in ledger.audit(dataclasses.replace(contents, torn=0)).problems:
-        tell(f"ledger: {problem}")
+        if finished is not None or "version is after the policy's" not in problem:
+            tell(f"ledger: {problem}")
     if list(contents.steps) != list(range(1, len(contents.steps) + 1)) or len(contents.steps) < step:
         tell(f"the ledger has steps {list(contents.steps)}, the checkpoint is of step {step}")
     for number, trained in contents.steps.items():
@@ -79,7 +85,7 @@ def check_ledger(
             tell(f"step {number} trained a fresh rollout twice: {fresh}")
         if lost := [one for one in trained.rows["trajectory"].tolist() if one not in present]:
             tell(f"step {number} trained rollouts {lost}, which are not recorded")
-        if again := finished.get(number, set()) - set(fresh):
+        if again := (finished or {}).get(number, set()) - set(fresh):
             tell(f"step {number} did not train rollouts {sorted(again)}, which had finished before a kill")
 
 

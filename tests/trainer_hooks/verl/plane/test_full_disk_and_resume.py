@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.trained import loss_terms
-from trajstore import ledger
+from trajstore import TrajectoryReplayBuffer, ledger
 from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -189,6 +190,36 @@ def test_what_the_pool_had_not_committed_yet(
     resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
+
+
+@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
+def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
+    on_resume: OnResume, tasks: int, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a second crash. A pool whose store was removed, or without its first point, stays as it is."""
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(on_resume=on_resume, **pool)
+    session.resume(None, 0)
+    plane.fill(session)
+    session.close()
+
+    def known(step: int) -> int:
+        resumed = make_session(on_resume=on_resume, **pool)
+        resumed.resume(None, 0)
+        found = sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, step))))
+        if not found:
+            plane.train(resumed, rollouts("again", N, 0), 1)
+        resumed.close()
+        return found
+
+    assert [known(2), known(2)] == [tasks, tasks]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "pool") as buffer:
+        for snapshot in [one for one in buffer.points.snapshots if one.kind == "point"][:1]:
+            buffer.points.remove(snapshot.name)
+    known(2)
+    assert ("its state before step 1 was removed" in caplog.text) == (on_resume == "exact")
+    shutil.rmtree(tmp_path / "pool")
+    assert [known(2), known(2)] == [tasks, tasks]
 
 
 @pytest.mark.parametrize(
