@@ -107,7 +107,7 @@ FINE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
         **dict.fromkeys(("sampler", "device", "demos", "demo_share", "min_demo_size"), "None"),
         **{"demo_sampler": "None", "min_size": "0", "columns": "None [x]", "timeout": "None 0 2.5", "reuse": "0 True"},
-        "limiter": "None",
+        **dict.fromkeys(("limiter", "ledger"), "None"),
     },
     "RateLimiter": {"samples_per_insert": "2.5 huge", "tolerance": "2.5 huge", "start": "0"},
     "TokenLoader": {

@@ -261,7 +261,7 @@ def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> di
     ids = np.repeat(share.ids, share.samples)
     samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
     drawn = Drawn(own_id(ids), samples)
-    batch: dict[str, Any] = {ID: ids, SAMPLE: reader.sampling.rows_of(drawn)}
+    batch: dict[str, Any] = {ID: ids, SAMPLE: reader.sampling.origins(drawn)[0]}
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:

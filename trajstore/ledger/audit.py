@@ -97,7 +97,8 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
     problems = [
         f"step {step.step}: loss {name} is {value}" for name, value in step.loss.items() if not np.isfinite(value)
     ]
-    bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in ("advantage", "ratio", "weight")}
+    numbers = [name for name in ROW.names or () if ROW[name].kind == "f" and name not in step.unknown]
+    bad = {f"{name} is not finite": ~np.isfinite(step.rows[name]) for name in numbers}
     if step.policy_before is not None:
         bad["version is after the policy's"] = step.rows["version"] > step.policy_before
         if max_age is not None:

@@ -121,6 +121,7 @@ class LedgerContents:
     def table(self) -> npt.NDArray[np.void]:
         """Return all rows, ``[n]`` of ``ROW`` with ``step`` and ``age`` (in policy versions; NaN if unknown).
 
+        Columns that a step does not know are NaN, or 0 for whole numbers.
         ``trajectory`` is below 0 for rollouts that are in no store: see ``ROW``.
         """
         table = np.empty(
@@ -131,7 +132,8 @@ class LedgerContents:
         for number, step in self.steps.items():
             part = table[end : end + len(step.rows)]
             for name in ROW.names or ():
-                part[name] = step.rows[name]
+                is_unknown = name in step.unknown and ROW[name].kind == "f"
+                part[name] = np.nan if is_unknown else step.rows[name]
             part["step"] = number
             version, before = step.rows["version"].astype(np.float64), step.policy_before
             part["age"] = np.where(version >= 0, np.nan if before is None else before - version, np.nan)

@@ -23,6 +23,7 @@ ROW = np.dtype(
         ("ratio", np.float32),
         ("tokens", np.int32),
         ("weight", np.float32),
+        ("probability", np.float64),
         ("version", np.int32),
         ("replayed", np.uint8),
     ]
@@ -32,9 +33,12 @@ ROW = np.dtype(
 ``trajectory`` is its id in the store, or -1 - k for rollout k of the step's batch, which is in no store; ``row`` its
 number in the rollout; ``group`` its number in the step. ``advantage`` and ``ratio`` (importance ratio) are means over
 its trained tokens, whose number is ``tokens``; ``weight`` is its further factor in the loss, 0 if it has no loss.
+``probability`` is its chance in the draw. Rows of a loader are transitions, sequences or whole trajectories: ``tokens``
+is then the number of steps from ``row`` on, or of tokens, and ``weight`` the importance weight.
 ``version`` is the policy that sampled it, -1 if unknown; ``replayed`` 1 for a replayed row.
 """
 
+_ALWAYS_KNOWN = ("trajectory", "row", "version", "replayed")
 
 _PLACE = np.int32
 
@@ -54,6 +58,7 @@ class TrainedStep:
         seeds: seeds by name, JSON values.
         options: of advantages, loss and policy, by which the step can be recomputed; JSON values, empty if unknown.
         updates: the rows of each loss computation, in order; empty if unknown.
+        unknown: columns without values: not written, and read as 0 here and NaN in :meth:`LedgerContents.table`.
     """
 
     step: int
@@ -66,6 +71,7 @@ class TrainedStep:
     seeds: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Sequence[Sequence[int]] = ()
+    unknown: Sequence[str] = ("probability",)
 
     def check(self) -> None:
         """Check that the step can be recorded exactly.
@@ -76,6 +82,8 @@ class TrainedStep:
         whole("step", self.step, 0)
         if not isinstance(self.rows, np.ndarray) or self.rows.dtype != ROW or self.rows.ndim != 1:
             raise ConfigurationError(f"step {self.step}: rows must be an array [n] of trajstore.ledger.ROW")
+        if bad := [name for name in self.unknown if name not in (ROW.names or ()) or name in _ALWAYS_KNOWN]:
+            raise ConfigurationError(f"step {self.step}: unknown: {bad[0]!r} is not a column that may be unknown")
         groups = self.rows["group"]
         if len(groups) and (groups.min() < 0 or (self.tasks and groups.max() >= len(self.tasks))):
             raise ConfigurationError(
@@ -116,7 +124,7 @@ class TrainedStep:
             "seeds": dict(self.seeds),
             "options": dict(self.options),
             "updates": [pack(np.array(update, _PLACE)) for update in self.updates],
-            "rows": {name: pack(self.rows[name]) for name in ROW.names or ()},
+            "rows": {name: pack(self.rows[name]) for name in ROW.names or () if name not in self.unknown},
         }
 
     @staticmethod
@@ -127,10 +135,12 @@ class TrainedStep:
             CorruptStoreError: it is not a record of a ledger.
         """
         try:
-            columns = {name: unpack(record["rows"][name], ROW[name]) for name in ROW.names or ()}
+            columns = {name: unpack(column, ROW[name]) for name, column in record["rows"].items()}
+            if absent := [name for name in _ALWAYS_KNOWN if name not in columns]:
+                raise ValueError(f"column {absent[0]} is absent")
             if len({len(column) for column in columns.values()}) != 1:
                 raise ValueError(f"columns {listed(columns)} differ in length")
-            rows = np.empty(len(columns["row"]), ROW)
+            rows = np.zeros(len(columns["row"]), ROW)
             for name, column in columns.items():
                 rows[name] = column
             values = unpack(record["loss"]["values"], np.float64).tolist()
@@ -146,6 +156,7 @@ class TrainedStep:
                 seeds=record["seeds"],
                 options=record.get("options", {}),
                 updates=tuple(tuple(unpack(update, _PLACE).tolist()) for update in record.get("updates", ())),
+                unknown=tuple(name for name in ROW.names or () if name not in columns),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{source}: a record is not of a ledger: {error}") from error

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trajstore.core.base import locks
 from trajstore.core.base.arguments import whole
@@ -15,7 +20,7 @@ from trajstore.core.files.opening import local_target
 from trajstore.core.store.log_records import encode_line
 from trajstore.errors import ConfigurationError, counted
 from trajstore.ledger.contents import Segment, contents_of, segments_of
-from trajstore.ledger.step import TrainedStep
+from trajstore.ledger.step import ROW, TrainedStep
 
 SEGMENT_BYTES = 64 << 20
 """Bytes after which the next step begins a new file."""
@@ -113,6 +118,32 @@ class Ledger(Closing):
         """
         step.check()
         uninterrupted(partial(self._record, step))
+
+    def record_batch(
+        self, number: int, columns: Mapping[str, npt.NDArray[Any]], policy_version: int | None = None
+    ) -> None:
+        """Record a batch of rows drawn from a store as a step; a loader calls this before it returns the batch.
+
+        A batch that a resumed loader returns again replaces the earlier record and those after it, with a warning.
+
+        Args:
+            number: number of the batch, from 1.
+            columns: values of its rows, ``[n]``, by the name of a column of ``ROW``; absent ones are unknown.
+            policy_version: version of the policy that trains on it; None = unknown.
+
+        Raises:
+            ConfigurationError: a value does not fit its column, or the ledger ends before the preceding batch.
+            OSError: it could not be written; the ledger is as before.
+        """
+        rows = np.zeros(len(columns["trajectory"]), ROW)
+        rows["replayed"] = 1
+        for name, values in columns.items():
+            rows[name] = values
+            if not np.array_equal(rows[name], values, equal_nan=True):
+                raise ConfigurationError(f"{self.url}: batch {number}: {name} has values beyond {ROW[name]}")
+        unknown = tuple(name for name in ROW.names or () if name not in {*columns, "replayed"})
+        self.continue_from(number - 1 or None)
+        self.record(TrainedStep(number, rows, policy_before=policy_version, unknown=unknown))
 
     def _record(self, step: TrainedStep) -> None:
         with self._changing:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trajstore.core.files.base import Directory
 from trajstore.core.store.run_ids import in_run
 from trajstore.errors import ConfigurationError, StoreNotFoundError
-from trajstore.ledger import LEDGER_FOLDER, LedgerContents
+from trajstore.ledger import LEDGER_FOLDER, ROW, LedgerContents
 from trajstore.ledger.contents import read_directory
 from trajstore.query.engine import polars
 from trajstore.query.ids import ID
@@ -30,8 +30,9 @@ COLUMNS: Mapping[str, str] = {
     "group": "number of its prompt group in the step",
     "advantage": "mean over its trained tokens",
     "ratio": "mean importance ratio over its trained tokens",
-    "weight": "further factor in the loss; 0 = it had no loss",
-    "tokens": "trained tokens",
+    "weight": "further factor in the loss; 0 = it had no loss; importance weight of a loader's row",
+    "probability": "chance of a loader's row in its draw",
+    "tokens": "trained tokens; steps of a loader's transition or sequence",
     "version": "policy version that sampled it",
     "age": "policy versions from then to the step",
     "replayed": "whether it was replayed",
@@ -75,6 +76,11 @@ def _table(rank: int, ledger: LedgerContents) -> DataFrame:
     def where(known: npt.NDArray[np.bool_], values: npt.NDArray[Any]) -> Any:
         return pl.Series(values).set(pl.Series(~known), None)
 
+    def column(name: str) -> Any:
+        values = table[name].astype(np.float64) if ROW[name].kind == "f" else table[name]
+        lengths = [len(step.rows) for step in steps]
+        return where(np.repeat([name not in step.unknown for step in steps], lengths).astype(np.bool_), values)
+
     frame: DataFrame = pl.DataFrame(
         {
             ID: where(is_stored, np.where(is_stored, in_run(rank, np.maximum(ids, 0)), 0)),
@@ -83,9 +89,7 @@ def _table(rank: int, ledger: LedgerContents) -> DataFrame:
             "place": np.concatenate([np.zeros(0, np.int64), *places]),
             "rollout": where(~is_stored, -1 - ids),
             "rollout_row": table["row"],
-            "group": table["group"],
-            **{name: table[name].astype(np.float64) for name in ("advantage", "ratio", "weight")},
-            "tokens": table["tokens"],
+            **{name: column(name) for name in ("group", "advantage", "ratio", "weight", "probability", "tokens")},
             "version": where(table["version"] >= 0, table["version"]),
             "age": where(~np.isnan(table["age"]), table["age"]),
             "replayed": table["replayed"] != 0,

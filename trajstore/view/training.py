@@ -148,7 +148,7 @@ def rows_of(ledgers: Mapping[int, LedgerContents], number: int) -> Answer:
         for row in step.rows:
             task = step.tasks[int(row["group"])] if step.tasks else None
             age = before - int(row["version"]) if before is not None and row["version"] >= 0 else None
-            rows.append({**_row(rank, row), "task": task, "age": age})
+            rows.append({**_row(rank, row), **dict.fromkeys(step.unknown), "task": task, "age": age})
     return {
         "step": number,
         "previous": steps[at - 1] if at else None,
@@ -185,6 +185,7 @@ def _row(rank: int, row: npt.NDArray[np.void]) -> Answer:
         "advantage": _known(row["advantage"]),
         "ratio": _known(row["ratio"]),
         "weight": _known(row["weight"]),
+        "probability": _known(row["probability"]),
         "tokens": int(row["tokens"]),
         "version": int(row["version"]) if row["version"] >= 0 else None,
         "replayed": bool(row["replayed"]),

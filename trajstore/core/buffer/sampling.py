@@ -24,6 +24,7 @@ from trajstore.core.buffer.following import Following, claim
 from trajstore.core.buffer.positions import Positions
 from trajstore.core.buffer.view import View
 from trajstore.core.columns.fields import nest
+from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.contents import Contents
 from trajstore.core.reading.plan import RowPlan
@@ -279,13 +280,19 @@ class Sampling:
         values = self._view.locked(plan)
         return None if values is None else nest(values.read(out))
 
-    def rows_of(self, drawn: Drawn) -> IntArray:
-        """Return the row ``t * B + b`` of each drawn row: ``drawn.samples`` without a field ``valid``.
+    def origins(self, drawn: Drawn) -> tuple[IntArray, IntArray]:
+        """Return the row ``t * B + b`` and the newest policy version (-1 = unknown) of each drawn row, both ``[n]``.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted since.
         """
-        return self._view.locked(lambda contents: contents.rows_of(self.rows(contents, drawn), drawn.samples))
+
+        def look(contents: Contents) -> tuple[IntArray, IntArray]:
+            positions = self.rows(contents, drawn)
+            versions = contents.index.at("version_high", positions)
+            return contents.rows_of(positions, drawn.samples), np.where(versions == UNKNOWN_VERSION, -1, versions)
+
+        return self._view.locked(look)
 
     def readable(self, trajectory_ids: npt.NDArray[np.int64] | Drawn) -> npt.NDArray[np.bool_]:
         """Return whether each of these trajectories can be read: neither evicted nor unavailable.

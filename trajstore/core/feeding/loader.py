@@ -7,6 +7,7 @@ import pickle
 import weakref
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Generic, Self, TypeVar, Unpack
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -59,6 +60,9 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 " with stores='per_rank'"
             )
         self._source = source
+        self._ledger = options.get("ledger")
+        self.policy_version: int | None = None
+        """Version of the policy that trains on the next batch, for the ledger, which so knows the age of its rows."""
         self._device = device_of(options.get("device"))
         self._reuse, self._even = reuse, even
         self._timeout = options.get("timeout")
@@ -92,16 +96,22 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 read-only, and in DataLoader workers. Otherwise the loader waits.
             StoreClosedError: the loader or a buffer was closed; ready batches are discarded.
             StoreError: reading failed; every further call raises the same error.
-            ConfigurationError: DataLoader workers of an earlier epoch have read these batches.
+            ConfigurationError: DataLoader workers of an earlier epoch have read these batches; or the ledger ends
+                before the preceding batch.
+            OSError: the ledger could not be written; the next call returns the same batch.
         """
         running = self._start()
         try:
             while True:
-                drawn, ready = running.next(self._timeout)
+                drawn, ready = running.next(self._timeout, None if self._ledger is None else self._record)
                 if ready is not None:  # else another worker's batch
                     return self._batch(ready.take(), drawn)
         except EpochsEndedError:
             raise StopIteration from None
+
+    def _record(self, number: int, ready: Ready | None) -> None:
+        if self._ledger is not None and ready is not None and ready.columns is not None:
+            self._ledger.record_batch(number, ready.columns, self.policy_version)
 
     def _start(self) -> Prefetcher[D, Ready | None]:
         if self._closed:
@@ -143,13 +153,20 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def _prefetcher(self) -> Prefetcher[D, Ready | None]:
         memory, source = self._memory(), self._source  # not ``self``: the thread must not keep it alive
+        records = self._ledger is not None
         worker, reads = get_worker_info(), self._workers.reads
 
         def make(drawn: D, number: int) -> Ready | None:
             if not reads(number):
                 return None
-            return memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
+            ready = memory.read(lambda out: source.read(drawn, out), source.rows(drawn))
+            return replace(ready, columns=source.columns(drawn)) if records else ready
 
+        if records and worker is not None:
+            raise ConfigurationError(
+                "ledger: a DataLoader worker does not know which of its batches the learner gets; iterate the loader in"
+                " the training process"
+            )
         waits = source.grows and worker is None  # nothing adds or refreshes in a worker
         if self._limiter is not None and not waits:
             raise ConfigurationError(
@@ -176,7 +193,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         limiter = None if self._limiter is None else self._limiter.state_dict()
         if self._state is not None:
             return {**self._state, "limiter": limiter}
-        begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "redrawn": 0}
+        begun = {"source": self._source.state_dict(), "under_way": [], "handed_out": 0, "batches": 0, "redrawn": 0}
         return {**begun, "limiter": limiter, "ranks": self._ranks}
 
     def load_state_dict(self, state: Mapping[str, Any], *, changed: bool = False) -> None:
@@ -196,7 +213,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 be raised by ``next``); or it is of ranks with another kind of stores or, with a store per rank, of
                 another rank. Nothing was changed.
         """
-        check_state(state, ("source", "under_way", "handed_out", "redrawn", "limiter", "ranks"))
+        check_state(state, ("source", "under_way", "handed_out", "batches", "redrawn", "limiter", "ranks"))
         if state["ranks"] != self._ranks:
             raise ConfigurationError(
                 f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks of a shared "
@@ -244,6 +261,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._end()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._ledger is not None:
+            raise ConfigurationError(
+                "ledger: cannot be sent to another process; iterate the loader in the training process"
+            )
         # As bytes: torch would send a tensor as an open file, and file descriptors are scarce.
         state = pickle.dumps(self.state_dict())
         return {**self.__dict__, "_running": None, "_dropped": None, "_pid": 0, "_state": state}

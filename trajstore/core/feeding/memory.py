@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from trajstore.core.columns.fields import unnest
@@ -25,10 +26,12 @@ class Ready:
     Attributes:
         values: the batch: nested dicts and lists of tensors and other values.
         arrival: the copy to the device; None if there was none.
+        columns: the batch's rows for a ledger; None without one.
     """
 
     values: Any
     arrival: Arrival | None = None
+    columns: Mapping[str, npt.NDArray[Any]] | None = None
 
     def take(self) -> Any:
         """Return the batch for the current stream, which waits for the copy; the host does not."""

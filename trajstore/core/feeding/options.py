@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypedDict, get_args
+from typing import Any, Literal, Protocol, TypedDict, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +77,15 @@ class Replay(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class RowLedger(Protocol):
+    """Records the rows of batches; a :class:`trajstore.ledger.Ledger`."""
+
+    def record_batch(
+        self, number: int, columns: Mapping[str, npt.NDArray[Any]], policy_version: int | None = None
+    ) -> None: ...
+
+
 class LoaderOptions(TypedDict, total=False):
     """Options of every loader.
 
@@ -91,6 +100,8 @@ class LoaderOptions(TypedDict, total=False):
             parts add up to the whole batch for any W ((0, 1)).
         stores: ``"shared"``: all ranks read one store, or copies of it, and draw the same batches; ``"per_rank"``: each
             rank draws its part of ``batch_size`` from its own store (``"shared"``).
+        ledger: a :class:`trajstore.ledger.Ledger` that records the rows of each batch before ``next`` returns it; one
+            for each rank. See ``Loader.policy_version``.
         limiter: limits how many rows are drawn for each added row; the loader waits until its next draw is allowed.
         prefetch: number of batches kept ready (4).
         device: target device of batches; CUDA uses pinned memory and a separate stream (CPU).
@@ -104,6 +115,7 @@ class LoaderOptions(TypedDict, total=False):
     columns: Sequence[str] | None
     rank: tuple[int, int]
     stores: Stores
+    ledger: RowLedger | None
     limiter: RateLimiter | None
     prefetch: int
     device: torch.device | str | None
@@ -178,6 +190,19 @@ def check_replay(name: str, value: Any) -> None:
         )
 
 
+def check_recorded(buffer: Any) -> None:
+    """Reject buffers whose rows a ledger cannot name.
+
+    Raises:
+        ConfigurationError: it is a handle, or shows several stores.
+    """
+    if not hasattr(buffer.sampling, "origins") or len(buffer.store_ids) > 1:
+        raise ConfigurationError(
+            "ledger: has the ids of one store, and the buffer is a handle or shows several; open one store, or use "
+            "stores='per_rank' with a ledger for each rank"
+        )
+
+
 def check_values(options: Mapping[str, Any]) -> None:
     """Reject invalid values of options shared by all loaders.
 
@@ -197,6 +222,7 @@ _AT_LEAST_0, _AT_LEAST_1 = partial(whole, least=0), partial(whole, least=1)
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("sampler", "demo_sampler"), _SAMPLER),
     "demos": check_replay,
+    "ledger": partial(check_kind, kind=RowLedger, wanted="a trajstore.ledger.Ledger"),
     "limiter": partial(check_kind, kind=RateLimiter, wanted="a RateLimiter(samples_per_insert, tolerance)"),
     **dict.fromkeys(("min_size", "min_demo_size"), _AT_LEAST_0),
     **dict.fromkeys(("prefetch", "batch_size"), _AT_LEAST_1),

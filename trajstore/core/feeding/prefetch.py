@@ -81,6 +81,8 @@ class Prefetcher(Generic[D, T]):
         self._making: D | None = None
         self._made: deque[_Made[D, T]] = deque()
         self._handed_out = 0
+        self._batches = 0
+        """Number of batches returned since the beginning, also by the loaders that this one continues."""
         self._error: BaseException | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -94,14 +96,29 @@ class Prefetcher(Generic[D, T]):
             exits.stop_at_exit(self)
             start_thread(self._thread)
 
-    def next(self, timeout: float | None = None) -> tuple[D, T]:
+    def next(self, timeout: float | None = None, record: Callable[[int, T], None] | None = None) -> tuple[D, T]:
         """Return the rows of the next batch and the batch itself; blocks.
+
+        Args:
+            timeout: seconds until TimeoutError; None = wait forever.
+            record: called with the batch's number, from 1, and the batch. If it raises, the batch stays the next one.
 
         Raises:
             TimeoutError: no batch was finished within ``timeout`` seconds.
             StoreClosedError: the prefetcher or a buffer was closed; ready batches are discarded.
             Exception: the error that ended the thread; repeated by every further call.
         """
+        made = self._wait_for_batch(timeout)
+        if record is not None:
+            record(self._batches + 1, made.batch)
+        with self._changed:
+            self._made.popleft()
+            self._handed_out += 1
+            self._batches += 1
+            self._changed.notify_all()
+        return made.drawn, made.batch
+
+    def _wait_for_batch(self, timeout: float | None) -> _Made[D, T]:
         with self._changed:
             has_result = self._wait(_SAYS_AFTER if timeout is None else timeout)
             if not has_result and timeout is None:
@@ -114,10 +131,7 @@ class Prefetcher(Generic[D, T]):
             if self._source.closed and not self._stopping and (self._made or self._error is None):
                 raise StoreClosedError(_BUFFER_CLOSED)
             if self._made and not self._stopping:
-                made = self._made.popleft()
-                self._handed_out += 1
-                self._changed.notify_all()
-                return made.drawn, made.batch
+                return self._made[0]
             if self._error is not None:
                 raise self._error
             if self._stopping:
@@ -159,6 +173,7 @@ class Prefetcher(Generic[D, T]):
                 "source": self._source.state_dict(),
                 "under_way": [self._source.state_of(drawn) for drawn in (*under_way, *self._resumed)],
                 "handed_out": self._handed_out,
+                "batches": self._batches,
                 "redrawn": self.redrawn,
                 "limiter": None if self._limiter is None else self._limiter.state_dict(),
             }
@@ -167,7 +182,7 @@ class Prefetcher(Generic[D, T]):
         """Load a state; before :meth:`start`."""
         self._source.load_state_dict(state["source"])
         self._resumed = deque(map(self._source.drawn_of, state["under_way"]))
-        self._handed_out = int(state["handed_out"])
+        self._handed_out, self._batches = int(state["handed_out"]), int(state["batches"])
         self.redrawn = int(state["redrawn"])
 
     # -- the thread -------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.core.columns.fields import nest, unnest
@@ -24,6 +25,7 @@ from trajstore.core.feeding.options import (
     BatchOptions,
     Replay,
     check_options,
+    check_recorded,
     check_replay,
     check_sampler,
     selection_of,
@@ -33,6 +35,9 @@ from trajstore.core.feeding.options import (
 from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
 from trajstore.core.sampling.states import check_state
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+
+if TYPE_CHECKING:
+    from trajstore.core.buffer.reader import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +84,14 @@ class Source(ABC, Generic[D]):
         Args:
             drawn: rows of the global batch.
             out: tensors to fill, by dotted name; None = fresh ones.
+
+        Raises:
+            TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
+        """
+
+    @abstractmethod
+    def columns(self, drawn: D) -> dict[str, npt.NDArray[Any]]:
+        """Return the rows of this rank's part of a batch for a ledger, by column of ``trajstore.ledger.ROW``.
 
         Raises:
             TrajectoryUnavailableError: a trajectory was evicted after it was drawn.
@@ -200,6 +213,10 @@ class BatchSource(Source[DrawnBatch]):
             value = options.get(name)
             if demos is None and value is not None and value is not False:
                 raise ConfigurationError(f"{name}: has no effect without demos")
+        if options.get("ledger") is not None:
+            check_recorded(replay)
+            if demos is not None:
+                raise ConfigurationError("ledger: has no place for the rows of demos; use a loader without demos")
         if demos is not None:
             share_of_batch(options, batch_size, demos)  # rejects options that ranks would not draw alike from
         self._rank, batch_size = share_of_batch(options, batch_size, replay)
@@ -275,6 +292,10 @@ class BatchSource(Source[DrawnBatch]):
             return Drawn.joined(left, buffer.draw(lacking, sampler=sampler)) if lacking else left
         except EmptyBufferError:  # the sampler is exhausted, or the buffer was emptied
             return left
+
+    def columns(self, drawn: DrawnBatch) -> dict[str, npt.NDArray[Any]]:
+        part = self.part(drawn).replay
+        return columns_of(cast("Reader", self.replay), part) | {"tokens": np.ones(len(part), np.int32)}
 
     def rows(self, drawn: DrawnBatch) -> int:
         return len(self.part(drawn))
@@ -403,6 +424,14 @@ class BatchSource(Source[DrawnBatch]):
                 sampler.load_state_dict(chosen)
             if buffer is not None:
                 buffer.load_state_dict(of_buffer)
+
+
+def columns_of(buffer: Reader, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
+    """Return the columns of drawn rows for a ledger."""
+    row, version = buffer.sampling.origins(drawn)
+    given = {"weight": drawn.weights, "probability": drawn.probabilities}
+    known = {name: values for name, values in given.items() if values is not None}
+    return {"trajectory": drawn.ids, "row": row, "version": version, **known}
 
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:

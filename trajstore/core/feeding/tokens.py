@@ -6,9 +6,11 @@ import itertools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Unpack
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from trajstore.core.base.arguments import check_instance, whole
@@ -26,12 +28,13 @@ from trajstore.core.feeding.options import (
     LongTrajectories,
     TokenOptions,
     check_options,
+    check_recorded,
     selection_of,
     share_of_batch,
     told_selection,
 )
 from trajstore.core.feeding.packing import Room, lay_out
-from trajstore.core.feeding.source import Source, still_there
+from trajstore.core.feeding.source import Source, columns_of, still_there
 from trajstore.core.sampling.base import Drawn
 from trajstore.core.sampling.states import array_in, check_names, check_state, tensor_of
 from trajstore.core.store.run_ids import shown_id
@@ -81,6 +84,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             Reader,
             "a reader or buffer, whose mapped files tokens are copied from; for stores of Ray open the path of the run",
         )
+        if options.get("ledger") is not None:
+            check_recorded(buffer)
         self._buffer = buffer
         self._tokens = tokens = whole("tokens", tokens, 1)
         self._batch_size = options.get("batch_size", 1)
@@ -203,6 +208,11 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         return tuple(pack for pack in left if len(pack)) or None
 
     # -- reading ----------------------------------------------------------------------------------
+
+    def columns(self, drawn: tuple[Drawn, ...]) -> dict[str, npt.NDArray[Any]]:
+        packs = self._part(drawn) or (drawn[0].at(slice(0)),)
+        rows = reduce(Drawn.joined, packs)
+        return columns_of(self._buffer, rows) | {"tokens": self._buffer.sampling.extents(rows.ids)[0]}
 
     def rows(self, drawn: tuple[Drawn, ...]) -> int:
         return len(self._part(drawn))
