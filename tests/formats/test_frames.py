@@ -219,7 +219,6 @@ def test_a_store_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_episodes_of_minari(tmp_path: Path) -> None:
-    pytest.importorskip("h5py", reason="needs h5py")
     extra = {"actions": torch.zeros(20, 1, 2), "truncations": torch.zeros(20, 1, 1, dtype=torch.bool)}
     convert_to(stored(tmp_path / "store", [replace(ADDED[2], **extra)]), tmp_path / "made-v0", "minari")
     for option in (True, False):
