@@ -19,6 +19,7 @@ from trajstore.cli import main
 from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.fields import Axis, walk
+from trajstore.core.columns.schema import Schema
 from trajstore.core.feeding import ReplayLoader
 from trajstore.core.formats import FORMATS, checksums, get_format, open_shard
 from trajstore.core.formats.base import ShardContent, ShardManifest
@@ -311,6 +312,20 @@ def test_a_damaged_frame_is_reported_for_both_fields(tmp_path: Path) -> None:
         pytest.raises(CorruptStoreError, match=r"column next_obs\.image"),
     ):
         reader.get(0)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "int8", [70], 0], ["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "uint8", [70], 5], ["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "uint8", [70], 0], ["next_obs.x", "uint8", [70], 6]],  # an axis of later programs
+    ],
+)
+def test_schemas_that_no_program_can_read_are_refused(columns: list[list[Any]]) -> None:
+    with pytest.raises(CorruptStoreError, match="not a trajectory schema"):
+        Schema.from_json({"kind": "step", "columns": columns})
 
 
 @pytest.mark.parametrize(("number", "value"), [(0, 1 << 40), (3, 12), (5, -9), (1, -(1 << 63))])
