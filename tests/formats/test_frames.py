@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,18 @@ from hypothesis import strategies as st
 
 from tests.stores import files_of, stored, writer_to
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore.cli import main
 from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.fields import Axis, walk
+from trajstore.core.columns.schema import Schema
 from trajstore.core.feeding import ReplayLoader
 from trajstore.core.formats import FORMATS, checksums, get_format, open_shard
 from trajstore.core.formats.base import ShardContent, ShardManifest
 from trajstore.core.formats.checksums import encoded_shard
 from trajstore.core.formats.frames import folded
 from trajstore.errors import CorruptStoreError
+from trajstore.interop.convert import convert_from, convert_to
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import convert, split
@@ -204,6 +208,26 @@ def test_copies_read_as_without_the_option(move: str, tmp_path: Path) -> None:
     assert (sizes[0] < sizes[1]) is (move != "rlinf")
 
 
+def test_a_store_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    twice, once = (stored(tmp_path / f"{option}", ADDED, store_frames_once=option) for option in (False, True))
+    for source in (twice, once):
+        arguments = ["convert", str(source), f"{source}-pt", "--to", "pt", "--store-frames-once"]
+        assert main(arguments) == 0
+        check_same(opened(f"{source}-pt"), opened(twice))
+        assert inspect(f"{source}-pt")["shard_bytes"] == inspect(once)["shard_bytes"]
+    assert main(["convert", str(twice), str(tmp_path / "x"), "--to", "jsonl", "--store-frames-once"]) == 2
+    assert "--store-frames-once is for stores" in capsys.readouterr().err
+
+
+def test_episodes_of_minari(tmp_path: Path) -> None:
+    extra = {"actions": torch.zeros(20, 1, 2), "truncations": torch.zeros(20, 1, 1, dtype=torch.bool)}
+    convert_to(stored(tmp_path / "store", [replace(ADDED[2], **extra)]), tmp_path / "made-v0", "minari")
+    for option in (True, False):
+        target = tmp_path / f"{option}"
+        assert convert_from(tmp_path / "made-v0", target, "minari", check=True, store_frames_once=option).written == 2
+    assert inspect(tmp_path / "True")["shard_bytes"] < 0.9 * inspect(tmp_path / "False")["shard_bytes"]
+
+
 def test_compacting_keeps_rows_and_stores_them_once(tmp_path: Path) -> None:
     for option in (True, False):
         with writer_to(tmp_path / f"{option}", store_frames_once=option) as buffer:
@@ -288,6 +312,20 @@ def test_a_damaged_frame_is_reported_for_both_fields(tmp_path: Path) -> None:
         pytest.raises(CorruptStoreError, match=r"column next_obs\.image"),
     ):
         reader.get(0)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        [["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "int8", [70], 0], ["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "uint8", [70], 5], ["next_obs.x", "uint8", [70], 5]],
+        [["curr_obs.x", "uint8", [70], 0], ["next_obs.x", "uint8", [70], 6]],  # an axis of later programs
+    ],
+)
+def test_schemas_that_no_program_can_read_are_refused(columns: list[list[Any]]) -> None:
+    with pytest.raises(CorruptStoreError, match="not a trajectory schema"):
+        Schema.from_json({"kind": "step", "columns": columns})
 
 
 @pytest.mark.parametrize(("number", "value"), [(0, 1 << 40), (3, 12), (5, -9), (1, -(1 << 63))])

@@ -150,7 +150,7 @@ class RowPlan(HeldRows):
         count, width = len(slots), int(columns.widths.sum())
         bases = np.array([target.data_ptr() for target in targets], np.int64)
         rows = (slots, places, self.first, self.axes, columns.numbers)
-        if not self.once.isdisjoint(columns.numbers.tolist()):  # each row becomes the first one of its own slot
+        if self.once and not self.once.isdisjoint(columns.numbers.tolist()):  # each row begins a slot of its own
             sources = np.empty((len(columns.numbers), count), np.int64)
             kernels.row_addresses(*rows, columns.widths, sources)
             addresses = np.ascontiguousarray(sources.T)
