@@ -280,7 +280,14 @@ def _entries(value: dict[str, Any], table: list[Shard]) -> dict[int, Entry]:
             weights[fields["weights"]],
             None if low == -(1 << 63) else (low, high),
             table[fields["shard"]],
-            {0: fields["start_samples"], 1: extra, 2: extra, 3: extra, 4: fields["start_document"]},
+            {
+                0: fields["start_samples"],
+                1: extra,
+                2: extra,
+                3: extra,
+                4: fields["start_document"],
+                5: fields["start_samples"],
+            },
             fields["committed"],
             _facts({name: column[at] for name, column in facts.items()}, weights),
             fields["num_samples"],
@@ -301,11 +308,11 @@ def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
 def rows_on(axis: int, extent: tuple[int, int, int, int]) -> int:
     """Return a trajectory's number of rows on an axis."""
     first, batch, extra, document = extent
-    return (first * batch, (first + extra) * batch, (first + extra) * batch, extra, document)[axis]
+    return (first * batch, (first + extra) * batch, (first + extra) * batch, extra, document, first * batch)[axis]
 
 
 def _starts(extents: list[tuple[int, int, int, int]]) -> list[dict[int, int]]:
-    total = dict.fromkeys(range(5), 0)
+    total = dict.fromkeys(range(6), 0)
     starts = []
     for extent in extents:
         starts.append(dict(total))
@@ -459,19 +466,42 @@ def read_columns(store: Store, entry: Entry, only: str | None = None) -> dict[st
         if only not in (None, name):
             continue
         width, rows, start = row_bytes(column), rows_on(axis, entry.extent), entry.starts[axis]
-        place = shard.places[at]
-        if place is not None:
-            with open(store.path / checked_name(shard.files[place[0]][0]), "rb") as file:
-                file.seek(place[1] + start * width)
-                data = file.read(rows * width)
-        elif shard.format == "pkl":
-            data = content[name]["data"][start * width : (start + rows) * width]
-        else:
-            data = _zarr_rows(store.path, shard, name, start, rows)
+        read = _rows_once if axis == 5 else _stored_rows
+        data = read(store.path, shard, content, at, start, rows)
         if len(data) != rows * width:
             raise FormatError(f"column {name}: {len(data)} bytes, not {rows * width}")
         columns[name] = Column(axis, dtype, (rows, *row_shape), data)
     return columns
+
+
+def _stored_rows(path: Path, shard: Shard, content: dict[str, Any], at: int, start: int, rows: int) -> bytes:
+    """Return rows that a shard has of its column ``at``; ``content`` has the columns of a pickle."""
+    column, place = shard.schema["columns"][at], shard.places[at]
+    width = row_bytes(column)
+    if place is not None:
+        with open(path / checked_name(shard.files[place[0]][0]), "rb") as file:
+            file.seek(place[1] + start * width)
+            return file.read(rows * width)
+    if shard.format == "pkl":
+        stored: bytes = content[column[0]]["data"][start * width : (start + rows) * width]
+        return stored
+    return _zarr_rows(path, shard, column[0], start, rows)
+
+
+def _rows_once(path: Path, shard: Shard, content: dict[str, Any], at: int, start: int, rows: int) -> bytes:
+    """Return rows of a column that is stored once."""
+    names = [name for name, *_ in shard.schema["columns"]]
+    before = names.index(names[at].replace("next_obs.", "curr_obs.", 1))
+    count = shard.rows[before]
+    head = -(-8 * count // row_bytes(shard.schema["columns"][at]))
+    table = np.frombuffer(_stored_rows(path, shard, content, at, 0, head), "<i8", count)
+    data = b""
+    for number in table[start : start + rows].tolist():
+        column, row = (before, number) if number >= 0 else (at, head - 1 - number)
+        if row >= shard.rows[column]:
+            raise FormatError(f"column {names[at]}: row {number}")
+        data += _stored_rows(path, shard, content, column, row, 1)
+    return data
 
 
 def _zarr_rows(path: Path, shard: Shard, name: str, start: int, rows: int) -> bytes:

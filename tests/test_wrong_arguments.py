@@ -93,7 +93,7 @@ FINE: dict[str, dict[str, str]] = {
         **{"seed": "None 0 -1", "cache_size": "0", "sample_window_size": "0", "cache_bytes": "None 0"},
         **{"enable_cache": "True 0", "auto_save": "True 0", "auto_save_path": "None x 3", "trajectory_format": ""},
         **{"retention": "None", "writer": "None", "format_options": "None {}", "storage_options": "None {}"},
-        "on_commit": "None",
+        **{"on_commit": "None", "store_frames_once": "None True 0"},
     },
     "WriterOptions": {
         **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""),

@@ -22,7 +22,7 @@ from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.core.columns.schema import Schema
-from trajstore.core.files.base import Buffer
+from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats.base import ShardContent, TrajectoryFormat
 from trajstore.core.formats.zarr import ZarrFormat, _write_array, node_name
@@ -55,7 +55,7 @@ def step(rewards: torch.Tensor) -> FlatTrajectory:
 def test_any_zarr_reader_finds_everything_on_disk(tmp_path: Path, config: str, case: str) -> None:
     flats = SHARDS[case]()
     shard = store_shard(FORMATS[config], flats)
-    LocalDirectory(tmp_path).publish(FORMATS[config].encode(SHARD, ShardContent.of(flats)).files)
+    LocalDirectory(tmp_path).publish([EncodedFile(name, [data]) for name, data in shard.files.items()])
     group = zarr.open_group(tmp_path / ROOT, mode="r", zarr_format=3)
     assert Schema.from_json(group.attrs["schema"]) == shard.manifest.schema
     assert group.attrs["trajectories"] == [[e.steps, e.batch, e.extra, e.document] for e in (r.extent for r in flats)]
@@ -151,7 +151,7 @@ def with_file(shard: StoredShard, name: str, content: bytes) -> StoredShard:
         replace(file, size=len(content), crc32=zlib.crc32(content)) if file.name == name else file
         for file in shard.manifest.files
     )
-    return StoredShard(shard.flats, replace(shard.manifest, files=files), {**shard.files, name: content})
+    return replace(shard, manifest=replace(shard.manifest, files=files), files={**shard.files, name: content})
 
 
 def edited(change: Callable[[Any], None]) -> Callable[[bytes], bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -256,3 +256,31 @@ def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys
     ):
         assert main(["replay-step", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+    # Steps of verl: what the workers did and the ledger does not have.
+    inputs = step_inputs(run, 7)
+
+    def of_verl(
+        updates: Sequence[Sequence[int]] = (range(6),), loss: Mapping[str, Any] | None = None, **other: Any
+    ) -> StepInputs:
+        options = {
+            **inputs.step.options,
+            "policy": {"trainer": "verl", "dtype": "bfloat16"},
+            "loss": {**inputs.step.options["loss"], "mode": "het", "loss_agg_mode": "token-mean", **(loss or {})},
+            **other,
+        }
+        return replace(inputs, step=replace(inputs.step, options=options, updates=updates))
+
+    for of_step, reason in (
+        (of_verl(updates=[[4, 0, 5], [2, 1, 3]]), "the step has 2 updates, and the optimizers of verl's workers"),
+        (of_verl(loss={"mode": "gspo"}), "policy_loss.loss_mode=gspo is not recomputed, only vanilla and het"),
+        (of_verl(loss={"loss_agg_mode": "seq-mean-token-sum-norm"}), "divides by a width that is not recorded"),
+        (of_verl(rollout_correction={"rollout_is": "token"}), "rollout_is=token has weights of replayed tokens"),
+    ):
+        checks = {check.name: check for check in recompute(with_log_probs(of_step, Table())).checks}
+        assert reason in checks["loss"].left_out
+        assert checks["log-probs"].values
+        assert not checks["log-probs"].problems
+        assert checks["ratios"].problems, "the ledger's are made up"
+    with pytest.raises(ConfigurationError, match="made no pass before the update"):
+        with_log_probs(of_verl(rollout_correction={"bypass_mode": True}), Table())

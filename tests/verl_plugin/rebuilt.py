@@ -7,11 +7,14 @@ from pathlib import Path
 
 import torch
 
-from trainer_hooks.steps import StepInputs, recompute, step_inputs
+from trainer_hooks.steps import StepInputs, recompute, step_inputs, with_log_probs
+from trainer_hooks.steps.hugging_face import HuggingFacePolicy
 from trainer_hooks.steps.recompute import advantages_of
 
 from .runs import Training
 from .witness import LossRow
+
+SAVES_HUGGING_FACE = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
 Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]
 
@@ -21,19 +24,34 @@ def store_of(folder: Path) -> Path:
     return folder / "checkpoints" / "trajstore" / "rollouts"
 
 
-def check_steps(done: Training) -> None:
+def check_steps(done: Training, first_model: Path | None = None) -> int:
     """Check all steps of a run: no problems, and mini-batches with exactly the loss's rows.
 
     Rows of a mini-batch are compared as a multiset of tokens, masks and advantages; log-probs where they are recorded.
+
+    Args:
+        done: the run.
+        first_model: model before step 1; with it, log-probs and loss are recomputed too, from the step's checkpoint.
+
+    Returns:
+        The number of steps whose loss was recomputed.
     """
     micro_batches = list(dict.fromkeys(row.micro_batch for row in done.rows))
     rows_of = {each: [row for row in done.rows if row.micro_batch is each] for each in micro_batches}
     remaining = iter(micro_batches)
+    recomputed = 0
     for record in done.steps:
-        inputs = step_inputs(store_of(done.folder), int(record["step"]))
+        step = int(record["step"])
+        inputs = step_inputs(store_of(done.folder), step)
+        expected = {"log-probs", "loss"}
+        if first_model is not None:
+            model = first_model if step == 1 else done.folder / "checkpoints" / f"global_step_{step - 1}"
+            inputs = with_log_probs(inputs, HuggingFacePolicy(model, step, inputs.step.options["policy"]))
+            expected = {"loss"} if len(inputs.step.updates) > 1 else set()
         report = recompute(inputs)
         assert report.problems == ()
-        assert {check.name for check in report.checks if check.left_out} == {"log-probs", "loss"}
+        assert {check.name for check in report.checks if check.left_out} == expected
+        recomputed += "loss" not in expected
         advantages, reason = advantages_of(inputs)
         assert advantages is not None, reason
         assert inputs.step.updates
@@ -43,6 +61,7 @@ def check_steps(done: Training) -> None:
                 seen += [row for row in rows_of[next(remaining)] if row.response_mask.any()]  # else verl's padding
             check_rows(inputs, update, advantages, seen)
     assert next(remaining, None) is None
+    return recomputed
 
 
 def check_rows(inputs: StepInputs, update: Sequence[int], advantages: torch.Tensor, seen: Sequence[LossRow]) -> None:

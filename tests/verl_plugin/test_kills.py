@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from pathlib import Path
@@ -39,13 +38,12 @@ from tools.crash.verl.moments import (
     wait_for,
 )
 from tools.crash.verl.processes import Driver
+from tools.crash.verl.training import check_ledger, compare, fresh_of, trained_of
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.replay.persistence import read_pool
-from trainer_hooks.verl.arrival import recorded_rollouts
 from trainer_hooks.verl.rows import replayable
-from trajstore import AgentTrajectory, TrajectoryReplayBuffer, ledger
-from trajstore.ledger import ROW, TrainedStep
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.trajectory import Reward
 
 from .assets import Assets
@@ -209,8 +207,16 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
 
 
 def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
-    """Two rollouts were acknowledged before the first checkpoint; the pool's store lacks both."""
-    made = [rollout("a_0_0", "digit:1", 1), rollout("b_0_0", "digit:2", 1), rollout("b_1_0", "digit:2", 1, outcome=0.0)]
+    """Rollouts of two steps were acknowledged before the first checkpoint; the pool's store lacks those of the second.
+
+    Those of the first step enter when it is repeated.
+    """
+    made = [
+        rollout("a_0_0", "digit:1", 2),
+        rollout("b_0_0", "digit:2", 2),
+        rollout("b_1_0", "digit:2", 2, outcome=0.0),
+        rollout("c_0_0", "digit:3", 1),
+    ]
     make_store(rollouts_path(tmp_path), made)
     make_store(pool_path(tmp_path), [])
     problems: list[str] = []
@@ -219,6 +225,7 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
     promises.take({"event": "acknowledged", "rollouts": acknowledged}, problems.append)
     assert look(tmp_path, promises, "run", "exact", problems.append).expected.held == {}
     report = look(tmp_path, promises, "run", "keep", problems.append)
+    assert promises.finished == {1: {3}}
     held = {"digit:1": [["a_0_0", digest(made[0])]], "digit:2": [["b_0_0", digest(made[1])]]}
     assert (report.since, report.expected.held, problems) == (2, held, [])
 
@@ -317,61 +324,33 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(verl_assets: Assets
         Moment("scoring", 0.0, (4,)),
     )
     loaded = [kill_at(tmp_path, 0, moments[0])["step"]]
-    finished = {one.rollout_id.rpartition("_")[0] for one in recorded(tmp_path) if one.policy_version == 3}
+    before = trained_of(tmp_path).rollouts
+    finished_ids = {number for number, one in before.items() if one.policy_version == 3}
+    finished = {before[number].rollout_id.rpartition("_")[0] for number in finished_ids}
     loaded += [kill_at(tmp_path, life, moment)["step"] for life, moment in enumerate((*moments[1:], None), 1)]
     assert loaded == [0, 2, 2, 2, 4]
     again = [path.read_text().split() for life in range(1, 5) if (path := calls_path(tmp_path, life)).exists()]
     assert not finished.intersection(itertools.chain(*again)), "only what is missing is generated"
     killed = trained_of(tmp_path)
+    steps = [step for number, step in killed.contents.steps.items() if number < 6]
     other = tmp_path / "uninterrupted"
     other.mkdir()
     (tmp_path / ASSETS).rename(other / ASSETS)
     kill_at(other, 0, Moment("scoring", 0.0, (6,)))
-    uninterrupted = trained_of(other)
-    assert list(killed.steps) == list(uninterrupted.steps) == [1, 2, 3, 4, 5]
-    fresh: list[int] = []
-    replayed = 0
-    for number, expected in uninterrupted.steps.items():
-        step = killed.steps[number]
-        assert [step.tasks, step.data, step.seeds] == [expected.tasks, expected.data, expected.seeds]
-        assert step.loss == pytest.approx(dict(expected.loss), rel=TOLERANCE, abs=TOLERANCE)
-        assert killed.identities(step) == uninterrupted.identities(expected)
-        for name in ROW.names:
-            if name != "trajectory":
-                assert step.rows[name] == pytest.approx(expected.rows[name], rel=TOLERANCE, abs=TOLERANCE), name
-        of_step = step.rows[step.rows["replayed"] == 0]["trajectory"].tolist()
-        assert len(set(of_step)) == len(of_step)
-        fresh += of_step
-        replayed += int(step.rows["replayed"].sum())
-    assert replayed
-    assert len(set(fresh)) == len(fresh) > 0, "each rollout is trained once as a fresh one"
+    problems: list[str] = []
+    assert compare(tmp_path, other, problems.append) == 5
+    assert problems == []
+    assert sum(int(step.rows["replayed"].sum()) for step in steps)
 
-    left = killed.rollouts.keys() - set(fresh)
+    check_ledger(tmp_path, killed.rollouts.keys(), 4, {3: finished_ids}, problems.append)
+    assert problems == []
+    left = killed.rollouts.keys() - {number for step in steps for number in fresh_of(step)}
     assert {killed.rollouts[number].policy_version for number in left} <= {4, 6}, "sampled by weights that were lost"
 
-
-@dataclasses.dataclass
-class Recorded:
-    """The ledger of a run that counts, and its rollouts by id."""
-
-    steps: dict[int, TrainedStep]
-    replaced: tuple[int, ...]
-    rollouts: dict[int, AgentTrajectory]
-
-    def identities(self, step: TrainedStep) -> list[tuple[str, int | None, str]]:
-        """Return each row's rollout by task, policy version and session, which equal runs share."""
-        rollouts = [self.rollouts[number] for number in step.rows["trajectory"].tolist()]
-        return [(one.task_id, one.policy_version, one.rollout_id.split("_")[1]) for one in rollouts]
-
-
-def trained_of(folder: Path) -> Recorded:
-    """Return the first five steps of a ledger."""
-    contents = ledger.read(rollouts_path(folder) / "ledger")
-    with TrajectoryReplayBuffer.open(rollouts_path(folder)) as reader:
-        rollouts = dict(zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True))
-    return Recorded(
-        {number: step for number, step in contents.steps.items() if number < 6}, contents.replaced, rollouts
-    )
+    # Each fault is seen.
+    check_ledger(tmp_path, killed.rollouts.keys() - finished_ids, 7, {3: left}, problems.append)
+    for part in ("which are not recorded", "which had finished before a kill", "the checkpoint is of step 7"):
+        assert any(part in problem for problem in problems), problems
 
 
 @pytest.mark.campaign

@@ -19,7 +19,8 @@ from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.ledger import Ledger, TrainedStep
 
-from .rebuilt import check_steps, store_of
+from .assets import Assets
+from .rebuilt import SAVES_HUGGING_FACE, check_steps, store_of
 from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
@@ -51,6 +52,7 @@ def replaying(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Trainin
         STARTS,
         f"trainer.total_training_steps={STEPS}",
         f"trainer.save_freq={SAVED}",
+        SAVES_HUGGING_FACE,
         "trainer.val_before_train=True",
     )
 
@@ -138,8 +140,17 @@ def test_each_step_is_rebuilt_from_store_and_ledger(
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == 2 * (json.dumps(of_run | {"bundle": None}, indent=2) + "\n")
 
-    assert main([*arguments, "--checkpoint", "any"]) == 2
-    assert "--checkpoint: log-probs and loss of step 5 are not recomputed for verl" in capsys.readouterr().err
+    checkpoint = replaying.folder / "checkpoints" / f"global_step_{SAVED}"
+    with_model = ["replay-step", str(run), str(SAVED + 1), "--checkpoint", str(checkpoint), "--json"]
+    assert main([*with_model, "--bundle", str(tmp_path / "with model")]) == 0
+    of_run = json.loads(capsys.readouterr().out)
+    assert all(check["values"] and not check["left_out"] for check in of_run["checks"])
+    assert main(["replay-step", "--from-bundle", str(tmp_path / "with model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checks"] == of_run["checks"]
+    assert main([*arguments, "--checkpoint", str(checkpoint)]) == 1, "of two steps before"
+    assert "log-probs: row " in capsys.readouterr().out
+    assert main([*arguments, "--checkpoint", str(run)]) == 2
+    assert "has no weights in Hugging Face's format. Step 5 began with the model of step 4" in capsys.readouterr().err
 
     written = step_inputs(run, STEPS)
     assert len(written.step.updates) == 1
@@ -256,7 +267,9 @@ LONGEST_AGE = 3
         pytest.param("sync_replay", 16, marks=pytest.mark.campaign),
     ],
 )
-def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, train: Train, tmp_path: Path) -> None:
+def test_ages_ratios_and_groups_are_those_of_the_store(
+    mode: str, steps: int, train: Train, verl_assets: Assets, tmp_path: Path
+) -> None:
     """In asynchronous training a newer policy scores the rollouts, and histories are drawn a step ahead."""
     training = train(
         tmp_path,
@@ -266,6 +279,8 @@ def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, tr
         "+exp_manager.experience_replay.prepare_in_background=true",
         f"trainer.v1.trainer_mode={mode}",
         f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=1",
+        SAVES_HUGGING_FACE,
     )
     assert len(training.steps) == steps
     check_replay_metrics(training.steps)
@@ -276,5 +291,6 @@ def test_ages_ratios_and_groups_are_those_of_the_store(mode: str, steps: int, tr
     assert counted.rows == steps * PROMPTS * GROUP
     assert counted.replayed_rows == training.sum_of("replayed_rows") > 0
     assert bool(counted.waited) == (mode == "colocate_async_replay")
-    check_steps(training)
+    checked = check_steps(training, verl_assets.model)
+    assert checked == steps if mode == "sync_replay" else checked >= 1
     assert max(max(ages) for ages in counted.ages.values()) == LONGEST_AGE

@@ -46,6 +46,7 @@ BENCHMARKS = {
     "t24": "t24_ledger.figures",
     "t25": "t25_restart.figures",
     "t29": "t29_arrival.figures",
+    "t30": "space.frames_once",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

@@ -1,6 +1,7 @@
 """Space: bytes of shard files over live bytes, after 99 of 100 trajectories were evicted at random.
 
-Trajectories of 8 KB. First as the writer leaves it by itself, then after ``compact()``.
+Trajectories of 8 KB. First as the writer leaves it by itself, then after ``compact()``. T30: bytes of images that are
+stored once.
 """
 
 from __future__ import annotations
@@ -8,17 +9,21 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
+from math import prod
 
 import torch
 
 from tools.bench.report import Figure, Options
-from tools.bench.workloads import add_all, opened
+from tools.bench.timing import in_turn, ratio
+from tools.bench.workloads import add_all, filled, image, opened
 from trajstore import Trajectory, TrajectoryReplayBuffer
 
 TARGET = 2.5
 """Twice the live bytes and 1 MiB, of which there are 3.4 MB, and the headers of the files."""
 
 COMPACT_TARGET = 1.1
+FRAMES_TARGET = 1.1
 _SECONDS = 60.0
 
 
@@ -42,6 +47,24 @@ def figures(options: Options) -> Iterator[Figure]:
         )
         buffer.compact()
         yield Figure("SPACE", "the same after compact()", _over(buffer), COMPACT_TARGET)
+
+
+def frames_once(options: Options) -> Iterator[Figure]:
+    """Yield T30, and the time of ``sample`` with images stored once over that with two copies, both mapped."""
+    workload = image(options)
+    steps, batch, *shape = workload.trajectories[0].curr_obs["main_images"].shape
+    distinct = len(workload.trajectories) * (steps + 1) * batch * prod(shape)
+    stores = {
+        once: filled(options.folder / f"{once}", workload.trajectories, seed=0, store_frames_once=once)
+        for once in (False, True)
+    }
+    with stores[False] as twice, stores[True] as once:
+        sizes = {"bytes_with_two_copies": twice.get_stats()["shard_bytes"] / distinct}
+        name = "bytes of image on disk over bytes of its distinct frames"
+        yield Figure("T30", name, once.get_stats()["shard_bytes"] / distinct, FRAMES_TARGET, details=sizes)
+        works = [partial(buffer.sample, workload.batch) for buffer in (once, twice)]
+        times = in_turn(works, options.repeats * 5, calls=10, warmup=7)
+        yield Figure("T30", "sample with frames stored once over two copies, image", ratio(*times), None)
 
 
 def _over(buffer: TrajectoryReplayBuffer) -> float:

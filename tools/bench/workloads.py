@@ -62,7 +62,10 @@ def state_trajectory(generator: torch.Generator, steps: int = 80, batch: int = 3
 
 
 def image(options: Options) -> Workload:
-    """Return 48 trajectories, T 32, B 4: uint8 images 96 x 96 x 3 before and after each step; batch 256."""
+    """Return 48 trajectories, T 32, B 4: uint8 images 96 x 96 x 3 before and after each step; batch 256.
+
+    The image after a step is the one before the next step.
+    """
     generator = torch.Generator().manual_seed(2)
     trajectories = [image_trajectory(generator) for _ in range(options.count(48, 2))]
     return Workload("image", trajectories, 256)
@@ -70,17 +73,13 @@ def image(options: Options) -> Workload:
 
 def image_trajectory(generator: torch.Generator, steps: int = 32, batch: int = 4) -> Trajectory:
     """Return one trajectory of the image workload."""
-
-    def images() -> dict[str, Tensor]:
-        shape = (steps, batch, 96, 96, 3)
-        return {"main_images": torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)}
-
+    images = torch.randint(0, 256, (steps + 1, batch, 96, 96, 3), dtype=torch.uint8, generator=generator)
     return Trajectory(
         max_episode_length=steps,
         model_weights_id="bench",
         rewards=torch.randn(steps, batch, 1, generator=generator),
-        curr_obs=images(),
-        next_obs=images(),
+        curr_obs={"main_images": images[:-1]},
+        next_obs={"main_images": images[1:]},
     )
 
 

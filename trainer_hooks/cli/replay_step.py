@@ -14,7 +14,10 @@ from trajstore.errors import ConfigurationError, counted
 if TYPE_CHECKING:
     from trainer_hooks.steps import Check, Policy, StepInputs
 
-POLICIES = {"reference": "trainer_hooks.reference.policy:ReferencePolicy"}
+POLICIES = {
+    "reference": "trainer_hooks.reference.policy:ReferencePolicy",
+    "verl": "trainer_hooks.steps.hugging_face:HuggingFacePolicy",
+}
 """Class of the policy by the trainer that the ledger's options name."""
 
 
@@ -22,7 +25,9 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("store", metavar="RUN", nargs="?", help="store of all rollouts, with its ledger; path or URL")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="number of the step")
     parser.add_argument("--from-bundle", metavar="FOLDER", help="recompute a bundle instead of a run")
-    parser.add_argument("--checkpoint", metavar="FILE", help="the step before's; recompute log-probs and loss with it")
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", help="the step before's (verl: with hf_model); recompute log-probs and loss"
+    )
     parser.add_argument("--bundle", metavar="FOLDER", help="write the step as a bundle into this new folder")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -62,10 +67,6 @@ def _run(options: Namespace, out: Output) -> int:
 
 def _policy(inputs: StepInputs, checkpoint: str) -> Policy:
     """Return the policy of a checkpoint."""
-    from trainer_hooks.steps.recompute import not_recomputed
-
-    if reason := not_recomputed(inputs):
-        raise ConfigurationError(f"--checkpoint: log-probs and loss of step {inputs.step.step} are {reason}")
     described = inputs.step.options.get("policy", {})
     name = POLICIES.get(described.get("trainer", ""))
     if name is None:
@@ -93,7 +94,7 @@ COMMAND = Command(
     description=(
         "Rebuild the batch of a recorded training step from the store of all rollouts and its ledger, and compare "
         "rollouts, masks, rewards, advantages, weights and importance ratios with the ledger. With the checkpoint of "
-        "the step before, also recompute log-probs, importance ratios and loss terms (not of verl). --bundle writes "
+        "the step before, also recompute log-probs, importance ratios and loss terms. --bundle writes "
         "the step as a folder that --from-bundle recomputes on another machine, without the run, a GPU, Ray or verl. "
         "Exit code 0 = equal, 1 = a difference or damage, 2 = no such step, or rollouts are not stored."
     ),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,12 @@ class PoolLedger:
         left = self.state.apply(changes)
         self._count(Departure.TASK_SOLVED, len(left))
         self._garbage.extend(left)
+
+    def withdraw(self, entries: Iterable[PoolEntry]) -> None:
+        """Remove entries; the store evicts them when the pool is saved."""
+        for entry in entries:
+            self.state.forget(entry)
+            self._garbage.append(entry.trajectory_id)
 
     def note_used(self, entries: Sequence[PoolEntry]) -> None:
         """Count one use of each of these entries."""

@@ -526,10 +526,18 @@ class ExperienceManager:
         """Return the tasks with trajectories in the pool."""
         return list(self._state.entries)
 
-    def rollout_ids(self, policy_version: int) -> frozenset[str]:
-        """Return the ``rollout_id`` of the trajectories that a policy version sampled."""
+    @property
+    def store_id(self) -> str:
+        """UUID of the pool's store; empty for a pool in memory."""
+        return self._ledger.store.store_id
+
+    def withdraw(self, policy_version: int, chosen: Callable[[str], bool]) -> None:
+        """Remove the trajectories that a policy version sampled and whose ``rollout_id`` is chosen.
+
+        For rollouts that a step trains on as fresh ones again, after which they may enter again.
+        """
         sampled = [entry for entry in self._state.all_entries() if entry.policy_version == policy_version]
-        return frozenset(record.rollout_id for _, record in self._ledger.read(sampled))
+        self._ledger.withdraw([entry for entry, record in self._ledger.read(sampled) if chosen(record.rollout_id)])
 
     @property
     def waiting_tasks(self) -> dict[str, None]:

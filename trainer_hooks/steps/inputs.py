@@ -24,6 +24,9 @@ from trajstore.trajectory import AgentTrajectory
 TOLERANCES: Mapping[str, float] = {"advantages": 1e-6, "log-probs": 1e-4, "ratios": 1e-5, "loss": 1e-6}
 """Largest difference that counts as equal, by check; relative to the value where that is above 1."""
 
+HALF_PRECISION: Mapping[str, float] = {**TOLERANCES, "log-probs": 0.1, "ratios": 0.1, "loss": 0.02}
+"""The same for a policy in bfloat16 or float16: other kernels round its logits, with 8 or 11 bits, differently."""
+
 TENSORS = ("input_ids", "attention_mask", "position_ids", "loss_mask", "exp_mask", "response_mask", "step_ids")
 """The batch's tensors, as :func:`~trainer_hooks.batch.build_batch` makes them."""
 
@@ -156,7 +159,8 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
         columns = [None if row.is_experience_replay else row.trajectory.notes.get(name) for row in rows]
         if any(column is not None for column in columns):
             tensors[tensor] = _padded(rows, columns)
-    return StepInputs(record, tensors, facts)
+    half = record.options.get("policy", {}).get("dtype", "float32") in ("bfloat16", "float16")
+    return StepInputs(record, tensors, facts, dict(HALF_PRECISION if half else TOLERANCES))
 
 
 def _record(path: str | Path, step: int) -> TrainedStep:

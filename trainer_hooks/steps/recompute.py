@@ -20,11 +20,14 @@ from trainer_hooks.steps.inputs import StepInputs
 from trainer_hooks.trained import row_means
 from trajstore.errors import ConfigurationError, counted
 
-NOT_RECOMPUTED: Mapping[str, str] = {
-    "verl": "not recomputed for verl: its loss terms are means over the micro-batches of its workers, and its "
-    "checkpoints are not read"
-}
-"""Why log-probs and loss of a trainer's steps are not recomputed."""
+OF_VERL = ("mode", "kl_loss_coef")
+"""Options of verl's loss that the policy loss does not have."""
+
+LOSS_MODES = ("vanilla", "het")
+"""Policy losses of verl that can be recomputed. ``vanilla`` is ``het`` without replayed tokens."""
+
+VERL_TERMS = ("pg_loss",)
+"""Loss terms of verl that do not depend on the sizes of its micro-batches."""
 
 
 class Policy(Protocol):
@@ -34,7 +37,7 @@ class Policy(Protocol):
         """Return log-probabilities and entropies of rows of a batch, [M, R], with gradient."""
 
     def learn(self, objective: Tensor) -> None:
-        """Take one optimizer step."""
+        """Take one optimizer step. Not called for a step of verl."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ def with_log_probs(
 ) -> StepInputs:
     """Return the inputs with log-probs of a policy, which takes the step's updates one after another.
 
+    Of verl, only those before the first update: the optimizers of its workers are not rebuilt.
+
     Args:
         inputs: of the step.
         policy: as before the step.
@@ -109,14 +114,14 @@ def with_log_probs(
     Raises:
         ConfigurationError: the ledger does not have the updates, or the loss of this step cannot be recomputed.
     """
-    if reason := not_recomputed(inputs):
-        raise ConfigurationError(f"step {inputs.step.step}: log-probs and loss are {reason}")
     tensors, updates = dict(inputs.tensors), inputs.step.updates
     advantages, reason = advantages_of(inputs)
-    if advantages is None or not updates or not inputs.step.options.get("loss"):
+    reason = reason or _no_pass(inputs)
+    if advantages is None or reason or not updates or not inputs.step.options.get("loss"):
         raise ConfigurationError(f"step {inputs.step.step}: {reason or 'the ledger has no options of its loss'}")
     current = torch.zeros_like(tensors["old_log_probs"])
-    total, done = 2 * len(updates), itertools.count(1)
+    repeats = not _is_of_verl(inputs)
+    total, done = len(updates) * (1 + repeats), itertools.count(1)
     with torch.no_grad():
         for rows in updates:
             current[list(rows)] = policy.log_probs(tensors, rows)[0].cpu()
@@ -124,6 +129,10 @@ def with_log_probs(
     tensors["current_log_probs"] = current
     tensors["old_log_probs"] = torch.where(tensors["old_known"], tensors["old_log_probs"], current)
     filled = replace(inputs, tensors=tensors)
+    if not repeats:
+        return (
+            filled if len(updates) > 1 else replace(filled, tensors={**tensors, "log_probs": current[list(updates[0])]})
+        )
     coefficient = inputs.step.options.get("entropy_coeff", 0.0)
     parts = []
     for rows in updates:
@@ -171,9 +180,8 @@ def _loss(inputs: StepInputs, rows: Sequence[int], log_probs: Tensor, advantages
     """Return the loss of one update."""
     given = (inputs.tensors["old_log_probs"][list(rows)], advantages[list(rows)], *_masks_of(inputs, rows))
     old, advantage, mask, exp_mask = (tensor.to(log_probs.device) for tensor in given)
-    return het_compute_token_on_off_policy_loss(
-        old, log_probs, advantage, mask, exp_mask, **inputs.step.options["loss"]
-    )
+    options = {name: value for name, value in inputs.step.options["loss"].items() if name not in OF_VERL}
+    return het_compute_token_on_off_policy_loss(old, log_probs, advantage, mask, exp_mask, **options)
 
 
 def _rollouts(inputs: StepInputs) -> Check:
@@ -321,41 +329,70 @@ def _rejects(inputs: StepInputs) -> str:
     return f"rollout_correction.rollout_rs={rejects} rejects tokens, and which ones is not recorded" if rejects else ""
 
 
-def not_recomputed(inputs: StepInputs) -> str:
-    """Return why log-probs and loss of the step's trainer are not recomputed; empty if they can be."""
-    return NOT_RECOMPUTED.get(inputs.step.options.get("policy", {}).get("trainer", ""), "")
+def _is_of_verl(inputs: StepInputs) -> bool:
+    return bool(inputs.step.options.get("policy", {}).get("trainer") == "verl")
+
+
+def _no_pass(inputs: StepInputs) -> str:
+    """Return why the log-probs before the first update are unknown; empty if a policy has them."""
+    bypass = _correction(inputs).get("bypass_mode")
+    return "the trainer's policy made no pass before the update (bypass_mode)" if bypass else ""
+
+
+def _no_loss(inputs: StepInputs) -> str:
+    """Return why the loss of a step of verl is not recomputed; empty if it is."""
+    mode, updates = inputs.step.options["loss"].get("mode"), len(inputs.step.updates)
+    if mode not in LOSS_MODES:
+        return f"policy_loss.loss_mode={mode} is not recomputed, only {' and '.join(LOSS_MODES)}"
+    if inputs.step.options["loss"]["loss_agg_mode"] == "seq-mean-token-sum-norm":
+        return "seq-mean-token-sum-norm divides by a width that is not recorded"
+    if name := _correction(inputs).get("rollout_is"):
+        return f"rollout_correction.rollout_is={name} has weights of replayed tokens, which are not recorded"
+    return (
+        f"the step has {updates} updates, and the optimizers of verl's workers are not rebuilt" if updates > 1 else ""
+    )
 
 
 def _of_log_probs(inputs: StepInputs, advantages: Tensor | None, reason: str) -> list[Check]:
     """Compare log-probs, ratios and loss terms with the recorded ones."""
     rows, tensors = inputs.step.rows, inputs.tensors
-    if absent := not_recomputed(inputs):
-        return [Check("log-probs", 0, left_out=absent), _first_ratios(inputs), Check("loss", 0, left_out=absent)]
-    finite = _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
-    if "log_probs" not in tensors or advantages is None:
-        reason = reason or "needs log-probs of the policy; give the checkpoint of the step before"
-        only_finite = Check("ratios", len(rows), problems=tuple(finite), found="finite")
-        return [Check("log-probs", 0, left_out=reason), only_finite, Check("loss", 0, left_out=reason)]
+    of_verl = _is_of_verl(inputs)
+    if "current_log_probs" not in tensors or advantages is None:
+        reason = reason or _no_pass(inputs) or "needs log-probs of the policy; give the checkpoint of the step before"
+        finite = _first("has no finite importance ratio", torch.from_numpy(~np.isfinite(rows["ratio"])))
+        ratios = Check("ratios", len(rows), problems=tuple(finite), found="finite")
+        return [
+            Check("log-probs", 0, left_out=reason),
+            _first_ratios(inputs) if of_verl else ratios,
+            Check("loss", 0, left_out=reason),
+        ]
     fresh = torch.from_numpy(rows["replayed"] == 0)[:, None] & tensors["old_known"]
     gaps = (tensors["current_log_probs"] - tensors["old_log_probs"]).abs().where(fresh, 0.0).amax(dim=1).numpy()
     passed = _differing("difference of log-probs", gaps, np.zeros(len(gaps)), inputs.tolerances["log-probs"])
-    ratios = np.zeros(len(rows), np.float32)
+    log_probs = Check("log-probs", int(fresh.sum()), *_as_check(passed))
+    if of_verl:
+        ratio = (tensors["current_log_probs"] - tensors["old_log_probs"]).exp()
+        before = row_means(tensors["response_mask"], ratios=ratio)[1].numpy()
+    if of_verl and (absent := _no_loss(inputs)):
+        return [log_probs, _ratios(inputs, before), Check("loss", 0, left_out=absent)]
+    after = np.zeros(len(rows), np.float32)
     terms: list[dict[str, Tensor]] = []
     ends = itertools.accumulate(map(len, inputs.step.updates))
     for update, end in zip(inputs.step.updates, ends, strict=True):
         loss = _loss(inputs, update, tensors["log_probs"][end - len(update) : end], advantages)
-        ratios[list(update)] = row_means(_masks_of(inputs, update)[0], ratios=loss["importance_ratio"])[1].numpy()
-        terms.append({name: term for name, term in loss.items() if name in inputs.step.loss})
+        after[list(update)] = row_means(_masks_of(inputs, update)[0], ratios=loss["importance_ratio"])[1].numpy()
+        compared = VERL_TERMS if of_verl else loss.keys()
+        terms.append({name: loss[name] for name in compared if name in inputs.step.loss})
     names = list(terms[0])
     means = np.array([float(torch.stack([term[name] for term in terms]).mean()) for name in names])
     recorded = np.array([inputs.step.loss[name] for name in names])
-    of_ratios = _differing("ratio", ratios, rows["ratio"], inputs.tolerances["ratios"])
     of_loss = _differing("", means, recorded, inputs.tolerances["loss"], names)
-    return [
-        Check("log-probs", int(fresh.sum()), *_as_check(passed)),
-        Check("ratios", len(rows), *_as_check(of_ratios)),
-        Check("loss", len(names), *_as_check(of_loss)),
-    ]
+    return [log_probs, _ratios(inputs, before if of_verl else after), Check("loss", len(names), *_as_check(of_loss))]
+
+
+def _ratios(inputs: StepInputs, ratios: npt.NDArray[np.float32]) -> Check:
+    result = _differing("ratio", ratios, inputs.step.rows["ratio"], inputs.tolerances["ratios"])
+    return Check("ratios", len(ratios), *_as_check(result))
 
 
 def _first_ratios(inputs: StepInputs) -> Check:

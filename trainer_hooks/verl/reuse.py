@@ -17,13 +17,11 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 from trainer_hooks.guidance.context import GUIDANCE
-from trainer_hooks.replay.late_values import DROPPED_STEP, TRAINED_STEP
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl.asking import column_of
 from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
 from trainer_hooks.verl.tasks import task_name
 from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.facts import GIVEN
 from trajstore.core.reading.contents import Contents
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
@@ -94,9 +92,6 @@ class Reuse:
         reader: Reader,
         step: int,
         runs: Container[str] | None,
-        *,
-        unfinished: bool = False,
-        pooled: Container[str] = (),
     ) -> None:
         """Find the rollouts that the weights of a checkpoint sampled.
 
@@ -104,15 +99,11 @@ class Reuse:
             reader: of the recorded rollouts.
             step: step of the checkpoint; 0 = none.
             runs: ids of the processes that sampled with these weights; ``None`` = all.
-            unfinished: leave out groups of steps that finished.
-            pooled: ids of rollouts in the experience pool; their groups are left out.
         """
         ids, versions = reader.live.locked(_ids_and_versions)
         self._step = step + 1
         self._refused = Counter({"sampled by newer weights than the checkpoint's": int((versions > step + 1).sum())})
         groups: dict[str, _Group] = {}
-        known: set[str] = set()
-        """Groups that the pool knows; their step was scored before the crash."""
         for number in ids[versions == step + 1].tolist():
             try:
                 rollout = reader.get(number)
@@ -123,18 +114,16 @@ class Reuse:
             if not isinstance(rollout, AgentTrajectory):
                 continue
             uid, session = rollout.rollout_id.split("_")[:2]
-            late = rollout.metadata.get(GIVEN, {})
-            if rollout.rollout_id in pooled or (unfinished and (TRAINED_STEP in late or DROPPED_STEP in late)):
-                known.add(uid)
             if reason := self._refusal(rollout, runs):
                 self._refused[reason] += 1
                 continue
             group = groups.setdefault(uid, _Group(uid, rollout.task_id, rollout.messages))
             group.sessions.setdefault(int(session), number)
-        self._refused["of groups that the pool knows"] += sum(
-            len(groups[uid].sessions) for uid in known & groups.keys()
-        )
-        self._groups = [group for uid, group in groups.items() if uid not in known]
+        self._groups = [*groups.values()]
+
+    def waits_for(self, rollout_id: str) -> bool:
+        """Return whether a rollout is of a group that waits for its prompt."""
+        return rollout_id.split("_")[0] in {group.uid for group in self._groups}
 
     def _refusal(self, rollout: AgentTrajectory, runs: Container[str] | None) -> str:
         """Return why a rollout of the right version is not reused; empty if it is."""

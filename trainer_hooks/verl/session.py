@@ -12,8 +12,8 @@ import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
-from trainer_hooks.verl.cuts import Cut, find_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.loss import EXP_MASK
@@ -62,7 +62,14 @@ from trainer_hooks.verl.rows import (
 from trainer_hooks.verl.tasks import TaskTable, task_name
 from trainer_hooks.verl.trained import TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreError, StoreWriteError, counted
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidTrajectoryError,
+    StoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    counted,
+)
 from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -483,8 +490,9 @@ class ReplaySession:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
 
         If no checkpoint has a cut, load the newest ``step_N`` of ``pool_path`` up to ``step``; without one the pool
-        is used as stored. With ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are
-        admitted to the pool again. With ``on_error: warn``, failed writes are logged and training continues.
+        is used as stored. Without a checkpoint, restore the pool with which the training began. With
+        ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are admitted to the pool again.
+        With ``on_error: warn``, failed writes are logged and training continues.
 
         Args:
             folder: the checkpoint; ``None`` if there is none yet.
@@ -498,21 +506,25 @@ class ReplaySession:
         cut = None if folder is None else find_cut(folder, step)
         if self.guided.is_on and cut is not None:
             self.guided.load_state(cut.guidance)
-        if self._hook.manager is not None:
-            self._resume_pool(cut, folder, step)
         own = cut if cut is not None and cut.step == step else None
         self.prompts = 0 if own is None else own.prompts
-        self._find_finished(own, folder, step)
+        has_pool = self._hook.manager is not None
+        with self._explained():
+            if has_pool:
+                self._go_back(cut, folder, step)
+            self._find_finished(own, folder, step)
+            if has_pool and self._block.on_resume == "keep":
+                self._take_in_since(cut)
         if self._ledger is not None:
             self._ledger.continue_from(step or None)
 
-    def _resume_pool(self, cut: Cut | None, folder: Path | None, step: int) -> None:
-        keeps = self._block.on_resume == "keep"
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Add the option that resuming follows to an error of the pool's store."""
         try:
-            self._go_back(cut, folder, step)
-            if keeps:
-                self._take_in_since(cut)
+            yield
         except StoreWriteError as error:
+            keeps = self._block.on_resume == "keep"
             wanted = "and takes in the rollouts recorded since" if keeps else ", no more"
             error.add_note(
                 f"{SECTION}.on_resume: {self._block.on_resume}: the pool goes back to the checkpoint {wanted}; it could"
@@ -539,12 +551,9 @@ class ReplaySession:
             except StoreWriteError as error:
                 logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
         with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
-            # A pool that does not go back to the checkpoint has rollouts of scored steps, and could add them to their
-            # own group. A crash may have left the pool's commit without the report of the step.
-            manager = self._hook.manager
-            keeps = manager is not None and (self._block.on_resume == "keep" or folder is None)
-            pooled = frozenset[str]() if manager is None else manager.rollout_ids(step + 1)
-            self.reuse.find(reader, step, runs, unfinished=keeps, pooled=pooled)
+            self.reuse.find(reader, step, runs)
+        if (manager := self._hook.manager) is not None:  # which could add a scored rollout to its own group
+            manager.withdraw(step + 1, self.reuse.waits_for)
 
     def close(self) -> None:
         """Flush and close the stores. Idempotent.
@@ -572,7 +581,31 @@ class ReplaySession:
         else:
             if folder is not None:
                 logger.warning("%s says nothing of the experience pool", folder)
+            elif self._block.on_resume == "exact" and self._went_to_beginning():
+                return
             self._hook.resume(None, step)
+            if folder is None and self._block.on_resume == "exact":
+                self._note_beginning()
+
+    def _went_to_beginning(self) -> bool:
+        """Restore the pool with which a training without a checkpoint began; return False if it begins now."""
+        begun, manager = read_cut(self._checkpoints), self._hook.manager
+        if begun is None or not begun.pool or manager is None or begun.pool["store_id"] != manager.store_id:
+            return False
+        try:
+            self._hook.load_state_dict(begun.pool)
+        except StoreNotFoundError as error:
+            logger.warning("experience pool: stays as it is, for its state before step 1 was removed: %s", error)
+            return False
+        self._resumed_from = begun.pool
+        return True
+
+    def _note_beginning(self) -> None:
+        """Save the pool before step 1, for a crash before the first checkpoint, which a pool in memory is lost in."""
+        pool = self._on_disk(self._hook.state_dict)
+        if pool and "point" in pool:
+            self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, -1, "", pool, {})))
+            self._resumed_from = pool
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""
@@ -582,7 +615,8 @@ class ReplaySession:
             return
         steps = 0
         for made in steps_since(self._block.recording_path, cut):
-            rollouts = replayable(made)
+            # Those of the interrupted step follow with it.
+            rollouts = [rollout for rollout in replayable(made) if not self.reuse.waits_for(rollout.rollout_id)]
             trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
             self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))

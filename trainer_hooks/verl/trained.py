@@ -144,8 +144,17 @@ def options_of(config: Any, pad_token_id: int, loss: Mapping[str, Any], *, recor
             "trainer": "verl",
             "temperature": float(config.actor_rollout_ref.rollout.temperature),
             "learning_rate": float(actor.optim.lr),
+            "dtype": _dtype(actor),
         },
     }
+
+
+def _dtype(actor: Any) -> str:
+    """Return the dtype of the model's forward pass in verl's engine, as torch names it."""
+    engine = actor.get("fsdp_config") or {}
+    name = str((engine.get("mixed_precision") or {}).get("param_dtype") or "bf16")
+    kinds = {"32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "16": "float16", "half": "float16"}
+    return kinds.get(name.removeprefix("fp").removeprefix("float"), name)
 
 
 def _parts(key: str) -> tuple[str, int, int]:

@@ -18,6 +18,11 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--to", choices=(*FORMATS, *FOREIGN), help="format of DST; pt, pkl and zarr are stores (with --from: pt)"
     )
+    parser.add_argument(
+        "--store-frames-once",
+        action="store_true",
+        help="store next_obs that equals curr_obs of the next step once (DST is a store)",
+    )
     parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--pin", metavar="NAME", help="the trajectories of a pin")
     parser.add_argument(
@@ -35,11 +40,15 @@ def _run(options: Namespace, out: Output) -> int:
         )
     if options.to not in FOREIGN and (options.where is not None or options.pin is not None):
         raise ConfigurationError("convert: --where and --pin select trajectories for files of other programs (--to)")
+    if options.to in FOREIGN and options.store_frames_once:
+        raise ConfigurationError("convert: --store-frames-once is for stores (--to pt, pkl or zarr, or --from)")
     if options.origin is None and options.to in FORMATS:
         from trajstore.operations.moving import convert
 
         with ProgressBar("verifying", sys.stderr) as bar:
-            return write_copied(convert(options.source, options.target, options.to, bar), options, out)
+            once = options.store_frames_once
+            done = convert(options.source, options.target, options.to, bar, store_frames_once=once)
+            return write_copied(done, options, out)
     return _foreign(options, out)
 
 
@@ -69,6 +78,7 @@ def _foreign(options: Namespace, out: Output) -> int:
                 options.target,
                 form.name,
                 trajectory_format=options.to or "pt",
+                store_frames_once=options.store_frames_once,
                 check=options.check,
                 progress=bar,
             )

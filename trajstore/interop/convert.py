@@ -178,6 +178,7 @@ def convert_from(
     format_name: str,
     *,
     trajectory_format: str = "pt",
+    store_frames_once: bool = False,
     check: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
@@ -191,6 +192,7 @@ def convert_from(
         target: folder; must not exist.
         format_name: one of :data:`FORMATS`.
         trajectory_format: format of the shards.
+        store_frames_once: as for :class:`~trajstore.TrajectoryReplayBuffer`.
         check: read the store back and compare it with the files before it appears.
         progress: called with (done, total) bytes or items of the source.
 
@@ -213,7 +215,7 @@ def convert_from(
     items = form.read(origin)
     identity = {"source": str(origin), "from": form.name, "format": trajectory_format, "size": items.total}
     with _staging(path, identity) as staging:
-        with closing(_StoreWriter(staging.made, staging.mark, trajectory_format)) as writer:
+        with closing(_StoreWriter(staging.made, staging.mark, trajectory_format, store_frames_once)) as writer:
             _write(items, writer, staging, result, progress)
         if not result.written:
             reasons = [f"{key}: {why}" for key, why in result.problems.items()]
@@ -298,11 +300,15 @@ def _nbytes(value: Any) -> int:
 class _StoreWriter:
     """Writes a store; the mark is the step of a saved point, which is the number of trajectories."""
 
-    def __init__(self, path: Path, mark: int | None, trajectory_format: str) -> None:
+    def __init__(self, path: Path, mark: int | None, trajectory_format: str, once: bool) -> None:
         if mark is None:
             shutil.rmtree(path, ignore_errors=True)
         self._buffer = TrajectoryReplayBuffer(
-            auto_save=True, auto_save_path=path, trajectory_format=trajectory_format, enable_cache=False
+            auto_save=True,
+            auto_save_path=path,
+            trajectory_format=trajectory_format,
+            enable_cache=False,
+            store_frames_once=once,
         )
         self._count = mark or 0
         if mark is not None and self._buffer.points.saved:  # finish, which removes the points, may have been killed

@@ -310,6 +310,7 @@ def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
     with_extra = (steps + extra) * batch
     return {
         Axis.SAMPLES: steps * batch,
+        Axis.NEXT: steps * batch,
         Axis.FIRST_EXTRA: with_extra,
         Axis.LAST_EXTRA: with_extra,
         Axis.RESPONSE: extra,

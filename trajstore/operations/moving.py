@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.base.arguments import one_of, whole
+from trajstore.core.base.arguments import one_of, truth, whole
 from trajstore.core.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
 from trajstore.core.buffer.loading import LoadRequest
 from trajstore.core.buffer.reader import Reader, load_reader
@@ -114,7 +114,14 @@ def split(
         return _write(result, parts, progress)
 
 
-def convert(source: str | Path, target: str | Path, trajectory_format: str, progress: Progress | None = None) -> Copied:
+def convert(
+    source: str | Path,
+    target: str | Path,
+    trajectory_format: str,
+    progress: Progress | None = None,
+    *,
+    store_frames_once: bool = False,
+) -> Copied:
     """Copy a store or a run into another shard format.
 
     Ids, UUIDs and the state of the draws are kept. Shards already in the format are linked or copied. Damaged
@@ -125,6 +132,7 @@ def convert(source: str | Path, target: str | Path, trajectory_format: str, prog
         target: path or URL; absent, empty, or the result of an earlier call with the same trajectories.
         trajectory_format: ``"pt"``, ``"pkl"`` or ``"zarr"``.
         progress: called with (done, total) verified shards.
+        store_frames_once: as for :class:`~trajstore.TrajectoryReplayBuffer`, in all shards.
 
     Raises:
         ConfigurationError: the format is unknown. Also for the reasons listed at :func:`merge`, which applies to the
@@ -139,7 +147,7 @@ def convert(source: str | Path, target: str | Path, trajectory_format: str, prog
             reader = shown.enter_context(_shown({ALONE: store}, result, progress))
             name = "" if store is places[0] else f"rank_{number}" if is_of_rank(store.name) else store.name
             parts[name] = _snapshot(reader), _state(reader, trajectory_format=trajectory_format)
-        return _write(result, parts, progress, trajectory_format)
+        return _write(result, parts, progress, trajectory_format, once=truth("store_frames_once", store_frames_once))
 
 
 # -- sources ------------------------------------------------------------------------------------------
@@ -220,7 +228,12 @@ def _state(reader: Reader, draws: Draws | None = None, trajectory_format: str | 
 
 
 def _write(
-    result: Copied, parts: Mapping[str, _Part], progress: Progress | None, trajectory_format: str | None = None
+    result: Copied,
+    parts: Mapping[str, _Part],
+    progress: Progress | None,
+    trajectory_format: str | None = None,
+    *,
+    once: bool = False,
 ) -> Copied:
     """Write stores into folders of the target, or one (``""``) as the target itself, and verify them.
 
@@ -243,7 +256,8 @@ def _write(
             for name, (snapshot, state) in parts.items():
                 form = get_format(state.trajectory_format)
                 to = made.inner(name) if name else made
-                save_checkpoint(to, snapshot, state, form, "trajstore", converted=trajectory_format is not None)
+                converted = trajectory_format is not None
+                save_checkpoint(to, snapshot, state, form, "trajstore", converted=converted, once=once)
     verification = verified(result.target, "what was written", progress)
     result.trajectories, result.nbytes = verification.trajectories, verification.nbytes
     return result

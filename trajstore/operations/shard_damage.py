@@ -5,6 +5,7 @@ from __future__ import annotations
 from trajstore.core.files.base import Directory
 from trajstore.core.formats.base import ShardManifest
 from trajstore.core.formats.checksums import check_file
+from trajstore.core.formats.frames import samples_of
 from trajstore.core.reading.shard_access import fetch_file, reader_of
 from trajstore.errors import StoreError
 
@@ -26,18 +27,18 @@ def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, 
             damage += [(file.name, text.removeprefix(f"{file.name}: ")) for text in check_file(data, manifest, number)]
         finally:
             data.release()
-    if not damage and None in manifest.places:
+    if not damage and (None in manifest.places or manifest.schema.stored_once):
         damage += _damage_in_decoded(directory, manifest)
     return damage
 
 
 def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
-    """Decode the columns that are not mapped."""
+    """Decode the columns that are not mapped, or are stored once."""
     try:
         reader = reader_of(directory, manifest)
         for column, place in enumerate(manifest.places):
-            if place is None:
-                reader.rows(column, 0, manifest.rows[column])
+            if place is None or column in manifest.schema.stored_once:
+                reader.rows(column, 0, samples_of(manifest, column))
     except (StoreError, OSError) as error:
         return [(manifest.files[0].name, str(error))]
     return []

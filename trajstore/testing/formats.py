@@ -6,7 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from trajstore.core.columns.conversion import flatten
+from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
 from trajstore.core.columns.schema import dtypes
 from trajstore.core.files.base import Buffer, check_name
 from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
 from trajstore.core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
+from trajstore.core.formats.frames import folded
 from trajstore.core.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
@@ -102,6 +104,16 @@ def _one_step() -> list[FlatTrajectory]:
     return [step_record(3, 2, 1, torch.Generator().manual_seed(2))]
 
 
+def _frames() -> list[FlatTrajectory]:
+    """Return trajectories whose images are stored once."""
+    generator = torch.Generator().manual_seed(5)
+    images = [random_tensor((5, 2, 5, 5), torch.float32, generator) for _ in range(3)]
+    return [
+        flatten(Trajectory(rewards=torch.zeros(4, 2, 1), curr_obs={"x": rows[:-1]}, next_obs={"x": rows[1:]}))
+        for rows in images
+    ]
+
+
 def _agent_shard() -> list[FlatTrajectory]:
     generator = torch.Generator().manual_seed(3)
     return [agent_record(*sizes, generator) for sizes in ((5, 9), (0, 0), (3, 0), (0, 17), (30, 1))]
@@ -114,6 +126,7 @@ def _no_response() -> list[FlatTrajectory]:
 SHARDS: Mapping[str, Callable[[], list[FlatTrajectory]]] = {
     "step": _step_shard,
     "one_step": _one_step,
+    "frames": _frames,
     "agent": _agent_shard,
     "agent_without_response": _no_response,
 }
@@ -126,11 +139,13 @@ class StoredShard:
 
     Attributes:
         flats: the encoded trajectories.
+        columns: the bytes of each column that were encoded.
         manifest: of the shard, as in the log.
         files: content by name. Tests may replace it by damaged content of the same size.
     """
 
     flats: Sequence[FlatTrajectory]
+    columns: Sequence[bytes]
     manifest: ShardManifest
     files: dict[str, bytes]
 
@@ -146,25 +161,28 @@ class StoredShard:
         return self.files[name]
 
     def column(self, column: int) -> torch.Tensor:
-        """Return all rows of a column from the trajectories, ``[rows, *row_shape]``."""
+        """Return all rows of a column that were encoded, ``[rows, *row_shape]``."""
         spec = self.manifest.schema.columns[column]
-        data = b"".join(bytes(flat.column_bytes(column)) for flat in self.flats)
-        return rows_from_bytes(bytearray(data), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape))
+        return rows_from_bytes(
+            bytearray(self.columns[column]), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape)
+        )
 
     def ranges(self, column: int) -> Iterator[tuple[int, int]]:
         """Yield row ranges of a column: all that begin and end at, or next to, the bounds of a trajectory."""
         axis = self.manifest.schema.columns[column].axis
-        bounds = list(accumulate((flat.extent.rows(axis) for flat in self.flats), initial=0))
+        counts = [self.manifest.rows[column]] if axis is Axis.NEXT else [flat.extent.rows(axis) for flat in self.flats]
+        bounds = list(accumulate(counts, initial=0))
         near = {bound + step for bound in bounds for step in (-1, 0, 1)}
         points = sorted(point for point in near if 0 <= point <= bounds[-1])
         return ((start, stop) for start in points for stop in points if start <= stop)
 
 
 def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory]) -> StoredShard:
-    """Encode trajectories with a format, as stored in a directory."""
-    content = ShardContent.of(flats)
+    """Encode trajectories with a format, as stored in a directory; equal observations once."""
+    content = folded(ShardContent.of(flats), search=True)
     encoded = shard_format.encode(SHARD, content)
-    return StoredShard(flats, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
+    columns = [b"".join(bytes(memoryview(piece)) for piece in pieces) for pieces in content.pieces]
+    return StoredShard(flats, columns, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
 
 
 def contents(encoded: EncodedShard) -> dict[str, bytes]:
@@ -267,14 +285,14 @@ class FormatConformance:
     def test_damage_gives_documented_errors_only(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
         for number, position, mask in _sampled_bytes(steps, per_file=1, files=8):
             name = steps.manifest.files[number].name
-            damaged = StoredShard(steps.flats, steps.manifest, dict(steps.files))
+            damaged = replace(steps, files=dict(steps.files))
             damaged.files[name] = _flip(steps.files[name], position, mask)
             _read_all(format, damaged)  # changed raw values cannot be detected; other damage must be
 
     def test_missing_files_are_named(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
         for number in _sampled_files(steps, 8):
             name = steps.manifest.files[number].name
-            lacking = StoredShard(steps.flats, steps.manifest, dict(steps.files))
+            lacking = replace(steps, files=dict(steps.files))
             del lacking.files[name]
             message = _read_all(format, lacking)
             assert message is not None, name

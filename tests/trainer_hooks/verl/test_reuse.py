@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
-from trainer_hooks.replay.late_values import TRAINED_STEP
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule
@@ -19,7 +18,7 @@ from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished, Reuse
 from trainer_hooks.verl.reused_loop import outputs_of
 from trainer_hooks.verl.rows import REUSE
-from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.reader import Reader
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AnyTrajectory
@@ -56,7 +55,6 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
     ]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format="pt") as buffer:
         ids = buffer.add_trajectories([*finished, *(rollout for rollout, _ in others)])
-        annotate(buffer, ids[1:2], {TRAINED_STEP: [STEP + 1]})
 
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         reuse = Reuse("options", "usual")
@@ -84,12 +82,6 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         assert reuse.offered(again) is again
         assert list(reuse.named(new_prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
-        kept = Reuse("options", "usual")
-        kept.find(reader, STEP, None, unfinished=True)
-        with caplog.at_level(logging.INFO):
-            kept.named(new_prompts(0, 1), STEP + 1)
-        assert [group.sessions for group in kept._offers.values()] == [{0: ids[2]}], "a reported group is left out"
-        assert "2 of groups that the pool knows" in caplog.messages[-1]
 
         get = Reader.get
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 from tools import campaigns
 from tools.crash.verl.checks import Expected, Promises, check_resumed, look
-from tools.crash.verl.layout import journal_path
+from tools.crash.verl.layout import ASSETS, journal_path
 from tools.crash.verl.moments import KEEP_MOMENTS, MOMENTS, JournalReader, Moment, wait_for
 from tools.crash.verl.processes import Driver
+from tools.crash.verl.training import compare, trained_of
 from trainer_hooks.verl.config import OnResume
 from trajstore.errors import TrajstoreError
 
@@ -39,7 +41,7 @@ def run_campaign(
     """Kill ``kills`` drivers of one training, and let one more resume; return what was found.
 
     It ends early when a driver does not get to its moment, for then training does not go on, and when what a kill
-    left cannot be read.
+    left cannot be read. With ``exact``, a training without kills is made too, and the ledgers are compared.
 
     Args:
         folder: an empty folder; stores, checkpoints, journals and logs are left in it.
@@ -93,7 +95,26 @@ def run_campaign(
             progress(result)
         if obstacle is not None:
             break
+    if not result.problems and on_resume == "exact":
+        _compare(folder, result)
     return result
+
+
+def _compare(folder: Path, result: Result) -> None:
+    """Train as far without a kill, and compare the ledgers."""
+    other = folder / "undisturbed"
+    other.mkdir()
+    shutil.copytree(folder / ASSETS, other / ASSETS)
+    last = max(trained_of(folder).contents.steps)
+    journal, driver = JournalReader(journal_path(other, 0)), Driver(other, 0, "exact")
+    try:
+        obstacle = wait_for(Moment("scoring", 0.0, (last + 1,)), driver, journal, random.Random(0))
+    finally:
+        driver.kill()
+    if obstacle is not None:
+        result.problems.append(f"undisturbed training: {obstacle}")
+        return
+    result.counts["steps equal to those of an undisturbed training"] = compare(folder, other, result.problems.append)
 
 
 def _take(

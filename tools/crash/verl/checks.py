@@ -12,7 +12,16 @@ import orjson
 
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import kept_pool
-from tools.crash.verl.layout import CHECKPOINTS, GROUP, cut_path, pool_path, rollouts_path, step_named_by_tracker
+from tools.crash.verl.layout import (
+    CHECKPOINTS,
+    GROUP,
+    beginning_path,
+    cut_path,
+    pool_path,
+    rollouts_path,
+    step_named_by_tracker,
+)
+from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.late_values import with_training
@@ -39,11 +48,13 @@ class Promises:
         rollouts: rollout id and digest by trajectory id, whose commit with its training was acknowledged.
         arrived: rollout id by trajectory id, whose commit on arrival was acknowledged.
         pool: the pool's trajectories by task when it was last known to be committed.
+        finished: ids of rollouts of steps that a kill interrupted, by step; the repeated step trains all of them.
     """
 
     rollouts: dict[int, list[str]] = field(default_factory=dict)
     arrived: dict[int, str] = field(default_factory=dict)
     pool: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[int, set[int]] = field(default_factory=dict)
 
     def take(self, entry: Mapping[str, Any], tell: Tell) -> None:
         """Take in one line of a driver's journal."""
@@ -140,18 +151,35 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         recovered = _check_pool(pool, promises, digests, tell)
         cuts = {step: cut for step, cut in _cuts(folder, tell) if _check_cut(step, cut, present, tell)}
         step = step_named_by_tracker(folder)
+        version = (step or 0) + 1
+        check_ledger(folder, present.keys(), step or 0, promises.finished if on_resume == "exact" else None, tell)
+        interrupted = {number for number, one in present.items() if one.policy_version == version}
+        promises.finished.setdefault(version, set()).update(interrupted)
         between = any(cut["run"] == run and later > (step or 0) for later, cut in cuts.items())
         if step is not None and step not in cuts:
             tell(f"the checkpoint of step {step} has no sound cut of ours")
             return Found(Expected(step, {}, None), len(promises.rollouts), 0, between)
-        newest, state = (-1, _state(recovered)) if step is None else (cuts[step]["rollouts"], cuts[step]["pool"])
+        if step is not None:
+            newest, state = cuts[step]["rollouts"], cuts[step]["pool"]
+        elif on_resume == "exact" and beginning_path(folder).exists():
+            begun = orjson.loads(beginning_path(folder).read_bytes())
+            newest, state = -1, _state_at(folder, begun["pool"]["point"])
+            del state["tokenizer_fingerprint"]  # of a new pool, set by its first trajectory
+        else:
+            newest, state = -1, _state(recovered)
         at = _Reader(pool_path(folder), state.pop("point", None))
-        held = {task: [at.get(number) for number in numbers] for task, numbers in state["entries"].items()}
+        entries: dict[str, list[int]] = {}
+        held: dict[str, list[AgentTrajectory]] = {}
+        for task, numbers in state["entries"].items():
+            # The interrupted step is repeated with its rollouts, which enter the pool then.
+            if kept := {number: one for number in numbers if (one := at.get(number)).policy_version != version}:
+                entries[task], held[task] = [*kept], [*kept.values()]
         at.close()
+        state = {**state, "entries": entries}
         before = {name for _, name in _names(_contents(held))}
         if on_resume == "keep":
             finished = [number for number in sorted(present) if "trained" in present[number].metadata]
-            since = [present[number] for number in finished if number > newest]
+            since = [present[number] for number in finished if number > newest and number not in interrupted]
             state, held = _with_kept(state, held, since)
         contents = _contents(held)
         younger = {name for name, _ in promises.rollouts.values()} - before

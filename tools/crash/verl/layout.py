@@ -48,3 +48,8 @@ def step_named_by_tracker(folder: Path) -> int | None:
 def cut_path(folder: Path, step: int) -> Path:
     """Return our file in verl's checkpoint of a step."""
     return folder / CHECKPOINTS / f"global_step_{step}" / "trajstore.json"
+
+
+def beginning_path(folder: Path) -> Path:
+    """Return our file with the state before the first step."""
+    return folder / CHECKPOINTS / "trajstore.json"

@@ -92,6 +92,8 @@ def wait_for(moment: Moment | None, driver: Driver, journal: JournalReader, chan
                 continue
             if entry["event"] == "phase":
                 step = entry["step"]
+                if target is not None:  # of a step whose rollouts are all reused, none arrives
+                    target = max(target, step)
             if target is not None and (entry.get("name", entry["event"]), step) == (phase, target):
                 if moment is not None:
                     time.sleep(chance.uniform(0.0, moment.most))

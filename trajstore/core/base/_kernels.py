@@ -12,12 +12,13 @@ from numba import types
 from numba.extending import intrinsic
 
 _memcpy: Any = types.ExternalFunction("memcpy", types.intp(types.intp, types.intp, types.intp))
+_memcmp: Any = types.ExternalFunction("memcmp", types.int32(types.intp, types.intp, types.intp))
 _sem_init: Any = types.ExternalFunction("sem_init", types.int32(types.intp, types.int32, types.uint32))
 _sem_post: Any = types.ExternalFunction("sem_post", types.int32(types.intp))
 _sem_wait: Any = types.ExternalFunction("sem_wait", types.int32(types.intp))
 _sched_yield: Any = types.ExternalFunction("sched_yield", types.int32())
 
-SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT = range(5)
+SAMPLES, FIRST_EXTRA, LAST_EXTRA, RESPONSE, DOCUMENT, NEXT = range(6)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -323,12 +324,25 @@ def share_rows(
 def row_addresses(
     slot: Array, rows: Array, addresses: Array, axes: Array, columns: Array, row_nbytes: Array, sources: Array
 ) -> None:
-    """Set ``sources[j, i]`` to the address from which :func:`copy_rows` copies row i of column ``columns[j]``."""
+    """Set ``sources[j, i]`` to the address from which :func:`copy_rows` copies row i of column ``columns[j]``.
+
+    On the axis ``NEXT``, ``addresses[s, c]`` is the address of an array with the address of each row.
+    """
     for j in range(len(columns)):
         c = columns[j]
         for i in range(len(slot)):
             s = slot[i]
-            sources[j, i] = addresses[s, c] + rows[axes[s, c], i] * row_nbytes[j]
+            if axes[s, c] == NEXT:
+                sources[j, i] = _numbers_at(addresses[s, c])[rows[SAMPLES, i]]
+            else:
+                sources[j, i] = addresses[s, c] + rows[axes[s, c], i] * row_nbytes[j]
+
+
+@compiled(_NUMBERS, _NUMBERS, "int64", "boolean[::1]")
+def equal_rows(first: Array, second: Array, width: int, equal: Array) -> None:
+    """Set ``equal[i]`` to whether the ``width`` bytes at ``first[i]`` and at ``second[i]`` are the same."""
+    for i in range(len(first)):
+        equal[i] = _memcmp(first[i], second[i], width) == 0
 
 
 @compiled("int32[::1]", _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, _TABLE, nogil=False)

@@ -37,6 +37,7 @@ from trajstore.core.formats.base import (
     TrajectoryFormat,
 )
 from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.formats.frames import could_be_stored_once
 from trajstore.core.reading.address_table import UNAVAILABLE
 from trajstore.core.reading.places import is_file_of_rlinf, store_above
 from trajstore.core.reading.read_snapshot import ReadSnapshot
@@ -110,6 +111,7 @@ def save_checkpoint(
     layout: Layout,
     *,
     converted: bool = False,
+    once: bool = False,
 ) -> None:
     """Write a snapshot of a buffer to its own directory; ids of a run's ranks are renumbered.
 
@@ -120,6 +122,7 @@ def save_checkpoint(
         trajectory_format: of new shards.
         layout: of the directory.
         converted: link only shards that are in this format.
+        once: store equal rows of ``next_obs`` and ``curr_obs`` once; shards that could have such rows are not linked.
 
     Raises:
         ConfigurationError: the layout is unknown, or the directory holds other files.
@@ -129,7 +132,7 @@ def save_checkpoint(
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
     ids, notes, values = renumbered(snapshot)
     snapshot.index.renumber(ids)
-    write = partial(_write_store, converted=converted) if layout == "trajstore" else _write_rlinf
+    write = partial(_write_store, converted=converted, once=once) if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
         write(staged, snapshot, notes, values, state, trajectory_format)
@@ -189,6 +192,7 @@ def _write_store(
     trajectory_format: TrajectoryFormat,
     *,
     converted: bool,
+    once: bool,
 ) -> None:
     catalog = Catalog.create(target)
     rows = np.zeros(len(snapshot.index), np.int32)
@@ -201,6 +205,8 @@ def _write_store(
         source = snapshot.sources[place[0]]
         old = source.manifest(place[1])
         if converted and old.format != trajectory_format.name:
+            return None
+        if once and could_be_stored_once(old.schema):
             return None
         manifest = _renamed(old, shard_name(len(catalog.shards)))
         files.setdefault(source, []).extend(
@@ -231,7 +237,7 @@ def _write_store(
         target.bring(source.directory, names)
 
     def write(number: int, content: ShardContent) -> ShardManifest:
-        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content)
+        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content, search=once)
         target.publish(encoded)
         return manifest
 

@@ -82,6 +82,10 @@ class TrajectoryReplayBuffer(Reader):
             buffer. ``close`` waits for it, ``flush`` does not. Its exceptions are logged.
         verify_shards: compare the checksums of a whole shard when it is read for the first time, so that changed
             bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
+        store_frames_once: store each row of ``next_obs`` that equals, bit for bit, that of ``curr_obs`` at the next
+            step only once on disk. Batches and trajectories are the same as without. For observations of at least 64
+            bytes; a warning names those that do not repeat. None: as the existing shards of the store, which stay as
+            they are in any case; False for a new store.
 
     Raises:
         ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders, or is
@@ -109,6 +113,7 @@ class TrajectoryReplayBuffer(Reader):
         mirror: str | Path | Mirror | None = None,
         on_commit: Callable[[Sequence[int]], None] | None = None,
         verify_shards: bool = False,
+        store_frames_once: bool | None = None,
     ) -> None:
         check_kind("auto_save_path", auto_save_path, str | Path, "a path or URL")
         hint = f"; write Retention(max_trajectories={retention})" if isinstance(retention, int) else ""
@@ -118,13 +123,14 @@ class TrajectoryReplayBuffer(Reader):
         check_kind("storage_options", storage_options, Mapping, "a dict")
         check_kind("on_commit", on_commit, Callable, "a function of the ids")
         auto_save, enable_cache = truth("auto_save", auto_save), truth("enable_cache", enable_cache)
+        once = None if store_frames_once is None else truth("store_frames_once", store_frames_once)
         cache_size, cache_bytes = whole("cache_size", cache_size, 0), whole_or_none("cache_bytes", cache_bytes, 0)
         window_size = whole("sample_window_size", sample_window_size, 0)
         draws = Draws(whole_or_none("seed", seed, -(1 << 63), (1 << 64) - 1))
         path = str(auto_save_path or "")
         if auto_save and not path:
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
-        idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit}
+        idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit, "store_frames_once": once}
         if not auto_save and any(idle.values()):
             arguments = listed(name for name, value in idle.items() if value)
             warnings.warn(f"{arguments} has no effect without auto_save=True: nothing is written", stacklevel=2)
@@ -144,7 +150,7 @@ class TrajectoryReplayBuffer(Reader):
             directory = open_directory(path, **options)
             check_no_store_above(directory, directories_above(directory, **options))
             writer, target = writer or WriterOptions(), None if mirror is None else _mirror_options(mirror)
-            self.sink = StoreSink(live, draws, directory, new_format, writer, on_commit, target)
+            self.sink = StoreSink(live, draws, directory, new_format, once, writer, on_commit, target)
         super().__init__(live, draws, window_size, options)
         self.trajectory_format, self._format = trajectory_format, new_format
 

@@ -244,6 +244,7 @@ class StoreSink(Sink):
         draws: its seed goes into the store's metadata.
         directory: of the store.
         trajectory_format: of new shards.
+        once: see :class:`StoreWriter`.
         options: of the writer.
         on_commit: the user's callback.
         mirror: options of the mirror.
@@ -255,6 +256,7 @@ class StoreSink(Sink):
         draws: Draws,
         directory: Directory,
         trajectory_format: TrajectoryFormat,
+        once: bool | None,
         options: WriterOptions,
         on_commit: Callable[[Sequence[int]], None] | None,
         mirror: Mirror | None,
@@ -272,7 +274,7 @@ class StoreSink(Sink):
             return {"trajectory_format": format_name, "seed": draws.seed}
 
         callback = None if on_commit is None else partial(_call_on_commit, weakref.ref(self))
-        self.writer = StoreWriter(directory, trajectory_format, options, metadata, view, callback)
+        self.writer = StoreWriter(directory, trajectory_format, once, options, metadata, view, callback)
         if mirroring is not None:
             self.mirror = mirroring.StoreMirror(self.writer.log, mirror, target, metadata)
         # Releases the lock after an interrupt at any point, unless the writer is closed first.

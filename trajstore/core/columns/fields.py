@@ -59,6 +59,9 @@ class Axis(IntEnum):
     """Agent: R response tokens."""
     DOCUMENT = 4
     """Bytes of the trajectory's JSON document."""
+    NEXT = 5
+    """Step: T·B transitions, as on ``SAMPLES``. A shard has a row of its own only for those that differ from the
+    observation of the next step; see :mod:`trajstore.core.formats.frames`."""
 
 
 T = TypeVar("T")

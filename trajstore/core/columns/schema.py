@@ -70,7 +70,7 @@ class ColumnSpec:
 
 
 _AXES: dict[Kind, tuple[Axis, ...]] = {
-    "step": (Axis.SAMPLES, Axis.FIRST_EXTRA, Axis.LAST_EXTRA, Axis.DOCUMENT),
+    "step": (Axis.SAMPLES, Axis.FIRST_EXTRA, Axis.LAST_EXTRA, Axis.DOCUMENT, Axis.NEXT),
     "agent": (Axis.SAMPLES, Axis.RESPONSE, Axis.DOCUMENT),
 }
 """Units that the rows of columns can count."""
@@ -96,10 +96,10 @@ class Schema:
 
     @cached_property
     def axis_nbytes(self) -> tuple[int, ...]:
-        """Bytes of one row of all columns on an axis, per axis."""
-        total = [0] * len(Axis)
+        """Bytes of one row of all columns on an axis, per axis; those on ``NEXT`` count as ``SAMPLES``."""
+        total = [0] * Axis.NEXT
         for column, width in zip(self.columns, self.row_nbytes, strict=True):
-            total[column.axis] += width
+            total[Axis.SAMPLES if column.axis is Axis.NEXT else column.axis] += width
         return tuple(total)
 
     @cached_property
@@ -110,14 +110,28 @@ class Schema:
     @cached_property
     def observed_twice(self) -> tuple[str, ...]:
         """Names that observations before and after a step share (without ``curr_obs.``), smallest rows first."""
-        after = {(c.name, c.dtype, c.row_shape) for c in self.columns if c.name.startswith("next_obs.")}
-        both = [
-            (column.row_nbytes, name.removeprefix("curr_obs."))
-            for column in self.columns
-            if (name := column.name).startswith("curr_obs.")
-            and (name.replace("curr_obs.", "next_obs.", 1), column.dtype, column.row_shape) in after
-        ]
-        return tuple(name for nbytes, name in sorted(both) if nbytes)
+        both = [(self.row_nbytes[n], self.columns[n].name.removeprefix("curr_obs.")) for n in self.following.values()]
+        return tuple(name for _, name in sorted(both))
+
+    @cached_property
+    def following(self) -> Mapping[int, int]:
+        """Number of each column of ``next_obs``, and of the same observation in ``curr_obs``, without empty ones."""
+        before = {
+            (column.name.removeprefix("curr_obs."), column.dtype, column.row_shape): number
+            for number, column in enumerate(self.columns)
+            if column.name.startswith("curr_obs.") and column.axis is Axis.SAMPLES and self.row_nbytes[number]
+        }
+        after = {
+            number: before.get((column.name.removeprefix("next_obs."), column.dtype, column.row_shape))
+            for number, column in enumerate(self.columns)
+            if column.name.startswith("next_obs.")
+        }
+        return {number: other for number, other in after.items() if other is not None}
+
+    @cached_property
+    def stored_once(self) -> Mapping[int, int]:
+        """The part of :attr:`following` whose equal rows are stored once."""
+        return {n: before for n, before in self.following.items() if self.columns[n].axis is Axis.NEXT}
 
     @cached_property
     def layout(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -149,7 +163,11 @@ class Schema:
                 columns.append(ColumnSpec(name, dtype, shape, Axis(axis)))
                 if columns[-1].row_nbytes >= _MAX_ROW_NBYTES:
                     raise ValueError(f"column {name!r}")
-            return Schema(kind, tuple(columns))
+            schema = Schema(kind, tuple(columns))
+            for number, column in enumerate(columns):
+                if column.axis is Axis.NEXT and number not in schema.stored_once:
+                    raise ValueError(f"column {column.name!r} without the same one in curr_obs")
+            return schema
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not a trajectory schema: {error}") from error
 
@@ -171,7 +189,7 @@ class Extent(NamedTuple):
 
     def rows(self, axis: Axis) -> int:
         """Return the number of rows on ``axis``."""
-        if axis is Axis.SAMPLES:
+        if axis in (Axis.SAMPLES, Axis.NEXT):
             return self.steps * self.batch
         if axis is Axis.RESPONSE:
             return self.extra

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from trajstore.core.formats.base import Fetch, ShardManifest, ShardReader, TrajectoryFormat
+from trajstore.core.formats.frames import FramesReader
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 
@@ -51,4 +52,5 @@ def open_shard(fetch: Fetch, manifest: ShardManifest) -> ShardReader:
             f"{manifest.name}: the index says that its format is {manifest.format!r}, which does not exist; "
             "restore the index from a copy, or upgrade trajstore"
         )
-    return get_format(manifest.format).open(fetch, manifest)
+    reader = get_format(manifest.format).open(fetch, manifest)
+    return FramesReader(reader, manifest) if manifest.schema.stored_once else reader

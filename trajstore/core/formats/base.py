@@ -62,9 +62,12 @@ class ShardContent:
         extents = np.array(self.extents, np.int64).reshape(-1, 4)
         steps, batch, extra, document = extents.T
         more = (steps + extra) * batch
-        total = np.array([steps * batch, more, more, extra, document]).sum(axis=1)  # by axis
-        rows: tuple[int, ...] = tuple(total[self.schema.layout[0]].tolist())
-        return rows
+        total = np.array([steps * batch, more, more, extra, document, steps * batch]).sum(axis=1)  # by axis
+        rows: list[int] = total[self.schema.layout[0]].tolist()
+        for column in self.schema.stored_once:
+            nbytes = sum(memoryview(piece).nbytes for piece in self.pieces[column])
+            rows[column] = nbytes // self.schema.row_nbytes[column]
+        return tuple(rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,7 @@ class ShardManifest:
         files: relative to the store's directory, ``/``-separated.
         places: per column, where raw rows begin, or None.
         column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
-        rows: per column, total rows of the shard.
+        rows: per column, the rows that the shard has of it; see :mod:`~trajstore.core.formats.frames`.
     """
 
     name: str

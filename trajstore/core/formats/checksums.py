@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
+from trajstore.core.formats.frames import folded
 
 ENVELOPE = "envelope"
 """Name of a file's part outside mapped columns, in descriptions of damage."""
@@ -41,9 +42,10 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
 
 
 def encoded_shard(
-    form: TrajectoryFormat, name: str, content: ShardContent
+    form: TrajectoryFormat, name: str, content: ShardContent, *, search: bool = False
 ) -> tuple[tuple[EncodedFile, ...], ShardManifest]:
-    """Return the files of a shard called ``name``, and its manifest."""
+    """Return the files of a shard called ``name``, and its manifest; ``search``: see :func:`~.frames.folded`."""
+    content = folded(content, search=search)
     encoded = form.encode(name, content)
     return encoded.files, manifest_of(encoded, form.name, name, content)
 
@@ -67,9 +69,13 @@ def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[s
         start, stop = column_region(manifest, column)
         inside.append((start, stop))
         if zlib.crc32(view[start:stop]) != manifest.column_crc32[column]:
-            damage.append(
-                f"{file.name}: column {manifest.schema.columns[column].name}: checksum does not fit the content"
-            )
+            name = manifest.schema.columns[column].name
+            damage.append(f"{file.name}: column {name}: checksum does not fit the content")
+            damage += [
+                f"{file.name}: column {manifest.schema.columns[other].name}: has rows in the damaged column {name}"
+                for other, before in manifest.schema.stored_once.items()
+                if before == column
+            ]
     if _crc32_outside([view], sorted(inside)) != file.crc32:
         damage.append(f"{file.name}: {ENVELOPE}: checksum does not fit the content")
     return damage

@@ -119,7 +119,8 @@ class Rows(Protocol):
 class MappedShard:
     """A shard, or a decoded trajectory, whose columns can be read in place.
 
-    ``addresses[i]`` is the address of the first row of ``schema.columns[i]``; ``keep`` holds the memory.
+    ``addresses[i]`` is the address of the first row of ``schema.columns[i]``, or on ``Axis.NEXT`` of an array with the
+    address of each row; ``keep`` holds the memory.
     """
 
     schema: Schema
@@ -159,6 +160,7 @@ class AddressTable(SlotTable):
         first: address of each column's first row, ``[slots, columns]``.
         axes: axis of each column in each slot, ``[slots, columns]``.
         signature: signature of each slot's columns; -1 while it is not resident.
+        once: numbers of the columns that are on ``Axis.NEXT`` in some slot.
         partial: files of resident slots whose rows must be fetched before reading.
         copies: the running copies; released memory waits for them.
     """
@@ -169,6 +171,7 @@ class AddressTable(SlotTable):
         self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
         self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.once: frozenset[int] = frozenset()
         self.copies = RunningCopies(self.free)
         self._sources: list[ShardOpener] = []
         self._rows: dict[int, Rows] = {}
@@ -311,6 +314,8 @@ class AddressTable(SlotTable):
         self._rows[slot] = rows
         self.first[slot, numbers] = rows.addresses
         self.axes[slot, numbers] = axes_of(rows.schema)
+        if rows.schema.stored_once:
+            self.once |= frozenset(numbers[list(rows.schema.stored_once)].tolist())
         self.signature[slot] = signature  # last: readers use the addresses from here on
 
     def _unmap(self, slot: int) -> Any:

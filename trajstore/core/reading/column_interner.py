@@ -15,7 +15,7 @@ _ANY_AXIS = 0
 
 def can_be_sampled(column: ColumnSpec) -> bool:
     """Return whether a column has a row for each sample, and belongs to batches."""
-    return column.axis <= Axis.LAST_EXTRA and column.name != VALID
+    return (column.axis <= Axis.LAST_EXTRA or column.axis is Axis.NEXT) and column.name != VALID
 
 
 class ColumnSet:

@@ -24,7 +24,7 @@ from trajstore.core.columns.conversion import trajectory_of
 from trajstore.core.columns.fields import VALID
 from trajstore.core.columns.flat import Block, Copied
 from trajstore.core.columns.schema import Extent, Schema
-from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard
+from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable
 from trajstore.core.reading.cache import TrajectoryCache
 from trajstore.core.reading.forks import stop_at_forks
 from trajstore.core.reading.late import COLUMNS, with_notes, without_notes
@@ -32,7 +32,7 @@ from trajstore.core.reading.late_rows import given_rows, late_of_batch
 from trajstore.core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore.core.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore.core.reading.runs import plan_runs
-from trajstore.core.reading.shard_access import rows_of
+from trajstore.core.reading.shard_access import decoded
 from trajstore.core.reading.sources import Source
 from trajstore.core.reading.valid_rows import Flags, Valid, ValidRows
 from trajstore.core.store.additions import NewEntries, starts_of
@@ -456,13 +456,13 @@ class Contents:
             if extent is not None:
                 self.index.note_extent(position, extent)
             location, schema = self.index.location(position), source.manifest(row).schema
-            tensors = rows_of(source.reader(row), schema, self.index.extent(position), location)
-            slot = self.addresses.add_memory(MappedShard(schema, [tensor.data_ptr() for tensor in tensors], tensors), 1)
+            rows = decoded(source.reader(row), schema, self.index.extent(position), location)
+            slot = self.addresses.add_memory(rows, 1)
             number = int(self.index.at("trajectory_id", position))
             self._on_disk[number] = location
             self.index.point(np.array([position], np.int64), [RowLocation(slot)])
             if self.cache is not None and cached:
-                self.cache.put(number, sum(tensor.nbytes for tensor in tensors))
+                self.cache.put(number, sum(array.nbytes for array in rows.keep))
             self._decoded.append(number)
 
     def get(self, position: int) -> AnyTrajectory:

@@ -59,15 +59,17 @@ class HeldRows:
     Attributes:
         first: address of each column's first row, ``[slots, columns]``; for slots resident at creation.
         axes: axis of each column in each slot, ``[slots, columns]``.
+        once: numbers of the columns that are on ``Axis.NEXT`` in some slot.
         partial: files whose rows must be fetched before reading.
     """
 
-    __slots__ = ("__weakref__", "_table", "axes", "first", "partial")
+    __slots__ = ("__weakref__", "_table", "axes", "first", "once", "partial")
 
     def __init__(self, table: AddressTable, slots: IntArray) -> None:
         self._table = table
         self.first = table.first
         self.axes = table.axes
+        self.once = table.once
         self.partial = table.partial_maps(slots) if table.partial else ()
         table.copies.begin(self)
 
@@ -145,10 +147,16 @@ class RowPlan(HeldRows):
 
     def _gather(self, slots: IntArray, places: IntArray, columns: ColumnSet, targets: Sequence[torch.Tensor]) -> None:
         """Fill ``targets[j]`` with the rows of column j."""
-        count = len(slots)
+        count, width = len(slots), int(columns.widths.sum())
         bases = np.array([target.data_ptr() for target in targets], np.int64)
-        arguments = (slots, places, self.first, self.axes, columns.numbers, columns.widths, bases)
-        width = int(columns.widths.sum())
+        rows = (slots, places, self.first, self.axes, columns.numbers)
+        if self.once and not self.once.isdisjoint(columns.numbers.tolist()):  # each row begins a slot of its own
+            sources = np.empty((len(columns.numbers), count), np.int64)
+            kernels.row_addresses(*rows, columns.widths, sources)
+            addresses = np.ascontiguousarray(sources.T)
+            axes = np.zeros(addresses.shape, np.int8)
+            rows = (np.arange(count), np.zeros_like(places), addresses, axes, np.arange(len(sources)))
+        arguments = (*rows, columns.widths, bases)
         if count * width < _SPLIT_BYTES or count < 2:
             kernels.copy_rows(*arguments, 0, count, np.empty(count, np.int64))
             return

@@ -36,7 +36,7 @@ class Run:
     Attributes:
         specs: variants of the column; dtypes and axes may differ.
         which: index of each trajectory's variant in ``specs``, ``[n]``.
-        sources: address of each trajectory's first row, ``[n]``.
+        sources: address of each trajectory's first row, ``[n]``; on ``Axis.NEXT`` of the address of this row.
         counts: number of rows of each trajectory, ``[n]``.
         keep: additional memory that some of the rows are in.
     """
@@ -53,6 +53,17 @@ class Run:
         widths = [spec.row_nbytes for spec in self.specs]
         sizes: IntArray = self.counts * (widths[0] if len(widths) == 1 else np.array(widths, np.int64)[self.which])
         return sizes
+
+    def pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of pieces of the rows: of each trajectory's, or of each row."""
+        if self.specs[0].axis is not Axis.NEXT:
+            return self.sources, self.sizes
+        addresses = [
+            np.frombuffer((ctypes.c_int64 * count).from_address(source), np.int64)
+            for source, count in zip(self.sources.tolist(), self.counts.tolist(), strict=True)
+        ]
+        rows = np.concatenate(addresses)
+        return rows, np.full(len(rows), self.specs[0].row_nbytes)
 
     def copy(self, begins: IntArray, total: int) -> torch.Tensor:
         """Return one tensor ``[total, *row_shape]``, zero where no trajectory has a row.
@@ -90,11 +101,10 @@ class RunPlan(HeldRows):
         self.columns: dict[str, Run] = {}
 
     def pieces(self) -> tuple[IntArray, IntArray]:
-        """Return address and size in bytes of every run."""
-        runs, none = self.columns.values(), np.zeros(0, np.int64)
-        return np.concatenate([none, *(run.sources for run in runs)]), np.concatenate(
-            [none, *(run.sizes for run in runs)]
-        )
+        """Return address and size in bytes of the pieces of all runs."""
+        none = np.zeros(0, np.int64)
+        pieces = [(none, none), *(run.pieces() for run in self.columns.values())]
+        return np.concatenate([addresses for addresses, _ in pieces]), np.concatenate([sizes for _, sizes in pieces])
 
     def read(self) -> dict[str, torch.Tensor]:
         """Return the columns of a single trajectory, ``[rows, *row_shape]`` by name; callable once.
@@ -102,13 +112,15 @@ class RunPlan(HeldRows):
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        tensors = {}
+        tensors, targets = {}, [np.zeros(0, np.int64)]
         for name, run in self.columns.items():
             spec = run.specs[0]
             tensors[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
+            sizes = run.pieces()[1]
+            targets.append(tensors[name].data_ptr() + np.cumsum(sizes) - sizes)
         pieces = self.pieces()
         with self.fetched(lambda: pieces):
-            kernels.copy_blocks(np.array([tensor.data_ptr() for tensor in tensors.values()], np.int64), *pieces)
+            kernels.copy_blocks(np.concatenate(targets), *pieces)
         self.end()
         return tensors
 
@@ -171,7 +183,8 @@ def plan_runs(
                 on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
             starts, counts = on_axis[spec.axis]
             run.specs[kind] = spec
-            run.sources[mine] = first[:, place] + starts[mine] * schema.row_nbytes[place]
+            width = 8 if spec.axis is Axis.NEXT else schema.row_nbytes[place]
+            run.sources[mine] = first[:, place] + starts[mine] * width
             run.counts[mine] = counts[mine]
     for column_rows in given:
         plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))

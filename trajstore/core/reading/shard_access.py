@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from functools import partial
+from typing import Any, cast
 
 import torch
 
@@ -15,6 +16,8 @@ from trajstore.core.files.base import Buffer, Directory
 from trajstore.core.formats import open_shard
 from trajstore.core.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore.core.formats.checksums import check_file
+from trajstore.core.formats.frames import FramesReader
+from trajstore.core.reading.address_table import MappedShard
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.index import TrajectoryEntry, TrajectoryIndex
 from trajstore.core.store.row_location import START_OF, RowLocation
@@ -133,7 +136,7 @@ class ShardAccess:
 
     def _rows(self, manifest: ShardManifest, column: int, start: int, stop: int) -> torch.Tensor:
         place, spec = manifest.places[column], manifest.schema.columns[column]
-        if place is None:
+        if place is None or spec.axis is Axis.NEXT:
             if self._reader is None:
                 self._reader = open_shard(partial(self._fetch, manifest), manifest)
             return self._reader.rows(column, start, stop)
@@ -166,6 +169,21 @@ def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, locatio
         reader.rows(number, start, start + extent.rows(column.axis))
         for number, (column, start) in enumerate(zip(schema.columns, starts, strict=True))
     ]
+
+
+def decoded(reader: ShardReader, schema: Schema, extent: Extent, location: RowLocation) -> MappedShard:
+    """Return one trajectory in memory, ``keep`` has its arrays; rows stored once stay so. See :func:`rows_of`."""
+    once = schema.stored_once
+    starts = [location.first(column.axis) for column in schema.columns]
+    stops = [start + extent.rows(column.axis) for start, column in zip(starts, schema.columns, strict=True)]
+    tensors = {c: reader.rows(c, starts[c], stops[c]) for c in range(len(starts)) if c not in once}
+    addresses = {c: tensor.data_ptr() for c, tensor in tensors.items()}
+    keep: list[Any] = [*tensors.values()]
+    for column, before in once.items():
+        rows, of_each = cast("FramesReader", reader).once(column, starts[column], stops[column], addresses[before])
+        addresses[column] = of_each.ctypes.data
+        keep += [rows, of_each]
+    return MappedShard(schema, [addresses[column] for column in range(len(starts))], keep)
 
 
 def flat_of(

@@ -5,18 +5,20 @@ Opening shards of a buffer needs ``Contents.lock``; changing tables of loaded so
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.columns.schema import Extent
 from trajstore.core.files.base import Directory
-from trajstore.core.files.partial import PartialMap
+from trajstore.core.files.partial import PartialMap, fetched
 from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
+from trajstore.core.formats.frames import row_addresses, table_nbytes
 from trajstore.core.reading.address_table import MappedShard
 from trajstore.core.reading.shard_access import damage_of, reader_of
 from trajstore.core.store.catalog import Catalog
@@ -216,9 +218,16 @@ class StoreSource(Source):
         open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums cover whole columns
         maps = [open_file(file.name, file.size) for file in manifest.files]
         bases = [mapped.address for mapped in maps]
-        addresses = tuple(bases[place.file] + place.offset for place in manifest.places if place is not None)
+        addresses = [bases[place.file] + place.offset for place in manifest.places if place is not None]
         partial = [file_map for file_map in maps if isinstance(file_map, PartialMap)]
-        return MappedShard(manifest.schema, addresses, maps, maps=len(maps), partial=partial)
+        keep: list[Any] = [*maps]
+        for column, before in manifest.schema.stored_once.items():
+            own, nbytes = addresses[column], table_nbytes(manifest, column)
+            with fetched(partial, lambda: (np.array([own]), np.array([nbytes]))):  # noqa: B023
+                table = ctypes.string_at(own, nbytes)
+            keep.append(row_addresses(manifest, column, table, own, addresses[before]))
+            addresses[column] = keep[-1].ctypes.data
+        return MappedShard(manifest.schema, addresses, keep, maps=len(maps), partial=partial)
 
     def _tell_whole(self, manifest: ShardManifest) -> None:
         if self.directory.reads_ranges and manifest.format not in self._told_whole:

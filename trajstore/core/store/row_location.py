@@ -16,6 +16,7 @@ START_OF: Mapping[Axis, str] = {
     Axis.LAST_EXTRA: "start_extra",
     Axis.RESPONSE: "start_extra",
     Axis.DOCUMENT: "start_document",
+    Axis.NEXT: "start_samples",
 }
 """The first-row column of each axis."""
 

@@ -168,11 +168,17 @@ class ShardTable:
         return self._by_family(0, lambda family: family.arrays["sizes"][: family.count].sum(axis=1))
 
     def row_bytes(self) -> npt.NDArray[np.int64]:
-        """Return, per row, the bytes of all rows written to the shard, dead ones included."""
+        """Return, per row, the bytes of all rows written to the shard, dead ones included.
+
+        Rows that are stored once count twice, as in the index.
+        """
 
         def of(family: _Family) -> npt.NDArray[np.int64]:
-            widths = np.array(self.schemas[family.schema].row_nbytes, np.int64)
-            return family.arrays["rows"][: family.count] @ widths if family.count else np.zeros(0, np.int64)
+            schema = self.schemas[family.schema]
+            if not family.count:
+                return np.zeros(0, np.int64)
+            counted = [schema.stored_once.get(column, column) for column in range(len(schema.columns))]
+            return family.arrays["rows"][: family.count, counted] @ np.array(schema.row_nbytes, np.int64)
 
         return self._by_family(0, of)
 

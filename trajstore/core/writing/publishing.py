@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,15 @@ import orjson
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.columns.schema import Extent
 from trajstore.core.files.base import Buffer, Directory, EncodedFile
-from trajstore.core.formats.base import ShardContent, TrajectoryFormat
+from trajstore.core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore.core.formats.checksums import encoded_shard
+from trajstore.core.formats.frames import could_be_stored_once
 from trajstore.core.store.additions import entries_to_json
 from trajstore.core.store.shard_table import shard_name
 from trajstore.core.writing.groups import Run, ShardDraft
-from trajstore.errors import StoreLockedError
+from trajstore.errors import StoreLockedError, listed
+
+logger = logging.getLogger(__name__)
 
 _JOIN_BELOW = 16 << 10
 """Pieces of a column that are smaller than this on average are joined, since each piece has a fixed cost."""
@@ -112,11 +116,16 @@ class Publisher:
         directory: target.
         trajectory_format: format of the shards.
         new_shard: assigns and returns a shard number.
+        once: store equal rows of ``next_obs`` and ``curr_obs`` once.
     """
 
-    def __init__(self, directory: Directory, trajectory_format: TrajectoryFormat, new_shard: Callable[[], int]) -> None:
+    def __init__(
+        self, directory: Directory, trajectory_format: TrajectoryFormat, new_shard: Callable[[], int], *, once: bool
+    ) -> None:
         self._directory = directory
         self._format = trajectory_format
+        self._once = once
+        self._told: set[str] = set()
         self._new_shard = new_shard
         self._scratch = Scratch()
 
@@ -166,10 +175,24 @@ class Publisher:
         for part in parts:
             name = shard_name(part.number)
             content = content_of(part.runs, part.entries.extents, self._scratch)
-            encoded, manifest = encoded_shard(self._format, name, content)
+            encoded, manifest = encoded_shard(self._format, name, content, search=self._once)
             manifests.append(manifest)
+            if self._once:
+                self._tell_twice(manifest)
             files += encoded
             part.record = orjson.dumps(entries_to_json(part.entries))
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
             part.manifest = manifest
+
+    def _tell_twice(self, manifest: ShardManifest) -> None:
+        """Warn once of each column whose rows do not repeat."""
+        names = [manifest.schema.columns[number].name for number in could_be_stored_once(manifest.schema)]
+        if fresh := [name for name in names if name not in self._told]:
+            self._told.update(fresh)
+            logger.warning(
+                "%s: store_frames_once has no effect on %s in %s: too few rows equal curr_obs of the next step",
+                self._directory.url,
+                listed(fresh),
+                manifest.name,
+            )

@@ -58,6 +58,7 @@ class StoreWriter:
     Args:
         directory: created if absent, continued if it holds a store.
         trajectory_format: format of new shards.
+        once: whether new shards store equal rows of ``next_obs`` and ``curr_obs`` once; None: as those of the store.
         options: threads and memory.
         metadata: returns further values of ``metadata.json``.
         listener: called by a pool thread for each commit and eviction, before ``flush`` returns.
@@ -79,6 +80,7 @@ class StoreWriter:
         self,
         directory: Directory,
         trajectory_format: TrajectoryFormat,
+        once: bool | None,
         options: WriterOptions,
         metadata: Callable[[], Mapping[str, Any]],
         listener: CommitListener,
@@ -102,6 +104,7 @@ class StoreWriter:
                 self._lock.release()
             raise
         catalog = self.log.catalog
+        self._once = any(schema.stored_once for schema in catalog.shards.schemas) if once is None else once
         self.queue = WriteQueue(directory.url, options, catalog.next_id, catalog.next_shard, self._check_process)
         self._callbacks = None if on_commit is None else CommitCallbacks(on_commit, directory.url)
         self._close_lock = locks.lock("StoreWriter._close_lock")
@@ -212,7 +215,7 @@ class StoreWriter:
 
     def _work(self) -> None:
         _yield_to_callers()
-        publisher = Publisher(self.directory, self._format, self.queue.new_shard)
+        publisher = Publisher(self.directory, self._format, self.queue.new_shard, once=self._once)
         while True:
             try:
                 group = self.queue.next_group(self.log.renew_metadata)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from trainer_hooks.verl.dataplane import prompts_under_way
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.trained import loss_terms
-from trajstore import ledger
+from trajstore import TrajectoryReplayBuffer, ledger
 from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
 from trajstore.testing.faults import FaultPlan, failing_disk
@@ -191,22 +192,52 @@ def test_what_the_pool_had_not_committed_yet(
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
 
+@pytest.mark.parametrize(("on_resume", "tasks"), [("exact", 0), ("keep", 4)])
+def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
+    on_resume: OnResume, tasks: int, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also after a second crash. A pool whose store was removed, or without its first point, stays as it is."""
+    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
+    session = make_session(on_resume=on_resume, **pool)
+    session.resume(None, 0)
+    plane.fill(session)
+    session.close()
+
+    def known(step: int) -> int:
+        resumed = make_session(on_resume=on_resume, **pool)
+        resumed.resume(None, 0)
+        found = sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, step))))
+        if not found:
+            plane.train(resumed, rollouts("again", N, 0), 1)
+        resumed.close()
+        return found
+
+    assert [known(2), known(2)] == [tasks, tasks]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "pool") as buffer:
+        for snapshot in [one for one in buffer.points.snapshots if one.kind == "point"][:1]:
+            buffer.points.remove(snapshot.name)
+    known(2)
+    assert ("its state before step 1 was removed" in caplog.text) == (on_resume == "exact")
+    shutil.rmtree(tmp_path / "pool")
+    assert [known(2), known(2)] == [tasks, tasks]
+
+
 @pytest.mark.parametrize(
-    ("on_resume", "checkpoint", "reported", "reused"),
+    ("on_resume", "checkpoint", "reported"),
     [
-        ("exact", 0, False, False),
-        ("exact", 0, True, False),
-        ("exact", 1, False, True),
-        ("exact", 1, True, True),
-        ("keep", 1, False, True),
-        ("keep", 1, True, False),
+        ("exact", 0, False),
+        ("exact", 0, True),
+        ("keep", 0, True),
+        ("exact", 1, False),
+        ("exact", 1, True),
+        ("keep", 1, False),
+        ("keep", 1, True),
     ],
 )
-def test_a_rollout_is_reused_or_in_the_pool(
+def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
     on_resume: OnResume,
     checkpoint: int,
     reported: bool,
-    reused: bool,
     make_session: MakeSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -231,9 +262,9 @@ def test_a_rollout_is_reused_or_in_the_pool(
     resumed = make_session(on_resume=on_resume, **pool)
     resumed.resume(folder if checkpoint else None, checkpoint)
     (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
-    assert bool(history) != reused
+    assert not history
     named = resumed.reuse.named(new_prompts(0, 1), step)
-    assert list(named["uid"]) == ["scored" if reused else "new0", "arrived"]
+    assert list(named["uid"]) == ["scored", "arrived"]
 
 
 def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> None:
