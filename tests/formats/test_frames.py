@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import files_of, stored, writer_to
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore import Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.core.columns.conversion import flatten
@@ -172,6 +172,17 @@ def test_a_store_reads_as_without_the_option(form: str, options: dict[str, Any],
     assert inspect(tmp_path / "once")["shard_bytes"] < inspect(tmp_path / "twice")["shard_bytes"]
     assert inspect(tmp_path / "once")["columns"] == inspect(tmp_path / "twice")["columns"]
     assert verify(tmp_path / "once").problems == []
+
+
+@pytest.mark.parametrize(("form", "options"), [KINDS[1], KINDS[3]], ids=str)
+def test_annotated_trajectories(form: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """Reading late rows leaves the shard of the trajectory as it is, also where it cannot be mapped."""
+    kinds = {"trajectory_format": form, "format_options": options}
+    for option in (True, False):
+        with writer_to(tmp_path / f"{option}", store_frames_once=option, **kinds) as buffer:
+            numbers = buffer.add_trajectories(ADDED)
+            annotate(buffer, numbers, {"advantage": [trajectory.rewards for trajectory in ADDED]})
+    check_same(opened(tmp_path / "True"), opened(tmp_path / "False"))
 
 
 def _mirrored(once: Path, target: Path) -> None:

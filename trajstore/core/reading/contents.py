@@ -499,10 +499,10 @@ class Contents:
         """Return all per-row values of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
         index, positions = self.index, np.array([position], np.int64)
         names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
-        slots = index.at("slot", positions).astype(np.int64)
-        given = given_rows(self.addresses, index, positions, names, slots)
+        given = given_rows(self.addresses, index, positions, names, np.zeros(0, np.int64))
         if not given:
             return {}
+        slots = index.at("slot", positions).astype(np.int64)
         tensors = plan_runs(self.addresses, index, positions, slots, [], given).read()
         steps, batch, *_ = index.extent(position)
         return {
