@@ -84,8 +84,8 @@ class TrajectoryReplayBuffer(Reader):
             bytes raise CorruptStoreError instead of being drawn. Costs one pass over each shard.
         store_frames_once: store each row of ``next_obs`` that equals, bit for bit, that of ``curr_obs`` at the next
             step only once on disk. Batches and trajectories are the same as without. For observations of at least 64
-            bytes; a warning names those that do not repeat. None: as the existing shards of the store, which stay as
-            they are in any case; False for a new store.
+            bytes; a warning names those that do not repeat. None: True if earlier shards of the store have such
+            rows, else False. Existing shards stay as they are.
 
     Raises:
         ConfigurationError: an argument is out of range, or ``auto_save_path`` has stores in ``rank_*`` folders, or is
