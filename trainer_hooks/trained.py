@@ -29,7 +29,7 @@ def trained_step(
     task_ids: Sequence[str],
     mask: Tensor,
     advantages: Tensor,
-    ratios: Tensor,
+    ratios: Tensor | None,
     versions: Sequence[int | None],
     replayed: Sequence[bool],
     trajectories: Sequence[int | None] | None = None,
@@ -53,7 +53,7 @@ def trained_step(
         task_ids: task of each row.
         mask: [B, R], nonzero on trained tokens.
         advantages: [B, R], or [B]. A row has the mean over its trained tokens.
-        ratios: the same of importance ratios.
+        ratios: the same of importance ratios; None = unknown.
         versions: policy version that sampled each row; None = unknown.
         replayed: for each row, whether it is replayed.
         trajectories: id of each row's rollout in the store; None = it is in no store.
@@ -103,12 +103,12 @@ def trained_step(
     rows["group"] = group_of_row
     rows["version"] = [-1 if version is None else version for version in versions]
     rows["replayed"] = replayed
-    given = {} if weights is None else {"weights": weights}
-    columns = row_means(mask, advantages=advantages, ratios=ratios, **given).cpu().numpy()
-    for name, column in zip(("tokens", "advantage", "ratio", "weight"), columns, strict=False):
+    given = {"advantages": advantages, "ratios": ratios, "weights": weights}
+    known = {name: tensor for name, tensor in given.items() if tensor is not None}
+    columns = row_means(mask, **known).cpu().numpy()
+    rows["weight"] = 1.0
+    for name, column in zip(("tokens", *(name.removesuffix("s") for name in known)), columns, strict=True):
         rows[name] = column
-    if weights is None:
-        rows["weight"] = 1.0
     terms = {name: float(value) for name, value in (loss or {}).items()}
     return TrainedStep(
         step,
@@ -121,6 +121,7 @@ def trained_step(
         dict(seeds or {}),
         dict(options or {}),
         tuple(tuple(update) for update in updates),
+        ("probability", *(() if ratios is not None else ("ratio",))),
     )
 
 

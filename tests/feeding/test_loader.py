@@ -346,7 +346,9 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
 
 
 @pytest.mark.parametrize("where", ["saved point", "worker"])
-def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(store: Store, where: str) -> None:
+def test_too_few_trajectories_or_a_used_up_sampler_are_an_error_where_no_more_can_come(
+    store: Store, where: str
+) -> None:
     writer = store()
     writer.points.pin("end")
     path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
@@ -356,6 +358,9 @@ def test_a_sampler_that_has_used_up_all_is_an_error_where_no_more_can_come(store
     with pytest.raises(EmptyBufferError, match="none of 10 trajectories is left to draw from after uses"):
         for _ in batches:
             pass
+    few = ReplayLoader({"demos": Share(buffer, min_size=11)}, 8, timeout=60)
+    with pytest.raises(EmptyBufferError, match=r"demos has 10 of 11 trajectories, and a .* gets no more"):
+        next(few if pin else iter(DataLoader(few, batch_size=None, num_workers=1, multiprocessing_context="fork")))
     loader.close()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.feeding.test_memory import Slow
 from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sequences import (
@@ -23,6 +24,7 @@ from trajstore.core.buffer.sequences import (
 )
 from trajstore.core.columns.fields import unnest
 from trajstore.core.feeding import ReplayLoader, Share
+from trajstore.core.feeding.memory import DeviceMemory
 from trajstore.core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 
@@ -113,8 +115,11 @@ def test_a_loader_has_the_batches_of_the_direct_call(path: Path, kind: str, samp
         assert same(joined, whole)
 
 
-def test_rows_of_several_buffers_and_only_some_columns(path: Path) -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_rows_of_several_buffers_and_only_some_columns(path: Path, on_device: bool) -> None:
+    """In memory used again, or in pinned memory of a simulated device, whose copies arrive on demand."""
     rows, direct = KINDS["hindsight"]
+    device = Slow()
     with (
         TrajectoryReplayBuffer.open(path, seed=5) as one,
         TrajectoryReplayBuffer.open(path, seed=6) as other,
@@ -122,13 +127,16 @@ def test_rows_of_several_buffers_and_only_some_columns(path: Path) -> None:
     ):
         shares = {"online": Share(one, count=SIZE), "demos": Share(other, count=3)}
         columns = ["rewards", "curr_obs.goal", "next_obs.state"]
-        with ReplayLoader(shares, SIZE + 3, rows=rows, columns=columns, reuse=True) as loader:
+        with ReplayLoader(shares, SIZE + 3, rows=rows, columns=columns, reuse=not on_device) as loader:
+            if on_device:
+                loader._memory = lambda: DeviceMemory(device, 2)  # type: ignore[method-assign]
             for _ in range(8):
                 batch, expected = next(loader), direct(plain, columns=columns)
                 assert unnest(batch).keys() == {*columns, "relabelled"}
                 assert torch.equal(batch["rewards"][:SIZE], expected["rewards"])
                 assert batch.sources.tolist() == [0] * SIZE + [1] * 3
             state = loader.state_dict()
+        assert device.pinned == (2 * (len(columns) + 1) if on_device else 0)
         with (
             ReplayLoader(shares, SIZE + 3, rows=NStep(2, 0.5)) as changed,
             pytest.raises(ConfigurationError, match=r"rows \{'kind': 'Hindsight'.*\(here \{'kind': 'NStep', 'n': 2"),

@@ -15,7 +15,7 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.trained import trained_step
 from trajstore.errors import ConfigurationError, StoreLockedError
-from trajstore.ledger import read
+from trajstore.ledger import Ledger, audit, read
 
 BATCH: dict[str, Any] = {
     "uids": ["u", "u", "v", "v"],
@@ -48,16 +48,21 @@ def do(replay: ReplayHook[str], step: int) -> None:
     replay.step_done(batch, fresh, current, torch.ones_like(current), data={"position": step}, seeds={"torch": 5})
 
 
-def test_rows_of_a_batch() -> None:
+def test_rows_of_a_batch(tmp_path: Path) -> None:
     """Means are over trained tokens; rollouts in no store are told apart by their number in the step."""
     step = trained_step(4, **BATCH, weights=torch.tensor([1.0, 1.0, 0.0, 1.0]), loss={"pg": torch.tensor(0.5)})
     assert step.rows.tolist() == [
-        (-1, 0, 0, 2.0, 0.5, 2, 1.0, 3, 0),
-        (-1, 1, 0, np.float32(0.1), 1.5, 3, 1.0, -1, 0),
-        (7, 0, 1, 2.0, 2.0, 1, 0.0, 2, 1),
-        (-3, 0, 1, 0.0, 1.0, 0, 1.0, 3, 0),
+        (-1, 0, 0, 2.0, 0.5, 2, 1.0, 0.0, 3, 0),
+        (-1, 1, 0, np.float32(0.1), 1.5, 3, 1.0, 0.0, -1, 0),
+        (7, 0, 1, 2.0, 2.0, 1, 0.0, 0.0, 2, 1),
+        (-3, 0, 1, 0.0, 1.0, 0, 1.0, 0.0, 3, 0),
     ]
     assert (step.tasks, step.loss) == (["a", "b"], {"pg": 0.5})
+    with Ledger(tmp_path) as ledger:
+        ledger.record(trained_step(4, **{**BATCH, "ratios": None}))
+    contents = read(tmp_path)
+    assert np.isnan(contents.table()["ratio"]).all()
+    assert audit(contents).problems == (), "an unknown ratio is none"
     for name, wrong, message in (
         ("task_ids", ["a", "c", "b", "b"], "row 1 is of task 'c', but its group 'u' is of task 'a'"),
         ("versions", [1], "4, 4, 4, 1, 4, 4, 4 entries; each must have one for every row"),

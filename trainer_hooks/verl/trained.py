@@ -52,8 +52,8 @@ def step_of_rows(
 ) -> TrainedStep:
     """Return the record of a step, with rows by task and session, whose order does not depend on the time of arrival.
 
-    ``ratio`` is that before the step's first update, 1 for fresh rows; NaN in verl's bypass mode, in which the actor
-    computes no log-probs then.
+    ``ratio`` is that before the step's first update, 1 for fresh rows; unknown in verl's bypass mode, in which the
+    actor computes no log-probs then.
 
     Args:
         rows: with the columns of :data:`TRAINED`, without padding.
@@ -84,7 +84,7 @@ def step_of_rows(
         task_ids=[fact.task for fact in facts],
         mask=mask,
         advantages=advantages,
-        ratios=torch.full_like(old, torch.nan) if bypass else (actor - old).exp(),
+        ratios=None if bypass else (actor - old).exp(),
         versions=[fact.version for fact in facts],
         replayed=[fact.actor is not None for fact in facts],
         trajectories=[numbers.get(fact.rollout) for fact in facts],

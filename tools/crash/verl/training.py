@@ -1,4 +1,4 @@
-"""What a campaign's ledger must have, and the comparison with a training that nobody killed."""
+"""What a campaign's ledger must have, and its comparison with that of an undisturbed training."""
 
 from __future__ import annotations
 

@@ -96,8 +96,8 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         Raises:
             StopIteration: all epochs of the sampler are over.
             TimeoutError: no batch was ready in time; gives the reason.
-            EmptyBufferError: the sampler is exhausted and no trajectories can arrive: for saved points opened
-                read-only, and in DataLoader workers. Otherwise the loader waits.
+            EmptyBufferError: a buffer has too few trajectories, or its sampler is exhausted, and none can arrive: for
+                saved points opened read-only, and in DataLoader workers. Otherwise the loader waits.
             StoreClosedError: the loader or a buffer was closed; ready batches are discarded.
             StoreError: reading failed; every further call raises the same error.
             ConfigurationError: DataLoader workers of an earlier epoch have read these batches; or the ledger ends

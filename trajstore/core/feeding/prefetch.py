@@ -253,6 +253,8 @@ class Prefetcher(Generic[D, T]):
                     self._making = self._resumed.popleft()
                     return self._making
                 if few := self._source.unfilled():
+                    if not self._waits:
+                        raise EmptyBufferError(f"{few}, and a DataLoader worker gets no more; fill the buffer before")
                     self._waits_for = f"{_NOT_FILLED} {few}."
                 elif self._may_draw():
                     try:

@@ -73,7 +73,11 @@ class Source(ABC, Generic[D]):
 
     @abstractmethod
     def unfilled(self) -> str:
-        """Return which buffers lack their minimum number of trajectories; empty if none."""
+        """Return which buffers lack their minimum number of trajectories; empty if none.
+
+        Raises:
+            EmptyBufferError: one shows a saved point, which gets no more.
+        """
 
     def ready(self) -> bool:
         """Return whether every buffer has its minimum number of trajectories."""
@@ -475,12 +479,16 @@ def unfilled(buffers: Iterable[tuple[str, Replay, int]]) -> str:
 
     Args:
         buffers: name, buffer and minimum number of trajectories of each.
+
+    Raises:
+        EmptyBufferError: one shows a saved point, which gets no more.
     """
-    few = [
-        f"{name} has {len(buffer)} of {trajectories(least)}"
-        for name, buffer, least in buffers
-        if not buffer.is_ready(least)
-    ]
+    few = []
+    for name, buffer, least in buffers:
+        if not buffer.is_ready(least):
+            few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
+            if not buffer.grows:
+                raise EmptyBufferError(f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size")
     return ", ".join(few)
 
 
