@@ -14,9 +14,11 @@ import torch
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.columns.facts import GIVEN, RECORDED
+from trajstore.core.columns.schema import dtypes
 from trajstore.core.feeding import TokenLoader
 from trajstore.core.formats import FORMATS
 from trajstore.errors import ConfigurationError, SchemaMismatchError
+from trajstore.testing.formats import same_bytes
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:
@@ -189,6 +191,15 @@ def test_a_dtype_that_changes_is_cast_to_the_oldest_ones_and_told_once(
         assert buffer.sample(9, columns=["rewards"], out=out)["rewards"].data_ptr() == out["rewards"].data_ptr()
         buffer.sample_window_size = 2
         assert buffer.sample(6)["rewards"].dtype == torch.float16
+
+
+@pytest.mark.parametrize("dtype", dtypes().values(), ids=str)
+def test_rows_are_cast_to_every_dtype(dtype: torch.dtype) -> None:
+    """Torch has no assignment by index for some dtypes, such as uint16."""
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([block(0, dtype), block(0, torch.int8 if dtype != torch.int8 else torch.int16)])
+    batch = buffer.sample(12)
+    assert same_bytes(batch["rewards"], batch["curr_obs"]["copy"].to(dtype))
 
 
 @pytest.mark.parametrize("form", ["memory", "pt"])

@@ -16,7 +16,7 @@ from trajstore.core.columns.fields import Axis
 from trajstore.core.columns.schema import ColumnSpec, Schema
 from trajstore.core.reading.address_table import AddressTable
 from trajstore.core.reading.late import COLUMNS, late_columns
-from trajstore.core.reading.plan import Late, RowPlan
+from trajstore.core.reading.plan import Late, RowPlan, put_rows
 from trajstore.core.store.facts import NOTE_ROWS, NOTE_START
 from trajstore.core.store.index import TrajectoryIndex
 from trajstore.core.store.run_ids import shown_id
@@ -146,7 +146,7 @@ class LateRows:
             stored = self.spec.name.removeprefix(COLUMNS)
             (rows,) = self.plan.read({stored: target} if whole else None).values()
             if not whole:
-                target[torch.from_numpy(self.given)] = rows
+                put_rows(target, np.flatnonzero(self.given), rows)
 
 
 def late_of_batch(

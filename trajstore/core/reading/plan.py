@@ -137,7 +137,7 @@ class RowPlan(HeldRows):
                 converted = allocate(columns, len(at), None)
                 self._gather(self._slots[at], np.ascontiguousarray(self._places[:, at]), columns, converted)
                 for target, tensor in zip(targets, converted, strict=True):
-                    target[torch.from_numpy(at)] = tensor.to(target.dtype)
+                    put_rows(target, at, tensor.to(target.dtype))
         self.end()
         for column in self._late:
             target = late.pop(0)
@@ -173,6 +173,13 @@ class RowPlan(HeldRows):
             addresses.append(sources.reshape(-1))
             sizes.append(np.repeat(columns.widths, len(slots)))
         return np.concatenate(addresses), np.concatenate(sizes)
+
+
+def put_rows(target: torch.Tensor, at: npt.NDArray[np.intp], rows: torch.Tensor) -> None:
+    """Copy row i of ``rows`` to row ``at[i]`` of ``target``, both contiguous; torch cannot for some dtypes (uint16)."""
+    width = rows.nbytes // max(1, len(rows))
+    sources = rows.data_ptr() + np.arange(len(at)) * width
+    kernels.copy_blocks(target.data_ptr() + at * width, sources, np.full(len(at), width))
 
 
 def allocate(columns: ColumnSet, count: int, out: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor]:
