@@ -164,9 +164,10 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         elif on_resume == "exact" and beginning_path(folder).exists():
             begun = orjson.loads(beginning_path(folder).read_bytes())
             newest, state = -1, _state_at(folder, begun["pool"]["point"])
-            del state["tokenizer_fingerprint"]  # of a new pool, set by its first trajectory
         else:
             newest, state = -1, _state(recovered)
+        if not state["entries"]:
+            state.pop("tokenizer_fingerprint", None)  # an empty pool accepts any tokenizer
         at = _Reader(pool_path(folder), state.pop("point", None))
         entries: dict[str, list[int]] = {}
         held: dict[str, list[AgentTrajectory]] = {}
