@@ -250,7 +250,7 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path: Path) -> None:
     """One kill before the first checkpoint and one after it."""
-    moments = (FIRST_ACKNOWLEDGED, Moment(ACKNOWLEDGED, 0.1, (3,)))
+    moments = (FIRST_ACKNOWLEDGED, Moment(ACKNOWLEDGED, 0.1, (2 * SAVE_EVERY,)))
     result = run_campaign(tmp_path, kills=2, seed=1, moments=moments, on_resume="keep")
     assert result.problems == []
     assert result.counts["kills"] == 2

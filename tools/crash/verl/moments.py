@@ -47,7 +47,7 @@ SAVED = Moment("saved", 0.02, (SAVE_EVERY,))
 MOMENTS = (FIRST_CUT, GENERATION, ARRIVED, UPDATE, CUT, SCORING, SAVING, SAVED)
 """In this order, over and over."""
 ACKNOWLEDGED = "acknowledged"
-FIRST_ACKNOWLEDGED = Moment(ACKNOWLEDGED, 0.1, (1,))
+FIRST_ACKNOWLEDGED = Moment(ACKNOWLEDGED, 0.1, (SAVE_EVERY,))
 """A step's rollouts are committed, what the pool makes of them perhaps not; there may be no checkpoint yet."""
 KEEP_MOMENTS = (FIRST_ACKNOWLEDGED, *MOMENTS)
 """The same, where all that is acknowledged must be in the next pool."""
