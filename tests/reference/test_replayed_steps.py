@@ -24,6 +24,7 @@ from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.policy import ReferencePolicy
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trainer_hooks.steps import StepInputs, read_bundle, recompute, step_inputs, with_log_probs, write_bundle
+from trainer_hooks.steps.hugging_face import HuggingFacePolicy
 from trainer_hooks.trained import trained_step
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.cli import main
@@ -257,7 +258,7 @@ def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys
         assert main(["replay-step", *arguments]) == 2
         assert message in capsys.readouterr().err
 
-    # Steps of verl: what the workers did and the ledger does not have.
+    # Steps of verl: parts that the ledger does not have.
     inputs = step_inputs(run, 7)
 
     def of_verl(
@@ -284,3 +285,5 @@ def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys
         assert checks["ratios"].problems, "the ledger's are made up"
     with pytest.raises(ConfigurationError, match="made no pass before the update"):
         with_log_probs(of_verl(rollout_correction={"bypass_mode": True}), Table())
+    with pytest.raises(ConfigurationError, match="step 7: the ledger names the dtype 'bf32'"):
+        HuggingFacePolicy(run, 7, {"trainer": "verl", "dtype": "bf32"})

@@ -28,11 +28,14 @@ class HuggingFacePolicy:
 
     Raises:
         StoreNotFoundError: there are no weights in this format.
-        ConfigurationError: they cannot be loaded.
+        ConfigurationError: they cannot be loaded, or the ledger's dtype is unknown.
         MissingDependencyError: ``transformers`` is not installed.
     """
 
     def __init__(self, path: str | Path, step: int, options: Mapping[str, Any]) -> None:
+        dtype = getattr(torch, name := str(options.get("dtype", "float32")), None)
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(f"step {step}: the ledger names the dtype {name!r}, which torch does not have")
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
@@ -45,7 +48,6 @@ class HuggingFacePolicy:
                 f"{step - 1}: verl writes it with actor.checkpoint.save_contents=[model,hf_model], and "
                 "`python -m verl.model_merger` makes it from another checkpoint. Step 1 began with the first model"
             )
-        dtype = getattr(torch, str(options.get("dtype", "float32")))
         try:
             self._model = AutoModelForCausalLM.from_pretrained(found[0], dtype=dtype, local_files_only=True)
         except (OSError, RuntimeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What a campaign's ledger must have, and its comparison with that of an undisturbed training."""
+"""Checks the ledger of a campaign, and compares it with that of an undisturbed training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Trained:
 
 
 def trained_of(folder: Path) -> Trained:
-    """Return what a training has recorded."""
+    """Return the ledger and the rollouts of a training."""
     with TrajectoryReplayBuffer.open(rollouts_path(folder)) as reader:
         rollouts = dict(zip(reader.trajectory_ids.tolist(), recorded_rollouts(reader), strict=True))
     return Trained(_contents(folder), rollouts)
@@ -55,7 +55,7 @@ def check_ledger(
     present: Container[int],
     step: int,
     finished: Mapping[int, set[int]] | None,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Check what was trained: every step once, no rollout twice, and none generated again that had finished.
 
@@ -65,31 +65,31 @@ def check_ledger(
         step: of the newest checkpoint; 0 = none.
         finished: rollouts of interrupted steps, all of which the repeated step trains; None = it may replay rollouts of
             lost weights instead.
-        tell: gets each problem.
+        report: gets each problem.
     """
     try:
         contents = _contents(folder)
     except StoreNotFoundError:
         if step:
-            tell(f"there is a checkpoint of step {step} and no ledger")
+            report(f"there is a checkpoint of step {step} and no ledger")
         return
     # A kill may interrupt the last record.
     for problem in ledger.audit(dataclasses.replace(contents, torn=0)).problems:
         if finished is not None or "version is after the policy's" not in problem:
-            tell(f"ledger: {problem}")
+            report(f"ledger: {problem}")
     if list(contents.steps) != list(range(1, len(contents.steps) + 1)) or len(contents.steps) < step:
-        tell(f"the ledger has steps {list(contents.steps)}, the checkpoint is of step {step}")
+        report(f"the ledger has steps {list(contents.steps)}, the checkpoint is of step {step}")
     for number, trained in contents.steps.items():
         fresh = fresh_of(trained)
         if len(set(fresh)) < len(fresh):
-            tell(f"step {number} trained a fresh rollout twice: {fresh}")
-        if lost := [one for one in trained.rows["trajectory"].tolist() if one not in present]:
-            tell(f"step {number} trained rollouts {lost}, which are not recorded")
+            report(f"step {number} trained a fresh rollout twice: {fresh}")
+        if lost := [rollout for rollout in trained.rows["trajectory"].tolist() if rollout not in present]:
+            report(f"step {number} trained rollouts {lost}, which are not recorded")
         if again := (finished or {}).get(number, set()) - set(fresh):
-            tell(f"step {number} did not train rollouts {sorted(again)}, which had finished before a kill")
+            report(f"step {number} did not train rollouts {sorted(again)}, which had finished before a kill")
 
 
-def compare(folder: Path, other: Path, tell: Callable[[str], None]) -> int:
+def compare(folder: Path, other: Path, report: Callable[[str], None]) -> int:
     """Compare the steps that two trainings share, row by row; return their number.
 
     Floating-point numbers are compared with ``TOLERANCE``, everything else exactly.
@@ -97,13 +97,13 @@ def compare(folder: Path, other: Path, tell: Callable[[str], None]) -> int:
     Args:
         folder: of a training.
         other: of another one from the same model and data.
-        tell: gets the first step that differs.
+        report: gets the first step that differs.
     """
     one, two = trained_of(folder), trained_of(other)
     shared = [number for number in one.contents.steps if number in two.contents.steps]
     for number in shared:
         if unlike := _differences(one, two, number):
-            tell(f"step {number} differs from that of an undisturbed training: {'; '.join(unlike)}")
+            report(f"step {number} differs from that of an undisturbed training: {'; '.join(unlike)}")
             break
     return len(shared)
 
