@@ -273,7 +273,7 @@ def _rows(config: Any, folder: Path, sizes: Sequence[int], repeats: int) -> list
     parts = {
         "get": (transfer_queue, "kv_batch_get"),
         "read": (dataplane, "read_rows"),
-        "build": (session, "trajectories_of"),
+        "build": (session, "finished_of"),
         "record": (session.ReplaySession, "_report"),
     }
     result = []

@@ -28,7 +28,7 @@ from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
-from trainer_hooks.verl.tokens import Tokens, tokens_of
+from trainer_hooks.verl.tokens import Tokens, scores_of, tokens_of
 from trajstore.attachments import ATTACHED, FILLED, attach, attached
 from trajstore.core.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
@@ -37,7 +37,10 @@ from trajstore.trajectory import AgentTrajectory, Reward
 FIRST_REPLAYED_SESSION = 1000
 """First session number of replayed rows; verl numbers generated sessions from 0 to n - 1."""
 
-NEEDED_UNRATED = ("index", "data_source", "prompts", "responses", "response_mask")
+TASK = ("index", "data_source")
+"""Columns that identify a row's task."""
+
+NEEDED_UNRATED = (*TASK, "prompts", "responses", "response_mask")
 """Required columns of recorded rows."""
 
 NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
@@ -158,25 +161,51 @@ def trajectories_of(
     Raises:
         ConfigurationError: a row's key is not in verl's format.
     """
-    sessions: dict[str, list[Row]] = {}
-    for row in rows:
-        sessions.setdefault(session_of(row.key), []).append(row)
-    several = [outputs for outputs in sessions.values() if len(outputs) > 1]
-    for outputs in several:
-        outputs.sort(key=lambda row: output_of(row.key))
-    ordered = [row for outputs in sessions.values() for row in outputs]
+    sessions = _sessions(rows)
+    ordered = [row for outputs in sessions for row in outputs]
     parted = zip(ordered, tokens_of([row.columns for row in ordered]), strict=True)
     made = []
-    for outputs in sessions.values():
+    for outputs in sessions:
         parts = [
             _trajectory_of(row, tokens, outcome, step=step, run=run, fingerprint=fingerprint)
             for row, tokens in itertools.islice(parted, len(outputs))
         ]
         made.append(parts[0] if len(parts) == 1 else _session(parts))
     count = Counter(trajectory.task_id for trajectory in made)
-    for trajectory, outputs in zip(made, sessions.values(), strict=True):
+    for trajectory, outputs in zip(made, sessions, strict=True):
         trajectory.metadata |= {"outputs": len(outputs), "task_rollouts": count[trajectory.task_id], "trained": trained}
     return made
+
+
+def finished_of(rows: Sequence[Row], outcome: OutcomeRule, *, step: int) -> list[AgentTrajectory]:
+    """Return what :func:`trajectories_of` does, but only ids, version, reward and ``metadata["task_rollouts"]``.
+
+    Args:
+        rows: all rows of the step, with ``index`` and ``data_source``; optionally ``rm_scores`` and ``extra_fields``.
+        outcome: as there.
+        step: as there.
+    """
+    sessions = _sessions(rows)
+    scores, _ = scores_of([outputs[-1].columns.get("rm_scores") for outputs in sessions])
+    made = []
+    for outputs, score in zip(sessions, scores, strict=True):
+        first = _identity(outputs[0], step)
+        made.append(AgentTrajectory(messages=[], reward=_reward(outputs[-1], score, outcome), **first))
+    count = Counter(trajectory.task_id for trajectory in made)
+    for trajectory in made:
+        trajectory.metadata["task_rollouts"] = count[trajectory.task_id]
+    return made
+
+
+def _sessions(rows: Sequence[Row]) -> list[list[Row]]:
+    """Return the outputs of each session, in order."""
+    sessions: dict[str, list[Row]] = {}
+    for row in rows:
+        sessions.setdefault(session_of(row.key), []).append(row)
+    for outputs in sessions.values():
+        if len(outputs) > 1:
+            outputs.sort(key=lambda row: output_of(row.key))
+    return list(sessions.values())
 
 
 def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
@@ -211,12 +240,8 @@ def _trajectory_of(
     extra = columns.get("extra_fields") or {}
     # After an exchange they belong to another prompt.
     of_engine = None if is_exchanged(extra) else tokens.rollout_log_probs
-    oldest, newest = (
-        step - 1 if row.tag.get(name) is None else int(row.tag[name])
-        for name in ("min_global_steps", "max_global_steps")
-    )
-    lags = min(oldest, newest) < step - 1 and of_engine is not None and tokens.old_log_probs is not None
-    reward_extra = plain(extra.get("reward_extra_info") or {})
+    identity = _identity(row, step)
+    lags = identity["policy_version"] < step and of_engine is not None and tokens.old_log_probs is not None
     values: dict[str, Any] = {}
     metadata = {
         "run": run,
@@ -239,14 +264,22 @@ def _trajectory_of(
         entropy=tokens.entropy,
         response_mask=tokens.response_mask,
         rollout_log_probs=of_engine,
-        reward=None if tokens.score is None else _reward(tokens.score, reward_extra, outcome),
-        task_id=task_name(columns["data_source"], columns["index"]),
-        data_id=str(columns["data_source"]),
-        rollout_id=row.key,
-        policy_version=min(oldest, newest, step - 1) + 1,
+        reward=_reward(row, tokens.score, outcome),
         tokenizer_fingerprint=fingerprint,
         metadata=_with_attached(metadata, values) if values else metadata,
+        **identity,
     )
+
+
+def _identity(row: Row, step: int) -> dict[str, Any]:
+    """Return task, ids and policy version of a rollout, by its first row."""
+    tags = [row.tag.get(name) for name in ("min_global_steps", "max_global_steps")]
+    return {
+        "task_id": task_name(row.columns["data_source"], row.columns["index"]),
+        "data_id": str(row.columns["data_source"]),
+        "rollout_id": row.key,
+        "policy_version": min([step - 1, *(int(tag) for tag in tags if tag is not None)]) + 1,
+    }
 
 
 def _with_attached(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -260,7 +293,10 @@ def _with_attached(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> di
     return result
 
 
-def _reward(score: float, extra: Mapping[str, Any], rule: OutcomeRule) -> Reward:
+def _reward(row: Row, score: float | None, rule: OutcomeRule) -> Reward | None:
+    if score is None:
+        return None
+    extra = plain((row.columns.get("extra_fields") or {}).get("reward_extra_info") or {})
     try:
         outcome: float | None = rule.of(score, extra)
     except InvalidTrajectoryError:

@@ -46,7 +46,9 @@ from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
     NEEDED_UNRATED,
+    TASK,
     WELCOME,
+    finished_of,
     has_outcome,
     is_reused,
     messages_of,
@@ -158,6 +160,11 @@ class ReplaySession:
         return self._block.experience_replay.enable  # the hook would wait for histories being drawn
 
     @property
+    def _uses_rollouts(self) -> bool:
+        """True if this process needs tokens and messages of rollouts: for the pool, or as experience."""
+        return self.replays or self.guided.is_on
+
+    @property
     def loss_options(self) -> LossOptions:
         """Options of the loss from the configuration."""
         return self._hook.loss_options
@@ -256,7 +263,8 @@ class ReplaySession:
         for uid, places in groups.items():
             wanted = self._histories.take(uid)
             fresh = [place for place in places if int(batch.keys[place].split("_")[1]) < FIRST_REPLAYED_SESSION]
-            rows = dataplane.read_rows(dataplane.part_of(batch, fresh), NEEDED_UNRATED, (*WELCOME, "rm_scores"))
+            needed, welcome = (NEEDED_UNRATED, WELCOME) if self._uses_rollouts else (TASK, ("extra_fields",))
+            rows = dataplane.read_rows(dataplane.part_of(batch, fresh), needed, (*welcome, "rm_scores"))
             if rows:
                 made += self._trajectories(rows, step, trained=False)
                 asked[made[-1].task_id] += wanted
@@ -279,7 +287,8 @@ class ReplaySession:
             StoreWriteError: a store could not write.
         """
         real = dataplane.without_padding(batch)
-        rows = dataplane.read_rows(real, (*NEEDED, EXP_MASK) if self._block.masks_rows else NEEDED, WELCOME)
+        needed, welcome = (NEEDED, WELCOME) if self._uses_rollouts else ((*TASK, "rm_scores"), ("extra_fields",))
+        rows = dataplane.read_rows(real, (*needed, EXP_MASK) if self._block.masks_rows else needed, welcome)
         joined = self._histories.joined
         fresh = [row for row in rows if row.key not in joined]
         replayed = [row for row in rows if row.key in joined]
@@ -407,8 +416,11 @@ class ReplaySession:
         return status
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
-        """Return rollouts with their text; count those without outcome, and log the first."""
-        made = self._made(rows, step, trained=trained)
+        """Return rollouts, with tokens and text if they are needed; count those without outcome, log the first."""
+        if self._uses_rollouts:
+            made = self._made(rows, step, trained=trained)
+        else:
+            made = finished_of(rows, self._block.outcome, step=step)
         reused = {row.key for row in rows if output_of(row.key) == 0 and is_reused(row)}
         self._reused_names |= reused
         self._generated += len(made) - len(reused)

@@ -79,7 +79,7 @@ def _together(columns: Sequence[Mapping[str, Any]]) -> list[Tokens]:
         for name in ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
     )
     means = _means(entropys, parted)
-    sums_and_scores = _scores(scores)
+    sums_and_scores = scores_of(scores)
     return [
         Tokens(*columns)
         for columns in zip(ids, loss_masks, starts, parted, old, engine, entropys, means, *sums_and_scores, strict=True)
@@ -130,7 +130,7 @@ def _means(entropys: Sequence[Tensor | None], masks: Sequence[Tensor]) -> list[f
     return _of_those_that_have(entropys, means)
 
 
-def _scores(columns: Sequence[Tensor | None]) -> tuple[list[float | None], list[list[list[Any]]]]:
+def scores_of(columns: Sequence[Tensor | None]) -> tuple[list[float | None], list[list[list[Any]]]]:
     """Return the sum of each row's scores, and the positions and values of nonzero scores."""
     places: list[list[list[Any]]] = [[] for _ in columns]
     rows = [number for number, column in enumerate(columns) if column is not None]

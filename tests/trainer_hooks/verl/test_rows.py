@@ -28,6 +28,7 @@ from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.histories import spread
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
+    finished_of,
     has_outcome,
     plain,
     recorded_log_probs,
@@ -384,6 +385,30 @@ def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> 
     assert (held.metadata["outputs"], row_count(held)) == (2, 2)
     assert held.reward.metadata["score"] == pytest.approx(0.8), "that of the last output"
     assert held.entropy == pytest.approx(float(held.entropys[held.response_mask == 1].mean()))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data())
+def test_reports_of_rollouts_are_those_of_whole_rollouts(data: st.DataObject) -> None:
+    rows = []
+    for session in range(data.draw(st.integers(1, 4))):
+        for output in range(data.draw(st.integers(1, 2))):
+            row = rated(fresh_row(f"u{session % 2}", session, output=output, index=session % 2))
+            scores = torch.tensor([0.0, 0.25, data.draw(st.sampled_from([0.0, 0.5, math.nan])), 0.0])
+            versions = {
+                name: data.draw(st.sampled_from([None, 2, 4, 9])) for name in ("min_global_steps", "max_global_steps")
+            }
+            columns = {**row.columns, "rm_scores": data.draw(st.sampled_from([None, scores]))}
+            columns["extra_fields"] = {"reward_extra_info": {"acc": data.draw(st.sampled_from([0.0, 1.0, "no"]))}}
+            rows.append(Row(row.key, {**row.tag, **versions}, columns))
+    rows = data.draw(st.permutations(rows))
+    rule = OutcomeRule(key=data.draw(st.sampled_from([None, "acc"])))
+    kept = ("index", "data_source", "rm_scores", "extra_fields")
+    few = [Row(row.key, row.tag, {name: row.columns[name] for name in kept}) for row in rows]
+    for whole, report in zip(step_of(rows, rule), finished_of(few, rule, step=5), strict=True):
+        for name in ("rollout_id", "task_id", "data_id", "policy_version", "reward"):
+            assert repr(getattr(report, name)) == repr(getattr(whole, name)), name
+        assert report.metadata == {"task_rollouts": whole.metadata["task_rollouts"]}
 
 
 def test_outputs_that_were_recorded_one_by_one_are_not_replayed() -> None:
