@@ -168,7 +168,8 @@ def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> No
 def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_path: Path, run: Run) -> None:
     altered = step(3, 20)
     altered.rows["advantage"][11] = np.nan
-    altered.rows["version"][12] = 9
+    altered.rows["version"][12:14] = 9
+    altered.rows["ratio"][5] = 2.0
     for name, last in (
         ("one", step(3, 20)),
         ("same", step(3, 20)),
@@ -186,7 +187,7 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
     code, out, _ = run("audit", one, "--against", tmp_path / "loss", "--json")
     assert (code, json.loads(out)["difference"]) == (
         1,
-        {"step": 3, "absent": None, "fields": {"loss": [{"pg": 0.1, "kl": 1e-300}, {}]}}
+        {"step": 3, "absent": None, "fields": {"loss.pg": [0.1, None], "loss.kl": [1e-300, None]}}
         | {"row": None, "columns": {}, "rows": 0},
     )
     with Ledger(one) as ledger:
@@ -194,14 +195,17 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
             ledger.continue_from(2)
         ledger.record(altered)
     code, out, _ = run("audit", one, "--against", same)
+    was, advantage = step(3, 20).rows, step(3, 20).rows["advantage"][11].item()
+    task = [step(3, 20).tasks[group] for group in was["group"]]
     assert code == 1
     assert out.splitlines() == [
         "step 3: advantage is not finite in 1 row, first row 11 (trajectory 3011)",
-        "step 3: version is after the policy's in 1 row, first row 12 (trajectory 3012)",
+        "step 3: version is after the policy's in 2 rows, first row 12 (trajectory 3012)",
         f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
-        f"{same}: differs first in step 3, row 11",
-        f"  advantage: nan here, {step(3, 20).rows['advantage'][11].item()!r} there",
-        "  2 rows of this step differ",
+        f"{same}: differs first in step 3, row 5",
+        f"  advantage (1 row, first 11: trajectory 3011 of {task[11]!r}): nan here, {advantage!r} there",
+        f"  version (2 rows, first 12: trajectory 3012 of {task[12]!r}): 9 here, {was['version'][12].item()} there",
+        f"  ratio (1 row, first 5: trajectory 3005 of {task[5]!r}): 2.0 here, {was['ratio'][5].item()!r} there",
     ]
 
 

@@ -68,6 +68,8 @@ def _write(out: Output, where: str, result: Audit) -> None:
 
 
 def _write_difference(out: Output, other: str, difference: Difference | None) -> None:
+    from trajstore.core.store.run_ids import shown_id
+
     if difference is None:
         out.line(f"{other}: equal in every step and row")
         return
@@ -75,10 +77,12 @@ def _write_difference(out: Output, other: str, difference: Difference | None) ->
     out.line(f"{other}: differs first in {place}")
     if difference.absent is not None:
         out.line(f"  {'the first' if difference.absent == 'this' else 'the other'} ledger lacks this step")
-    for name, (mine, its) in (difference.fields | difference.columns).items():
+    for name, (mine, its) in difference.fields.items():
         out.line(f"  {name}: {mine!r} here, {its!r} there")
-    if difference.rows > 1:
-        out.line(f"  {difference.rows:,} rows of this step differ")
+    for name, column in difference.columns.items():
+        task = "" if column.task is None else f" of {column.task!r}"
+        where = f"{counted(column.rows, 'row')}, first {column.row}: trajectory {shown_id(column.trajectory)}{task}"
+        out.line(f"  {name} ({where}): {column.here!r} here, {column.there!r} there")
 
 
 COMMAND = Command(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,15 +36,36 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
+class ColumnDifference:
+    """How the rows of a step differ in a column.
+
+    Attributes:
+        rows: number of rows that differ.
+        row: the first one.
+        trajectory: its id in this ledger.
+        task: its task in this ledger; None if unknown.
+        here: its value in this ledger.
+        there: its value in the other one.
+    """
+
+    rows: int
+    row: int
+    trajectory: int
+    task: str | None
+    here: object
+    there: object
+
+
+@dataclass(frozen=True, slots=True)
 class Difference:
     """The first step in which two ledgers differ.
 
     Attributes:
         step: its number.
         absent: which ledger lacks it, "this" or "other"; None if both have it.
-        fields: both values of each field of the step that differs.
+        fields: both values of each field of the step that differs; of mappings, of each key (``loss.pg_loss``).
         row: its first row that differs; None if only fields do.
-        columns: both values of each column of this row that differs.
+        columns: of rows that both ledgers have, by column; ``ratio`` is last, as it follows from earlier updates.
         rows: number of rows that differ, with those that only one ledger has.
     """
 
@@ -51,7 +73,7 @@ class Difference:
     absent: Literal["this", "other"] | None = None
     fields: dict[str, tuple[object, object]] = field(default_factory=dict)
     row: int | None = None
-    columns: dict[str, tuple[object, object]] = field(default_factory=dict)
+    columns: dict[str, ColumnDifference] = field(default_factory=dict)
     rows: int = 0
 
 
@@ -144,25 +166,41 @@ def _difference(
     mine: TrainedStep, its: TrainedStep, my_places: npt.NDArray[np.int64], its_places: npt.NDArray[np.int64]
 ) -> Difference | None:
     both = min(len(mine.rows), len(its.rows))
-    lines = []
-    for step, places in ((mine, my_places), (its, its_places)):
-        rows = step.rows[:both].copy()
-        rows["trajectory"] = places[:both]
-        lines.append(rows.view(np.uint8).reshape(both, -1))  # so that NaN equals itself and -0.0 differs from 0.0
-    differ = (lines[0] != lines[1]).any(axis=1)
-    names = [item.name for item in dataclasses.fields(TrainedStep) if item.name != "rows"]
-    values: dict[str, tuple[object, object]] = {name: (getattr(mine, name), getattr(its, name)) for name in names}
-    values |= {"number of rows": (len(mine.rows), len(its.rows))}
-    unequal = {name: pair for name, pair in values.items() if repr(pair[0]) != repr(pair[1])}
+    columns: dict[str, ColumnDifference] = {}
+    differ = np.zeros(both, bool)
+    for name in sorted(ROW.names or (), key="ratio".__eq__):
+        here, there = mine.rows[name][:both], its.rows[name][:both]
+        a, b = (my_places[:both], its_places[:both]) if name == "trajectory" else (here, there)
+        # Bytes, so that NaN equals itself and -0.0 differs from 0.0.
+        unlike = a.copy().view(f"V{a.itemsize}") != b.copy().view(f"V{b.itemsize}")
+        if unlike.any():
+            row = int(unlike.argmax())
+            trajectory, group = (int(mine.rows[key][row]) for key in ("trajectory", "group"))
+            task = mine.tasks[group] if mine.tasks else None
+            columns[name] = ColumnDifference(
+                int(unlike.sum()), row, trajectory, task, here[row].item(), there[row].item()
+            )
+            differ |= unlike
+    unequal = _unequal(_fields(mine), _fields(its))
     count = int(differ.sum()) + abs(len(mine.rows) - len(its.rows))
     if not unequal and not count:
         return None
-    if not differ.any():
-        return Difference(mine.step, fields=unequal, row=both if count else None, rows=count)
-    row = int(differ.argmax())
-    columns: dict[str, tuple[object, object]] = {}
-    for name in ROW.names or ():
-        a, b = mine.rows[name][row], its.rows[name][row]
-        if my_places[row] != its_places[row] if name == "trajectory" else a.tobytes() != b.tobytes():
-            columns[name] = (a.item(), b.item())
-    return Difference(mine.step, fields=unequal, row=row, columns=columns, rows=count)
+    first = int(differ.argmax()) if columns else both if count else None
+    return Difference(mine.step, fields=unequal, row=first, columns=columns, rows=count)
+
+
+def _fields(step: TrainedStep) -> dict[str, object]:
+    """Return the fields of a step, those of mappings by their keys."""
+    values: dict[str, object] = {"number of rows": len(step.rows)}
+    for item in dataclasses.fields(TrainedStep):
+        value = getattr(step, item.name)
+        if isinstance(value, Mapping):
+            values |= {f"{item.name}.{key}": part for key, part in value.items()}
+        elif item.name != "rows":
+            values[item.name] = value
+    return values
+
+
+def _unequal(mine: Mapping[str, object], its: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    pairs = {name: (mine.get(name), its.get(name)) for name in (*mine, *(its.keys() - mine.keys()))}
+    return {name: pair for name, pair in pairs.items() if repr(pair[0]) != repr(pair[1])}
