@@ -25,12 +25,12 @@ def _run(options: Namespace, out: Output) -> int:
 
     from trajstore.core.store.run_ids import ALONE
     from trajstore.errors import StoreNotFoundError
-    from trajstore.ledger import audit, first_difference, read
-    from trajstore.operations.training import audit_store, ledger_of
+    from trajstore.ledger import audit, read
+    from trajstore.operations.training import audit_store, difference_of
 
     difference = None
     if options.against is not None:
-        difference = first_difference(ledger_of(options.path), ledger_of(options.against))
+        difference = difference_of(options.path, options.against)
     try:
         alone = audit(read(options.path, strict=False), options.max_age)
         results = {}

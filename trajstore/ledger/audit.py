@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -170,23 +170,41 @@ def _difference(
     differ = np.zeros(both, bool)
     for name in sorted(ROW.names or (), key="ratio".__eq__):
         here, there = mine.rows[name][:both], its.rows[name][:both]
-        a, b = (my_places[:both], its_places[:both]) if name == "trajectory" else (here, there)
-        # Bytes, so that NaN equals itself and -0.0 differs from 0.0.
-        unlike = a.copy().view(f"V{a.itemsize}") != b.copy().view(f"V{b.itemsize}")
-        if unlike.any():
-            row = int(unlike.argmax())
-            trajectory, group = (int(mine.rows[key][row]) for key in ("trajectory", "group"))
-            task = mine.tasks[group] if mine.tasks else None
-            columns[name] = ColumnDifference(
-                int(unlike.sum()), row, trajectory, task, here[row].item(), there[row].item()
-            )
-            differ |= unlike
+        values = (my_places[:both], its_places[:both]) if name == "trajectory" else (here, there)
+        unlike, found = column_difference(mine, here, there, values)
+        differ |= unlike
+        if found is not None:
+            columns[name] = found
     unequal = _unequal(_fields(mine), _fields(its))
     count = int(differ.sum()) + abs(len(mine.rows) - len(its.rows))
     if not unequal and not count:
         return None
     first = int(differ.argmax()) if columns else both if count else None
     return Difference(mine.step, fields=unequal, row=first, columns=columns, rows=count)
+
+
+def column_difference(
+    step: TrainedStep,
+    here: npt.NDArray[Any],
+    there: npt.NDArray[Any],
+    compared: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
+) -> tuple[npt.NDArray[np.bool_], ColumnDifference | None]:
+    """Return which rows of a step differ in a column, bit by bit: NaN equals itself, -0.0 differs from 0.0.
+
+    Args:
+        step: the step in this ledger.
+        here: values of this ledger's rows.
+        there: those of the other one.
+        compared: values to compare instead.
+    """
+    one, other = (values.copy().view(f"V{values.itemsize}") for values in compared or (here, there))
+    unlike = one != other
+    if not unlike.any():
+        return unlike, None
+    row = int(unlike.argmax())
+    trajectory, group = (int(step.rows[name][row]) for name in ("trajectory", "group"))
+    task = step.tasks[group] if step.tasks else None
+    return unlike, ColumnDifference(int(unlike.sum()), row, trajectory, task, here[row].item(), there[row].item())
 
 
 def _fields(step: TrainedStep) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,17 @@ from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.run_ids import ALONE
 from trajstore.errors import StoreNotFoundError, counted
-from trajstore.ledger import LEDGER_FOLDER, Audit, LedgerContents, audit, read
+from trajstore.ledger import (
+    LEDGER_FOLDER,
+    Audit,
+    Difference,
+    LedgerContents,
+    TrainedStep,
+    audit,
+    first_difference,
+    read,
+)
+from trajstore.ledger.audit import column_difference
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import pool_support
@@ -52,6 +62,41 @@ def ledger_of(path: str | Path) -> LedgerContents:
         return read(path, strict=False)
     except StoreNotFoundError:
         return read(f"{path}/{LEDGER_FOLDER}", strict=False)
+
+
+def difference_of(path: str | Path, other: str | Path) -> Difference | None:
+    """Return the first difference of two ledgers; of two stores' ledgers, ``columns`` begins with ``outcome``.
+
+    Outcomes are those of the stores now, and compared where both know them.
+
+    Raises:
+        StoreNotFoundError: there is no ledger.
+        CorruptStoreError: a store is damaged.
+    """
+    ledgers = ledger_of(path), ledger_of(other)
+    difference = first_difference(*ledgers)
+    if difference is None or not difference.columns:
+        return difference
+    steps = [ledger.steps[difference.step] for ledger in ledgers]
+    outcomes = [_outcomes(of, step) for of, step in zip((path, other), steps, strict=True)]
+    here, there = (values[: min(map(len, outcomes))] for values in outcomes)
+    unknown = np.isnan(here) | np.isnan(there)
+    compared = np.where(unknown, 0.0, here), np.where(unknown, 0.0, there)
+    _, found = column_difference(steps[0], here, there, compared)
+    return difference if found is None else replace(difference, columns={"outcome": found} | difference.columns)
+
+
+def _outcomes(path: str | Path, step: TrainedStep) -> npt.NDArray[np.float64]:
+    """Return the outcome of each row's trajectory in a store; NaN where it has none, or there is no single store."""
+    values = np.full(len(step.rows), np.nan)
+    try:
+        index = open_readable(path)[0].live.catalogs_by_rank()[ALONE].index
+    except (StoreNotFoundError, KeyError):
+        return values
+    numbers = step.rows["trajectory"]
+    known = np.isin(numbers, index["trajectory_id"])
+    values[known] = index.fact("outcome")[np.searchsorted(index["trajectory_id"], numbers[known])]
+    return values
 
 
 def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, StoreAudit]:
