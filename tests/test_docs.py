@@ -106,7 +106,7 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
         "docs/howto/skyrl.md",  # tests/integrations/test_skyrl.py
         "docs/howto/torchrl.md",  # tests/integrations/test_torchrl.py
         "docs/howto/trl.md",  # tests/integrations/test_trl.py
-        "docs/start/trainers.md",  # as docs/howto/trl.md
+        "docs/start/trainers.md",  # tests/integrations/test_trl_trains.py
         "docs/howto/verl.md",  # continues a run of verl
         "docs/format.md",  # tests/test_format_page.py
     }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import queue
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pages import blocks
 from tests.verl_plugin.assets import make_assets
 from trainer_hooks.integrations.trl import RecordingRollouts, RecordingWorker
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
@@ -289,3 +293,16 @@ def test_trainer_with_rollout_function_trains_what_is_stored(tmp_path: Path) -> 
     assert {8, 6} <= set(made)
     assert max(ages) > 0
     assert all(reward is not None for group in rewards.values() for reward in group)
+
+
+def test_the_script_of_the_page_prints_its_output(project_root: Path, tmp_path: Path) -> None:
+    page = (project_root / "docs" / "start" / "trainers.md").read_text()
+    (script,), (output,) = blocks(page, "python"), blocks(page, "text")
+    environment = {**os.environ, "PYTHONPATH": str(project_root), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in output.splitlines() if line not in done.stdout.splitlines()] == []
+    with TrajectoryReplayBuffer.open(tmp_path / "replayed") as store:
+        assert {store.get(number).policy_version for number in store.trajectory_ids.tolist()} == set(range(40))
