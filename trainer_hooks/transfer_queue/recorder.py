@@ -6,6 +6,7 @@ One thread does the work, in order of arrival; the actor's other threads only qu
 from __future__ import annotations
 
 import logging
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,8 @@ class Recorder:
         """Ids of other rollouts in the store, by ``rollout_id``; ``None`` until one is searched."""
         self._unset: list[tuple[tuple[int, ...], dict[str, list[Any]]]] = []
         """Ids and late values that are not in the store yet."""
+        self._loaded: tuple[str, bytes | None] | None = None
+        """A checkpoint that was loaded before :meth:`open`."""
         self._queued = self._recorded = self._lost = self._failures = 0
         self._error: Exception | None = None
         self._warned: set[str] = set()
@@ -190,6 +193,9 @@ class Recorder:
         self._background = Background(f"recording to {options.path}", _WAITING_BYTES)
         self._background.submit(partial(rollouts.finish, []))  # loads what it needs before the first rollout arrives
         self._rollouts, self._buffer = rollouts, buffer
+        if (loaded := self._loaded) is not None:
+            self._loaded = None
+            self.load_rows(*loaded)
         exits.remember(self)
 
     @property
@@ -260,6 +266,27 @@ class Recorder:
             background.wait()
         return found or [None] * len(names)
 
+    def save_rows(self) -> bytes:
+        """Return which rollout each row is, for :meth:`load_rows`; waits until these are durable."""
+        state: list[bytes] = []
+        if (background := self._background) is not None:
+            self.flush()
+            background.submit(partial(self._save_rows, state))
+            background.wait()
+        return state[0] if state else b""
+
+    def load_rows(self, checkpoint: str, state: bytes | None) -> None:
+        """Replace the rows by those of a checkpoint; without these, late fields find no rollout, as the log says.
+
+        Args:
+            checkpoint: its path, for the log.
+            state: of :meth:`save_rows`; empty if nothing was recorded then, ``None`` if the checkpoint lacks it.
+        """
+        if self._buffer is None:
+            self._loaded = checkpoint, state
+        else:
+            self._submit(partial(self._load_rows, checkpoint, state), 0)
+
     def status(self) -> Status:
         """Return the counters, and the first failure since the last call.
 
@@ -321,6 +348,27 @@ class Recorder:
             background.submit(call, nbytes + 1)
 
     # ---- in the thread ----
+
+    def _save_rows(self, state: list[bytes]) -> None:
+        if self._buffer is not None:
+            state.append(pickle.dumps((str(self._buffer.store_id), self._by_index, self._by_name)))
+
+    def _load_rows(self, checkpoint: str, state: bytes | None) -> None:
+        by_index: dict[int, tuple[_Known, int]] = {}
+        by_name: dict[str, _Known] = {}
+        reason = "it has none"
+        if state:
+            try:
+                store, by_index, by_name = pickle.loads(state)
+                here = "" if self._buffer is None else str(self._buffer.store_id)
+                reason = "" if store == here else f"they are in store {store}, not in {self._path}"
+            except Exception as error:  # any, of a damaged pickle
+                reason = repr(error)
+        # Without an entry, a row of the checkpoint would be taken for a later one with the same index.
+        self._by_index = {} if reason else by_index
+        self._by_name.update({} if reason else by_name)
+        if reason and state != b"":
+            logger.warning("%s: late values of its rollouts are not recorded: %s", checkpoint, reason)
 
     def _expect(self, name: str, known: _Known) -> None:
         self._recalled[name] = known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -31,6 +32,8 @@ _THREADS = 16
 _SHUTDOWN_SECONDS = 15
 """Time limit for ending storage units, as in TransferQueue."""
 _WARN_EVERY = 100
+_ROWS = "trajstore_rows.pkl"
+"""File of a checkpoint with the recorder's rows."""
 
 _started: dict[str, Any] = {}
 """The actors that this process started, by transport, and the recorder under :data:`BACKEND`."""
@@ -139,6 +142,11 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         self._warned: set[str] = set()
         """Names of columns that are not recorded, each logged once."""
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Return the transport's class: TransferQueue saves rows that are in memory in each checkpoint by its class."""
+        return type(self._transport)
+
     async def put_data(self, data: TensorDict, metadata: BatchMeta, data_parser: Any = None) -> None:
         """Store rows for readers; then hand over what is recorded of them."""
         await self._transport.put_data(data, metadata, data_parser=data_parser)
@@ -190,12 +198,27 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         await self._transport.clear_data(metadata)
 
     async def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Save the transport's rows."""
+        """Save the transport's rows, and which rollouts they are.
+
+        Raises:
+            NotImplementedError: the transport saves no rows, which TransferQueue logs.
+        """
         await self._transport.save_checkpoint(checkpoint_dir)
+        try:
+            state = await self._recorder.save_rows.remote()
+        except ray.exceptions.RayError as error:
+            logger.error("trajstore: %s: saved without the recorder's rows: %s", checkpoint_dir, error)
+        else:
+            (Path(checkpoint_dir) / _ROWS).write_bytes(state)
 
     async def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Load the transport's rows."""
+        """Load the transport's rows, and which rollouts they are; late fields of others are not recorded."""
         await self._transport.load_checkpoint(checkpoint_dir)
+        rows = Path(checkpoint_dir) / _ROWS
+        try:
+            await self._recorder.load_rows.remote(checkpoint_dir, rows.read_bytes() if rows.exists() else None)
+        except ray.exceptions.RayError as error:
+            logger.error("trajstore: %s: loaded without the recorder's rows: %s", checkpoint_dir, error)
 
     def close(self) -> None:
         """Close the connections; in the process that started the backend, also the recorder and the storage units."""
@@ -239,6 +262,11 @@ def start_backend(conf: DictConfig) -> dict[str, Any]:
         name=_ACTOR, namespace=_NAMESPACE, num_cpus=0, max_concurrency=_THREADS, scheduling_strategy=here
     )
     _started[BACKEND] = actor.remote()
+    if transport == "SimpleStorage" and conf.metrics.enabled:  # as TransferQueue does for its own name
+        controller = ray.get_actor("TransferQueueController", namespace=_NAMESPACE)
+        ray.get(controller.start_metrics.remote(port=conf.metrics.port))
+        ray.get(controller.register_storage_units_for_metrics.remote(conf.backend[transport].zmq_info))
+        ray.get([unit.start_metrics.remote(port=0) for unit in _started[transport].values()])
     # Other processes get this configuration from the controller. Unpickling the handle imports this module there, which
     # registers the storage manager.
     with open_dict(conf.backend):
