@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def full_rollout(number: int = 0) -> AgentTrajectory:
 
 def full_episode() -> Trajectory:
     """Return an episode of three steps with a value in every field."""
-    seen = {"image": torch.randint(0, 255, (4, 1, 2, 3), dtype=torch.uint8), "deep": {"x": torch.rand(4, 1, 2)}}
+    deep = {"x": torch.rand(4, 1, 2), "level": torch.rand(4, 1)}
+    image = torch.randint(0, 255, (4, 1, 2, 3), dtype=torch.uint8)
     return Trajectory(
         max_episode_length=9,
         model_weights_id="w",
@@ -77,8 +79,8 @@ def full_episode() -> Trajectory:
         prev_values=torch.rand(4, 1, 1),
         versions=torch.ones(3, 1, 1),
         forward_inputs={"noise": torch.rand(3, 1, 2), "with": {"reset": torch.rand(4, 1, 2)}},
-        curr_obs={"image": seen["image"][:-1], "deep": {"x": seen["deep"]["x"][:-1]}},
-        next_obs={"image": seen["image"][1:], "deep": {"x": seen["deep"]["x"][1:]}},
+        curr_obs={"image": image[:-1], "deep": {name: rows[:-1] for name, rows in deep.items()}},
+        next_obs={"image": image[1:], "deep": {name: rows[1:] for name, rows in deep.items()}},
     )
 
 
@@ -268,6 +270,84 @@ def test_conversations_of_other_programs_become_rollouts(tmp_path: Path) -> None
     assert made["verl"].metadata == {"ability": "math", "ground_truth": "12", "split": "train"}
 
 
+def test_rows_of_another_layout_are_named_and_hide_no_others(tmp_path: Path) -> None:
+    """Faults of rows that programs write, beside rows with whole numbers as ids and tools as JSON texts."""
+    pl = pytest.importorskip("polars")
+    messages = [{"role": "user", "content": "7 + 5?"}, {"role": "assistant", "content": "12"}]
+    good = {"messages": messages, "task_id": 7, "tools": '[{"type": "function"}]'}
+    lines = [
+        json.dumps(good),
+        json.dumps({**good, "metadata": "none"}),
+        json.dumps({**good, "tools": "none"}),
+        json.dumps({**good, "metadata": {"split": "a"}, "split": "b"}),
+        json.dumps([good]),
+        json.dumps({**good, "tools": ""}),
+    ]
+    (tmp_path / "chat").write_text("\n".join(lines))
+    rows: dict[str, list[dict[str, Any]]] = {
+        "trl": [{**good, "when": date(2020, 1, 2)}, {**good, "tools": "none"}, {**good, "tools": "[]", "json": "none"}],
+        "verl": [
+            {"prompt": messages, "data_source": "d", "extra_info": '{"index": 7}'},
+            {"prompt": messages, "data_source": "d", "extra_info": "none"},
+        ],
+    }
+    for name, table in rows.items():
+        pl.DataFrame(table).write_parquet(tmp_path / name)
+    pl.DataFrame({"prompt": [1]}).write_parquet(tmp_path / "numbers")
+    pl.DataFrame({"prompt": ["a"], "reward_model": ["a"]}).write_parquet(tmp_path / "texts")
+    done = convert_from(tmp_path / "chat", tmp_path / "chat-store", "chat", check=True)
+    assert [(key, reason.split(":")[0]) for key, reason in done.problems.items()] == [
+        ("line 2", "metadata"),
+        ("line 3", "tools"),
+        ("line 4", "split"),
+        ("line 5", "is not a JSON object; make lines of an array with"),
+    ]
+    first, last = read_all(tmp_path / "chat-store")
+    assert (first.task_id, first.metadata, last.metadata) == ("7", {"tools": [{"type": "function"}]}, {})
+    done = convert_from(tmp_path / "trl", tmp_path / "trl-store", "trl", check=True)
+    assert list(done.problems) == ["trl: row 1"]
+    assert [part.metadata.get("when") for part in read_all(tmp_path / "trl-store")] == ["2020-01-02", None]
+    done = convert_from(tmp_path / "verl", tmp_path / "verl-store", "verl", check=True)
+    assert list(done.problems) == ["verl: row 1"]
+    assert done.problems["verl: row 1"].startswith("extra_info: 'none' is not JSON")
+    (tmp_path / "empty").touch()
+    faults = (
+        ("numbers", "trl", "prompt: is a int"),
+        ("texts", "verl", "has another layout"),
+        ("empty", "chat", "empty: has no rollouts$"),
+    )
+    for name, form, reason in faults:
+        with pytest.raises(ConfigurationError, match=reason):
+            convert_from(tmp_path / name, tmp_path / "none", form)
+
+
+def test_json_columns_of_datasets_are_decoded_with_their_nulls(tmp_path: Path) -> None:
+    """`datasets` makes such columns of tool calls whose arguments differ."""
+    datasets = pytest.importorskip("datasets")
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": None}}}]}
+    row = {"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "f", "parameters": {"b": None}}]}
+    tool = {"name": datasets.Value("string"), "parameters": datasets.Json()}
+    features = datasets.Features({"messages": datasets.List(datasets.Json()), "tools": datasets.List(tool)})
+    table = datasets.Dataset.from_list([row], features=features)
+    table.save_to_disk(str(tmp_path / "folder"))
+    table.to_parquet(str(tmp_path / "file"))
+    for name in ("folder", "file"):
+        convert_from(tmp_path / name, tmp_path / f"{name}-store", "trl", check=True)
+        (part,) = read_all(tmp_path / f"{name}-store")
+        assert (part.messages, part.metadata["tools"]) == (row["messages"], row["tools"])
+
+
+def test_columns_that_were_added_to_a_file_of_verl_are_kept(tmp_path: Path) -> None:
+    pl = pytest.importorskip("polars")
+    convert_to(stored(tmp_path / "store", [full_rollout()]), tmp_path / "out", "verl")
+    model = {"style": "rule", "ground_truth": "12", "rubric": "short"}
+    table = pl.read_parquet(tmp_path / "out").with_columns(split=pl.lit("train"), reward_model=pl.lit(model))
+    table.write_parquet(tmp_path / "changed")
+    convert_from(tmp_path / "changed", tmp_path / "again", "verl", check=True)
+    (part,) = read_all(tmp_path / "again")
+    assert part.metadata == {**full_rollout().metadata, "split": "train", "reward_model": {"rubric": "short"}}
+
+
 def test_written_conversations_are_read_by_other_programs(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     path = stored(tmp_path / "store", [full_rollout(number) for number in range(3)])
@@ -311,7 +391,7 @@ def test_tokens_of_steps_are_joined_once(tmp_path: Path, caplog: pytest.LogCaptu
     whole, copied, broken = (part for part in read_all(tmp_path / "store") if isinstance(part, AgentTrajectory))
     assert whole.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert whole.messages[2] == {"role": "tool", "content": "ok", "tool_call_id": "c"}
-    assert whole.rollout_id == "s"
+    assert (whole.rollout_id, whole.metadata["atif"]["session_id"]) == ("b", "s")
     for part, ids, mask, start in (
         (whole, [1, 2, 3, 4, 5], [0, 0, 1, 0, 1], 2),
         (copied, [9, 8, 7, 6], [0, 0, 0, 1], 3),
@@ -320,10 +400,74 @@ def test_tokens_of_steps_are_joined_once(tmp_path: Path, caplog: pytest.LogCaptu
         assert part.loss_mask is not None
         assert (part.input_ids.tolist(), part.loss_mask.tolist(), part.response_start) == (ids, mask, start)
         assert part.rollout_log_probs is not None
+    convert_to(tmp_path / "store", tmp_path / "out", "atif", check=True)
+    written = json.loads((tmp_path / "out" / "00000001.json").read_text())["steps"]
+    assert [step.get("metrics", {}).get("completion_token_ids") for step in written] == [None, None, [6]]
     assert broken.input_ids is None
     assert (
         "1.json: the prompt of step 3 does not repeat the tokens before it, so all tokens are left out" in caplog.text
     )
+
+
+def test_other_keys_of_steps_come_back(tmp_path: Path) -> None:
+    """Keys that messages have no place for; another program's own ``extra.messages``; a step without tokens."""
+    reference = [{"trajectory_id": "child", "trajectory_path": None}]
+    results = [{"source_call_id": "c", "content": None, "subagent_trajectory_ref": reference}]
+    call = {"tool_call_id": "c", "function_name": "f", "arguments": {}, "extra": {"timeout": 3}}
+    steps: list[dict[str, Any]] = [
+        {"step_id": 1, "source": "user", "message": "do", "timestamp": "2026-01-02T03:04:05Z"},
+        {"step_id": 2, "source": "agent", "message": "m", "extra": {"messages": "mine"}, "llm_call_count": 0},
+        {"step_id": 3, "source": "system", "message": "s", "is_copied_context": False},
+        {
+            "step_id": 4,
+            "source": "agent",
+            "message": "m",
+            "model_name": "large",
+            "metrics": {"prompt_tokens": 5, "cached_tokens": 4, "cost_usd": 0.25},
+            "tool_calls": [call],
+            "observation": {"results": results},
+        },
+    ]
+    document: dict[str, Any] = {
+        "schema_version": "ATIF-v1.7",
+        "trajectory_id": "t",
+        "agent": {"name": "a", "version": "1", "model_name": "small"},
+        "notes": "n",
+        "final_metrics": {"total_cost_usd": 0.5, "total_completion_tokens": 9},  # with those of subagents
+        "steps": steps,
+    }
+    (tmp_path / "a.json").write_text(json.dumps(document))
+    convert_from(tmp_path / "a.json", tmp_path / "store", "atif", check=True)
+    convert_to(tmp_path / "store", tmp_path / "out", "atif", check=True)
+    made = json.loads((tmp_path / "out" / "00000000.json").read_text())
+    assert made.pop("extra").keys() == {"trajstore"}
+    totals = {**document["final_metrics"], "total_prompt_tokens": 5, "total_steps": 4}
+    assert made == {**document, "schema_version": "ATIF-v1.8", "session_id": "t", "final_metrics": totals}
+
+
+def test_a_damaged_document_of_atif_is_named_with_its_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    good = {"schema_version": "ATIF-v1.4", "agent": {"name": "a", "version": "1"}}
+    step = {"step_id": 1, "source": "user", "message": "do"}
+    tokens, more = atif_step(2, [1], [2]), atif_step(3, [1, 2], [3])
+    unknown: dict[str, Any] = {**tokens["metrics"], "logprobs": [None]}
+    documents: list[Any] = [
+        {**good, "steps": [step, tokens, {"step_id": 3, "source": "agent", "message": "m"}]},
+        {**good, "steps": [step, tokens, {**more, "metrics": {**more["metrics"], "logprobs": None}}]},
+        [step],
+        {**good, "steps": []},
+        {**good, "steps": [step, {"message": "m"}]},
+        {**good, "steps": [step, {**tokens, "metrics": unknown}]},
+        {**good, "steps": [step, "m"]},
+    ]
+    (tmp_path / "in").mkdir()
+    for number, document in enumerate(documents):
+        (tmp_path / "in" / f"{number}.json").write_text(json.dumps(document))
+    done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
+    reasons = ["must be an object", "has no steps", "step 2: has no 'source'", "is no ATIF", "step 2: "]
+    assert list(done.problems) == [f"{number}.json" for number in range(2, 7)]
+    assert all(reason in text for reason, text in zip(reasons, done.problems.values(), strict=True))
+    assert "0.json: step 3 has none, so all tokens are left out" in caplog.text
+    assert "1.json: a step lacks logprobs, so all are left out" in caplog.text
 
 
 @pytest.mark.campaign
@@ -346,12 +490,17 @@ def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path
             group["actions"] = np.full((3, 2), number, np.float32)
             group["rewards"], group["dones"] = np.zeros(3), np.array([0, 0, 1])
             group["obs/eef"] = np.zeros((3 if number != 5 else 2, 4))
+            group["initial_state/pose"] = np.full((1, 7), number, np.float32)
+            group["seed"] = number
+            group.attrs["success"] = np.bool_(number % 2)
         file["mask/valid"] = np.array([b"demo_10", b"demo_2"])
     done = convert_from(tmp_path / "demos.hdf5", tmp_path / "store", "robomimic", check=True)
     assert list(done.problems) == ["demo_5"]
     parts = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
     assert [int(part.actions[0, 0, 0]) for part in parts] == [*range(5), *range(6, 12)]
     assert [number for number, part in enumerate(parts) if part.forward_inputs["splits"]] == [2, 9]
+    assert parts[2].forward_inputs["initial_state"]["pose"].tolist() == [2.0] * 7
+    assert (parts[1].forward_inputs["attributes"], parts[1].forward_inputs["seed"]) == ({"success": True}, 1)
     with pytest.raises(ConfigurationError, match="robomimic can only be read"):
         convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +22,12 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 _OURS = "trajstore"
-"""Key of ``extra`` with the fields that the format has no place for."""
+"""Key of ``extra`` with the fields that the format has no place for; of a step's, with its messages."""
+
+_VERSION = "ATIF-v1."
+
+_TOKENS = ("prompt_token_ids", "completion_token_ids", "logprobs")
+"""Metrics of a step that are columns of tokens."""
 
 _SOURCES = {"user": "user", "assistant": "agent"}
 
@@ -52,30 +57,47 @@ class _Writer(FilesWriter):
 def _document(rollout: AgentTrajectory) -> Row:
     if not rollout.messages:
         raise InvalidTrajectoryError("has no messages, which this format needs")
-    steps = list(_steps(rollout.messages))
-    for step, metrics in zip([step for step in steps if step["source"] == "agent"], _metrics(rollout), strict=False):
-        step["metrics"] = metrics
-    sums = {
-        f"total_{name}": sum(step["metrics"][name] for step in steps if "metrics" in step)
+    known = _object(rollout.metadata.get("atif"))
+    known = known if str(known.get("schema_version")).startswith(_VERSION) else {}
+    steps = list(_steps(rollout.messages, known.get("steps")))
+    sampled = [step for step in steps if _is_sampled(step)]
+    turns = _turns(rollout)
+    for step, metrics in zip(sampled, turns, strict=True) if len(sampled) == len(turns) else ():
+        step["metrics"] = metrics | _object(step.get("metrics"))
+    counts = {
+        name: [count for step in steps if isinstance(count := _object(step.get("metrics")).get(name), int)]
         for name in ("prompt_tokens", "completion_tokens")
     }
+    sums = {f"total_{name}": sum(numbers) for name, numbers in counts.items() if numbers}
     tools = rollout.metadata.get("tools")
     agent: Row = {"name": str(rollout.metadata.get("agent") or "unknown"), "version": "unknown"}
+    agent |= _object(known.get("agent"))
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         agent["tool_definitions"] = tools
     row = row_of(replace(rollout, messages=[]), rollout.metadata.get(GIVEN, {}))
+    ours = {name: value for name, value in row.items() if value not in (None, "", [], {})}
     return {
-        "schema_version": "ATIF-v1.8",
         **({"session_id": rollout.rollout_id} if rollout.rollout_id else {}),
+        **known,
+        "schema_version": "ATIF-v1.8",
         "agent": agent,
         "steps": [{"step_id": number, **step} for number, step in enumerate(steps, start=1)],
-        "final_metrics": {**sums, "total_steps": len(steps)},
-        "extra": {_OURS: {name: value for name, value in row.items() if value not in (None, "", [], {})}},
+        "final_metrics": {"total_steps": len(steps), **sums, **_object(known.get("final_metrics"))},
+        "extra": {**_object(known.get("extra")), _OURS: ours},
     }
 
 
-def _metrics(rollout: AgentTrajectory) -> list[Row]:
-    """Return the tokens of each turn of the model; none if there are no tokens, or another number of turns."""
+def _object(value: Any) -> Row:
+    return value if isinstance(value, dict) else {}
+
+
+def _is_sampled(step: Mapping[str, Any]) -> bool:
+    """Return whether the model made a step in this trajectory."""
+    return step["source"] == "agent" and not step.get("is_copied_context") and step.get("llm_call_count") != 0
+
+
+def _turns(rollout: AgentTrajectory) -> list[Row]:
+    """Return the tokens of each turn of the model."""
     ids, mask, start = rollout.input_ids, rollout.loss_mask, rollout.response_start
     if ids is None or mask is None or start is None:
         return []
@@ -98,23 +120,38 @@ def _metrics(rollout: AgentTrajectory) -> list[Row]:
             ):
                 metrics["logprobs"] = log_probs[begin - start : at - start].double().tolist()
             turns.append(metrics)
-    model = sum(message.get("role") == "assistant" for message in rollout.messages)
-    return turns if len(turns) == model else []
+    return turns
 
 
-def _steps(messages: Sequence[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield steps: a message, with the results of tools that follow it."""
+def _steps(messages: Sequence[Mapping[str, Any]], known: Any) -> Iterator[Row]:
+    """Yield steps: a message, with the results of tools that follow it.
+
+    Args:
+        messages: of the rollout.
+        known: other keys of the steps that the messages came from; they are taken if there are as many steps.
+    """
     groups: list[list[Mapping[str, Any]]] = []
     for message in messages:
         if message.get("role") == "tool" and groups:
             groups[-1].append(message)
         else:
             groups.append([message])
-    for group in groups:
+    others = known if isinstance(known, list) and len(known) == len(groups) else [{}] * len(groups)
+    for group, other in zip(groups, others, strict=True):
         step = _step(group)
-        if _messages(step) != group:
-            step["extra"] = {"messages": group}
-        yield step
+        whole = step | _object(other)
+        if _is_of(whole, group):
+            yield whole
+        else:
+            yield step if _is_of(step, group) else {**step, "extra": {_OURS: group}}
+
+
+def _is_of(step: Row, messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether these messages are read from a step."""
+    try:
+        return _messages(step) == messages
+    except (KeyError, TypeError, AttributeError):
+        return False
 
 
 def _step(group: Sequence[Mapping[str, Any]]) -> Row:
@@ -174,10 +211,9 @@ def _read(path: Path) -> Source:
         for done, file in enumerate(files, start=1):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                document = orjson.loads(file.read_bytes())
-                members = dict(_members(document, name))
-            except (ValueError, AttributeError, TypeError, OSError) as error:
-                yield damaged(name, f"is no ATIF document: {error!r}", done)
+                members = dict(_members(orjson.loads(file.read_bytes()), name))
+            except (ValueError, OSError) as error:
+                yield damaged(name, f"is no ATIF document: {error}", done)
                 continue
             for key, member in members.items():
                 yield Item(key, lambda key=key, member=member: _rollout(member, key), done)  # type: ignore[misc]
@@ -185,8 +221,10 @@ def _read(path: Path) -> Source:
     return Source(items(), len(files))
 
 
-def _members(document: Mapping[str, Any], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _members(document: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield a document and those of its subagents, by key."""
+    if not isinstance(document, dict) or not isinstance(document.get("subagent_trajectories"), list | None):
+        raise ValueError("must be an object, its subagent_trajectories a list of objects")
     yield name, document
     for number, member in enumerate(document.get("subagent_trajectories") or ()):
         yield from _members(member, f"{name}: subagent {number}")
@@ -194,29 +232,55 @@ def _members(document: Mapping[str, Any], name: str) -> Iterator[tuple[str, Mapp
 
 def _rollout(document: Mapping[str, Any], name: str) -> AgentTrajectory:
     try:
-        if not str(document["schema_version"]).startswith("ATIF-v1."):
+        if not str(document["schema_version"]).startswith(_VERSION):
             raise ConfigurationError(f"schema_version {document['schema_version']!r} is unknown, must be ATIF-v1")
-        messages = [message for step in document["steps"] for message in _messages(step)]
+        if not document["steps"]:
+            raise ConfigurationError("has no steps")
+        parts = [_named(_messages, step, number) for number, step in enumerate(document["steps"], start=1)]
+        messages = [message for part in parts for message in part]
         ours = (document.get("extra") or {}).get(_OURS)
         if ours is not None:
             return rollout_of({**ours, "messages": messages})
-        known = {key: document[key] for key in document if key not in ("steps", "subagent_trajectories")}
+        known = {key: document[key] for key in document if key != "subagent_trajectories"}
+        known["steps"] = [_named(_others, step, number) for number, step in enumerate(document["steps"], start=1)]
         metadata = {"atif": known, "tools": document["agent"].get("tool_definitions")}
         return AgentTrajectory(
             messages=messages,
-            rollout_id=document.get("session_id") or "",
+            rollout_id=document.get("trajectory_id") or document.get("session_id") or "",
             metadata={key: value for key, value in metadata.items() if value is not None},
             **_tokens(document["steps"], name),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"is no ATIF document: {error!r}") from error
 
 
+def _named(part_of: Callable[[Any], Any], step: Any, number: int) -> Any:
+    """Return a part of a step.
+
+    Raises:
+        ConfigurationError: it is no step; names it.
+    """
+    try:
+        return part_of(step)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ConfigurationError(f"step {number}: {reason}") from error
+
+
+def _others(step: Mapping[str, Any]) -> Row:
+    """Return the keys of a step that its messages and the columns of tokens do not have."""
+    made = _step(_messages(step))
+    others = {key: value for key, value in step.items() if key != "step_id" and made.get(key) != value}
+    if isinstance(others.get("metrics"), dict):
+        others["metrics"] = {key: value for key, value in others["metrics"].items() if key not in _TOKENS}
+    return others
+
+
 def _messages(step: Mapping[str, Any]) -> list[Any]:
     """Return the messages of a step."""
-    originals = (step.get("extra") or {}).get("messages")
+    originals = (step.get("extra") or {}).get(_OURS)
     if originals is not None:
         return list(originals)
     role = "assistant" if step["source"] == "agent" else step["source"]
@@ -235,7 +299,7 @@ def _messages(step: Mapping[str, Any]) -> list[Any]:
     results = [
         {"role": "tool", "content": result.get("content") or ""}
         | ({"tool_call_id": result["source_call_id"]} if result.get("source_call_id") else {})
-        for result in (step.get("observation") or {}).get("results", ())
+        for result in (step.get("observation") or {}).get("results") or ()
     ]
     return [message, *results]
 
@@ -253,16 +317,13 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
     for step in steps:
         metrics = step.get("metrics") or {}
         prompt, completion = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
-        if step["source"] != "agent" or step.get("is_copied_context"):
+        if not _is_sampled(step):
             continue
-        if prompt is None or completion is None:
-            return {}
-        if prompt[: len(ids)] != ids:
-            logger.warning(
-                "convert: %s: the prompt of step %s does not repeat the tokens before it, so all tokens are left out",
-                name,
-                step["step_id"],
-            )
+        is_known = prompt is not None and completion is not None
+        if prompt is None or completion is None or prompt[: len(ids)] != ids:
+            reason = "the prompt of step %s does not repeat the tokens before it" if is_known else "step %s has none"
+            if is_known or any(_object(other.get("metrics")).keys() & set(_TOKENS) for other in steps):
+                logger.warning(f"convert: %s: {reason}, so all tokens are left out", name, step.get("step_id"))
             return {}
         start = len(prompt) if start is None else start
         given = metrics.get("logprobs")
@@ -272,6 +333,8 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
         ids = [*prompt, *completion]
     if start is None:
         return {}
+    if not is_whole and any(log_probs):
+        logger.warning("convert: %s: a step lacks logprobs, so all are left out", name)
     columns: Row = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask), "response_start": start}
     return columns | ({"rollout_log_probs": torch.tensor(log_probs[start:])} if is_whole else {})
 
@@ -281,7 +344,7 @@ FORMATS = (
         "atif",
         "rollouts",
         (),
-        ("time stamps, models, efforts, call counts and costs of steps", "which trajectory a subagent belongs to"),
+        ("which trajectory a subagent is embedded in",),
         _read,
         lambda path, mark, _: _Writer(path, mark),
     ),

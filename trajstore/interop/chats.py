@@ -49,16 +49,32 @@ def _rollout_of(messages: Any, parts: Mapping[str, Any], metadata: dict[str, Any
         messages=messages,
         reward=None if reward is None else Reward(outcome=float(reward)),
         metadata=metadata,
-        **{name: parts[name] for name in _TEXTS if parts.get(name) is not None},
+        **{name: _id(part) for name in _TEXTS if (part := parts.get(name)) is not None},
     )
+
+
+def _id(value: Any) -> Any:
+    """Return an id; whole numbers become texts."""
+    return str(value) if type(value) is int else value
 
 
 def _metadata_of(value: Any, others: Mapping[str, Any]) -> dict[str, Any]:
     """Return metadata from a JSON text or object, and other keys of the row that are not null."""
-    metadata = orjson.loads(value) if isinstance(value, str) else value or {}
+    metadata = _parsed("metadata", value) or {}
     if not isinstance(metadata, dict):
         raise ConfigurationError("metadata: must be an object")
-    return metadata | {name: item for name, item in others.items() if item is not None}
+    given = {name: item for name, item in others.items() if item is not None}
+    if twice := sorted(name for name in metadata.keys() & given.keys() if metadata[name] != given[name]):
+        raise ConfigurationError(f"{twice[0]}: has other values in the row and in its metadata; rename one")
+    return metadata | given
+
+
+def _parsed(name: str, value: Any) -> Any:
+    """Return a value, or that of its JSON text; None for an empty text."""
+    try:
+        return value if not isinstance(value, str) else orjson.loads(value) if value else None
+    except orjson.JSONDecodeError as error:
+        raise ConfigurationError(f"{name}: {value[:40]!r} is not JSON: {error}") from error
 
 
 def _tools_in(metadata: dict[str, Any]) -> list[Any] | None:
@@ -78,28 +94,25 @@ def _line_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
 def _of_line(line: Row) -> AgentTrajectory:
     parts = {name: line.pop(name, None) for name in (*_TEXTS, "reward")}
     messages = line.pop("messages", None)
+    line["tools"] = _parsed("tools", line.get("tools"))
     return _rollout_of(messages, parts, _metadata_of(line.pop("metadata", None), line))
 
 
 # -- Parquet ------------------------------------------------------------------------------------------
 
 
-def _plain(messages: Any, role: str) -> list[Any]:
-    """Return messages of a Parquet column: without nulls, or one message if they are a text."""
+def _messages_of(name: str, messages: Any, role: str) -> list[Any]:
+    """Return messages of a Parquet column, or one message if they are a text."""
     if isinstance(messages, str):
         return [{"role": role, "content": messages}]
-    plain = []
-    for message in messages or []:
-        whole = message.get("json") if isinstance(message, dict) else None
-        plain.append(orjson.loads(whole) if isinstance(whole, str) else _without_nulls(message))
-    return plain
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys that Parquet fills with null."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+    if not isinstance(messages, list | None):
+        raise ConfigurationError(f"{name}: is a {type(messages).__name__}, must be a text or messages")
+    return [
+        _parsed(f"{name}[{number}].json", message["json"])
+        if isinstance(message, dict) and isinstance(message.get("json"), str)
+        else message
+        for number, message in enumerate(messages or [])
+    ]
 
 
 def _split(rollout: AgentTrajectory) -> tuple[list[Row], list[Row]]:
@@ -127,12 +140,11 @@ def _trl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
 def _of_trl(row: Row) -> AgentTrajectory:
     parts = {name: row.pop(name, None) for name in (*_TEXTS, "reward")}
     messages = [
-        *_plain(row.pop("messages", None), "user"),
-        *_plain(row.pop("prompt", None), "user"),
-        *_plain(row.pop("completion", None), "assistant"),
+        message
+        for name, role in (("messages", "user"), ("prompt", "user"), ("completion", "assistant"))
+        for message in _messages_of(name, row.pop(name, None), role)
     ]
-    tools = row.pop("tools", None)
-    row["tools"] = orjson.loads(tools) if isinstance(tools, str) else _without_nulls(tools)
+    row["tools"] = _parsed("tools", row.get("tools"))
     return _rollout_of(messages, parts, _metadata_of(row.pop("metadata", None), row))
 
 
@@ -167,15 +179,19 @@ def _verl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
 
 
 def _of_verl(row: Row) -> AgentTrajectory:
-    extra = dict(row.pop("extra_info", None) or {})
+    extra = dict(_parsed("extra_info", row.pop("extra_info", None)) or {})
     index, source = extra.pop("index", None), row.pop("data_source", None) or ""
     parts = {name: extra.pop(name, None) for name in _TEXTS}
     parts |= {"reward": row.pop("reward", None), "task_id": source if index is None else f"{source}:{index}"}
     prompt, messages = row.pop("prompt", None), row.pop("messages", None)
+    model = {name: item for name, item in (row.pop("reward_model", None) or {}).items() if name != "style"}
+    row["ground_truth"], row["reward_model"] = model.pop("ground_truth", None), model or None
     own = extra.pop("metadata", None)
-    model = row.pop("reward_model", None) or {}
-    others = {} if isinstance(own, str) else {**row, **extra, "ground_truth": model.get("ground_truth")}
-    return _rollout_of(_plain(messages or prompt, "user"), parts, _metadata_of(own, others))
+    if isinstance(own, str):  # it has these two already
+        del row["ground_truth"]
+        row.pop("ability", None)
+    metadata = _metadata_of(own, _metadata_of(extra, row))
+    return _rollout_of(_messages_of("messages", messages or prompt, "user"), parts, metadata)
 
 
 FORMATS = (
@@ -192,7 +208,7 @@ FORMATS = (
         "rollouts",
         _CANNOT_CARRY,
         (),
-        partial(read_parquet, trajectory_of=_of_trl),
+        partial(read_parquet, trajectory_of=_of_trl, plain=True),
         lambda path, mark, _: PartsWriter(path, mark, _trl_row, _trl_schema()),
     ),
     Format(
@@ -200,7 +216,7 @@ FORMATS = (
         "rollouts",
         _CANNOT_CARRY,
         ("reward_model.style",),
-        partial(read_parquet, trajectory_of=_of_verl),
+        partial(read_parquet, trajectory_of=_of_verl, plain=True),
         lambda path, mark, _: PartsWriter(path, mark, _verl_row, _verl_schema()),
     ),
 )

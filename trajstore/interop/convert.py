@@ -197,9 +197,9 @@ def convert_from(
         progress: called with (done, total) bytes or items of the source.
 
     Raises:
-        StoreNotFoundError: there is no such file or folder, or it is empty.
-        ConfigurationError: the target exists or is a URL, the format is unknown or cannot be read, or no item could be
-            converted; names the first.
+        StoreNotFoundError: there is no such file or folder.
+        ConfigurationError: the target exists or is a URL, the format is unknown or cannot be read, the source is
+            empty, or no item could be converted; names the first.
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
         StoreWriteError: the target cannot be written; call again to continue.
@@ -219,11 +219,8 @@ def convert_from(
             _write(items, writer, staging, result, progress)
         if not result.written:
             reasons = [f"{key}: {why}" for key, why in result.problems.items()]
-            raise (
-                ConfigurationError(f"{origin}: nothing could be converted: {listed(reasons, 3)}")
-                if reasons
-                else StoreNotFoundError(f"{origin}: has no {form.kind}")
-            )
+            found = f"nothing could be converted: {listed(reasons, 3)}" if reasons else f"has no {form.kind}"
+            raise ConfigurationError(f"{origin}: {found}")
         if check:
             with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]

@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.files.base import Buffer
-from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajstoreError
 from trajstore.query.engine import polars
 from trajstore.query.query import Query
 from trajstore.trajectory import AnyTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataType
 
 Row = dict[str, Any]
 
@@ -27,6 +30,8 @@ Kind = Literal["rollouts", "episodes"]
 
 _ROWS = 256
 """Rows of a Parquet file that are read together."""
+
+_ARRAY = "; make lines of an array with: jq -c '.[]' FILE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,20 @@ class PartsWriter(FilesWriter):
         return self._count
 
 
+def _load(trajectory_of: Callable[[Row], AnyTrajectory], row: Row) -> AnyTrajectory:
+    """Return the trajectory of a row.
+
+    Raises:
+        TrajstoreError: the row has another layout.
+    """
+    try:
+        return trajectory_of(row)
+    except TrajstoreError:
+        raise
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigurationError(f"has another layout: {error!r}") from error
+
+
 def damaged(key: str, reason: str, done: int) -> Item:
     """Return an item that cannot be loaded."""
 
@@ -193,10 +212,10 @@ def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Sou
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise ConfigurationError(f"is not JSON: {error}") from error
+            raise ConfigurationError(f"is not JSON: {error}{_ARRAY if line[:1] == b'[' else ''}") from error
         if not isinstance(row, dict):
-            raise ConfigurationError("is not a JSON object")
-        return trajectory_of(row)
+            raise ConfigurationError(f"is not a JSON object{_ARRAY if isinstance(row, list) else ''}")
+        return _load(trajectory_of, row)
 
     def items() -> Iterator[Item]:
         done = 0
@@ -212,14 +231,40 @@ def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Sou
     return Source(items(), path.stat().st_size)
 
 
-def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
-    """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it."""
+def _plain(value: Any, kind: DataType) -> Any:
+    """Return a value of a Parquet column: JSON decoded, times as texts, structs without the keys that are null."""
+    if value is None:
+        return None
+    if kind.is_extension():
+        return orjson.loads(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
+    if kind.is_temporal() or kind.is_decimal():
+        return str(value)
+    if isinstance(value, dict):
+        kinds = kind.to_schema()  # type: ignore[attr-defined]
+        return {name: _plain(item, kinds[name]) for name, item in value.items() if item is not None}
+    return [_plain(item, kind.inner) for item in value] if isinstance(value, list) else value  # type: ignore[attr-defined]
+
+
+def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plain: bool = False) -> Source:
+    """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it.
+
+    Args:
+        path: file or folder.
+        trajectory_of: makes a trajectory of a row.
+        plain: the values are of other programs: decode JSON, make texts of times, leave out the nulls of structs.
+    """
     files = [path]
     if path.is_dir():
         files = sorted(file for pattern in ("**/*.parquet", "**/*.arrow") for file in path.glob(pattern))
         if not files:
             raise StoreNotFoundError(f"{path}: has no Parquet files")
     sizes = [file.stat().st_size for file in files]
+
+    def load(row: Row, kinds: Mapping[str, DataType]) -> AnyTrajectory:
+        def made(row: Row) -> AnyTrajectory:
+            return trajectory_of({name: _plain(value, kinds[name]) for name, value in row.items()} if plain else row)
+
+        return _load(made, row)
 
     def items() -> Iterator[Item]:
         pl = polars()
@@ -230,7 +275,7 @@ def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> S
                 table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file)
                 for rows in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
                     for row in rows.iter_rows(named=True):
-                        yield Item(f"{name}: row {number}", lambda row=row: trajectory_of(row), done)  # type: ignore[misc]
+                        yield Item(f"{name}: row {number}", lambda row=row, kinds=rows.schema: load(row, kinds), done)  # type: ignore[misc]
                         number += 1
             except pl.exceptions.PolarsError as error:
                 yield damaged(f"{name}: rows from {number} on", f"are not Parquet: {error}", done)

@@ -109,6 +109,7 @@ class _Writer(FilesWriter):
             if (flags := getattr(trajectory, name)) is not None and not bool(flags.isnan().all()):
                 values[feature] = arrays_of(flags, name)[-len(values["action"]) :]
         features = {name: _feature(value) for name, value in values.items()}
+        shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
         fps = trajectory.forward_inputs.get("fps")
         fps = None if fps is None else float(fps)
         if self._mark["features"] is None:
@@ -116,8 +117,8 @@ class _Writer(FilesWriter):
                 logger.warning(
                     "convert: %s: no forward_inputs.fps: time stamps are of %g frames a second", self._path, _FPS
                 )
-            self._mark |= {"features": features, "fps": fps or _FPS, "states": "states" in seen}
-        elif features != self._mark["features"] or (fps or _FPS) != self._mark["fps"]:
+            self._mark |= {**shapes, "fps": fps or _FPS, "states": "states" in seen}
+        elif {name: self._mark[name] for name in shapes} != shapes or (fps or _FPS) != self._mark["fps"]:
             raise InvalidTrajectoryError("its features or frames a second differ from those of the first episode")
         columns = {
             name: [_png(frame) for frame in value] if features[name]["dtype"] == "image" else value
@@ -186,7 +187,7 @@ class _Writer(FilesWriter):
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
             "video_path": None,
             "features": {**(mark["features"] or {}), **own},
-            "trajstore": {"states": mark.get("states", False)},
+            "trajstore": {"states": mark.get("states", False), "scalars": mark.get("scalars", [])},
         }
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
         stats = {name: _summary(sums) for name, sums in mark["stats"].items()}
@@ -321,6 +322,8 @@ def _trajectory(
         if name in _OWN:
             continue
         value = torch.from_numpy(_values(path, info, name, feature, row, frames))[:, None]
+        if name in info.get("trajstore", {}).get("scalars", ()):
+            value = value[..., 0]
         if name == "action":
             fields["actions"] = value
         elif name in _FLAGS:

@@ -35,7 +35,7 @@ def _read(path: Path) -> Source:
         try:
             with h5py.File(path) as file:
                 return _trajectory(file["data"][name], sorted(split for split, names in masks.items() if name in names))
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
             raise CorruptStoreError(f"is no demonstration of robomimic: {error!r}") from error
 
     def items() -> Iterator[Item]:
@@ -55,15 +55,19 @@ def _trajectory(group: Any, splits: list[str]) -> Trajectory:
     steps = len(actions)
     rewards = _tensors(group["rewards"]) if "rewards" in group else torch.full((steps, 1), torch.nan)
     dones = _tensors(group["dones"]).bool() if "dones" in group else None
-    others = {name: _tensors(group[name]) for name in group if name not in _FIELDS}
+    others = {name: _others(group[name], steps) for name in group if name not in _FIELDS}
     trajectory = Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,
         actions=actions[..., None] if actions.dim() == 2 else actions,
-        rewards=rewards[..., None],
-        dones=None if dones is None else dones[..., None],
+        rewards=rewards.reshape(len(rewards), 1, -1),
+        dones=None if dones is None else dones.reshape(len(dones), 1, -1),
         curr_obs=_tensors(group["obs"]) if "obs" in group else {},
         next_obs=_tensors(group["next_obs"]) if "next_obs" in group else {},
-        forward_inputs={**others, "splits": splits},
+        forward_inputs={
+            **others,
+            "splits": splits,
+            "attributes": {name: _plain(group.attrs[name]) for name in group.attrs},
+        },
     )
     for name in ("obs", "next_obs"):
         lengths = {len(value) for value in _rows(trajectory.curr_obs if name == "obs" else trajectory.next_obs)}
@@ -79,6 +83,22 @@ def _tensors(node: Any) -> Any:
     return torch.from_numpy(np.array(node[()]))[:, None]
 
 
+def _others(node: Any, steps: int) -> Any:
+    """Return tensors as :func:`_tensors`; a single row of numbers, such as Isaac Lab's initial state, as ``[...]``."""
+    if hasattr(node, "items"):
+        return {name: _others(item, steps) for name, item in node.items()}
+    if node.ndim == 0:
+        return _plain(node[()])
+    tensor = _tensors(node)
+    return tensor.flatten() if tensor.dim() < 4 and len(tensor) == 1 != steps else tensor
+
+
+def _plain(value: Any) -> Any:
+    """Return an attribute or a scalar as a JSON value."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return value.decode() if isinstance(value, bytes) else value
+
+
 def _rows(value: Any) -> Iterator[torch.Tensor]:
     for item in value.values() if isinstance(value, Mapping) else (value,):
         if isinstance(item, Mapping):
@@ -92,7 +112,7 @@ FORMATS = (
         "robomimic",
         "episodes",
         (),
-        ("attributes of demonstrations (model_file, num_samples)", "env_args"),
+        ("env_args",),
         _read,
     ),
 )
