@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.remote.test_remote import around
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import open_directory
@@ -54,6 +58,21 @@ def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> Non
         directory.lock_writer()
     with directory.lock_writer(), pytest.raises(StoreLockedError):
         directory.lock_writer()
+
+
+def test_a_reader_that_is_not_closed_leaves_no_lease_when_its_program_ends(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+    program = (
+        "import os, sys\n"
+        "from trajstore import TrajectoryReplayBuffer\n"
+        "reader = TrajectoryReplayBuffer.open(sys.argv[1])\n"
+        "child = os.fork()\n"
+        "sys.exit() if child == 0 else os.waitpid(child, 0)\n"
+        "assert len(os.listdir(f'{sys.argv[1]}/readers')) == 1\n"  # a child does not end its parent's lease
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
+    assert os.listdir(tmp_path / "readers") == []
 
 
 def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:

@@ -77,12 +77,16 @@ def _write_difference(out: Output, other: str, difference: Difference | None) ->
     out.line(f"{other}: differs first in {place}")
     if difference.absent is not None:
         out.line(f"  {'the first' if difference.absent == 'this' else 'the other'} ledger lacks this step")
-    for name, (mine, its) in difference.fields.items():
-        out.line(f"  {name}: {mine!r} here, {its!r} there")
+    fields = {name: f"  {name}: {mine!r} here, {its!r} there" for name, (mine, its) in difference.fields.items()}
+    columns = {}
     for name, column in difference.columns.items():
         task = "" if column.task is None else f" of {column.task!r}"
         where = f"{counted(column.rows, 'row')}, first {column.row}: trajectory {shown_id(column.trajectory)}{task}"
-        out.line(f"  {name} ({where}): {column.here!r} here, {column.there!r} there")
+        shown = {"tokens": "trained tokens"}.get(name, name)
+        columns[name] = f"  {shown} ({where}): {column.here!r} here, {column.there!r} there"
+    losses = {name: fields.pop(name) for name in [*fields] if name.startswith("loss.")}
+    for line in (*fields.values(), *columns.values(), *losses.values()):
+        out.line(line)
 
 
 COMMAND = Command(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
 import os
 import uuid
+import weakref
 
 import orjson
 
@@ -160,6 +162,7 @@ class LocalReaderLease(ReaderLease):
                 continue
             break
         self._write(lease_head(generation, looking=True) + orjson.dumps(holder_document()), 0)
+        _leases.add(self)
 
     def look(self) -> None:
         self._write(b"+", LEASE_DIGITS)
@@ -187,6 +190,19 @@ class LocalReaderLease(ReaderLease):
             with contextlib.suppress(OSError):
                 self._root.unlink(self._name)
             self._file.close()
+
+
+_leases: weakref.WeakSet[LocalReaderLease] = weakref.WeakSet()
+"""Leases to release when the interpreter exits: a program need not close its readers."""
+
+
+def _release_all() -> None:
+    for lease in list(_leases):
+        lease.release()
+
+
+os.register_at_fork(after_in_child=_leases.clear)
+atexit.register(_release_all)
 
 
 def read_lease(root: HeldFolder, name: str, tidy: bool) -> Reader | None:
