@@ -258,12 +258,13 @@ def test_audit_of_two_stores_names_outcomes_that_differ(tmp_path: Path, run: Run
             )
             for task, given in zip("aab", outcomes, strict=True)
         ]
-        path = stored(tmp_path / name, made)
-        rows["trajectory"], rows["advantage"] = range(3), value
+        first = int(name == "wrong")  # there the rollouts have other ids
+        path = stored(tmp_path / name, made[:first] + made)
+        rows["trajectory"], rows["advantage"] = range(first, first + 3), value
         with Ledger(path / "ledger") as ledger:
             ledger.record(TrainedStep(3, rows.copy(), ["a", "b"], policy_before=3))
-    advantage = "  advantage (3 rows, first 0: trajectory 0 of 'a'): 0.0 here, 0.5 there"
-    outcome = "  outcome (1 row, first 1: trajectory 1 of 'a'): 1.0 here, 0.0 there"
+    advantage = "  advantage (3 rows, first 0: trajectory 1 (there 0) of 'a'): 0.0 here, 0.5 there"
+    outcome = "  outcome (1 row, first 1: trajectory 2 (there 1) of 'a'): 1.0 here, 0.0 there"
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     assert run("audit", wrong, "--against", right)[1].splitlines()[-3:] == [
         f"{right}: differs first in step 3, row 0", outcome, advantage

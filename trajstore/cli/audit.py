@@ -81,9 +81,12 @@ def _write_difference(out: Output, other: str, difference: Difference | None) ->
     columns = {}
     for name, column in difference.columns.items():
         task = "" if column.task is None else f" of {column.task!r}"
-        where = f"{counted(column.rows, 'row')}, first {column.row}: trajectory {shown_id(column.trajectory)}{task}"
+        there = "" if column.other == column.trajectory else f" (there {shown_id(column.other)})"
+        first = f"first {column.row}: trajectory {shown_id(column.trajectory)}{there}{task}"
         shown = {"tokens": "trained tokens"}.get(name, name)
-        columns[name] = f"  {shown} ({where}): {column.here!r} here, {column.there!r} there"
+        columns[name] = (
+            f"  {shown} ({counted(column.rows, 'row')}, {first}): {column.here!r} here, {column.there!r} there"
+        )
     losses = {name: fields.pop(name) for name in [*fields] if name.startswith("loss.")}
     for line in (*fields.values(), *columns.values(), *losses.values()):
         out.line(line)

@@ -43,6 +43,7 @@ class ColumnDifference:
         rows: number of rows that differ.
         row: the first one.
         trajectory: its id in this ledger.
+        other: its id in the other ledger.
         task: its task in this ledger; None if unknown.
         here: its value in this ledger.
         there: its value in the other one.
@@ -51,6 +52,7 @@ class ColumnDifference:
     rows: int
     row: int
     trajectory: int
+    other: int
     task: str | None
     here: object
     there: object
@@ -171,7 +173,7 @@ def _difference(
     for name in sorted(ROW.names or (), key="ratio".__eq__):
         here, there = mine.rows[name][:both], its.rows[name][:both]
         values = (my_places[:both], its_places[:both]) if name == "trajectory" else (here, there)
-        unlike, found = column_difference(mine, here, there, values)
+        unlike, found = column_difference(mine, its, here, there, values)
         differ |= unlike
         if found is not None:
             columns[name] = found
@@ -184,7 +186,8 @@ def _difference(
 
 
 def column_difference(
-    step: TrainedStep,
+    mine: TrainedStep,
+    its: TrainedStep,
     here: npt.NDArray[Any],
     there: npt.NDArray[Any],
     compared: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
@@ -192,19 +195,22 @@ def column_difference(
     """Return which rows of a step differ in a column, bit by bit: NaN equals itself, -0.0 differs from 0.0.
 
     Args:
-        step: the step in this ledger.
+        mine: the step in this ledger.
+        its: that in the other one.
         here: values of this ledger's rows.
         there: those of the other one.
         compared: values to compare instead.
     """
-    one, other = (values.copy().view(f"V{values.itemsize}") for values in compared or (here, there))
-    unlike = one != other
+    a, b = (values.copy().view(f"V{values.itemsize}") for values in compared or (here, there))
+    unlike = a != b
     if not unlike.any():
         return unlike, None
     row = int(unlike.argmax())
-    trajectory, group = (int(step.rows[name][row]) for name in ("trajectory", "group"))
-    task = step.tasks[group] if step.tasks else None
-    return unlike, ColumnDifference(int(unlike.sum()), row, trajectory, task, here[row].item(), there[row].item())
+    trajectory, other = (int(step.rows["trajectory"][row]) for step in (mine, its))
+    task = mine.tasks[int(mine.rows["group"][row])] if mine.tasks else None
+    return unlike, ColumnDifference(
+        int(unlike.sum()), row, trajectory, other, task, here[row].item(), there[row].item()
+    )
 
 
 def _fields(step: TrainedStep) -> dict[str, object]:

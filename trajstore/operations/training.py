@@ -82,7 +82,7 @@ def difference_of(path: str | Path, other: str | Path) -> Difference | None:
     here, there = (values[: min(map(len, outcomes))] for values in outcomes)
     unknown = np.isnan(here) | np.isnan(there)
     compared = np.where(unknown, 0.0, here), np.where(unknown, 0.0, there)
-    _, found = column_difference(steps[0], here, there, compared)
+    _, found = column_difference(steps[0], steps[1], here, there, compared)
     return difference if found is None else replace(difference, columns={"outcome": found} | difference.columns)
 
 
