@@ -22,6 +22,7 @@ from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.core.store.moves import STARTS, Moved, move_entries
 from trajstore.operations.verify import verify
+from trajstore.testing.waiting import wait_until
 from trajstore.testing.witness import check_batch, witness
 
 pytestmark = pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")
@@ -121,9 +122,7 @@ def test_a_thread_whose_start_is_interrupted_begins_and_ends_or_never_was() -> N
     for at in range(tracer.count):
         Tracer(at).run(lambda: uninterrupted(lambda: called.append(None)))
     begun = [thread for thread in threading.enumerate() if thread.name == CHANGE_THREAD]
-    for thread in begun:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in begun)
+    wait_until(lambda: not any(thread.is_alive() for thread in begun))  # not joined: one may not have begun yet
     assert called
 
 

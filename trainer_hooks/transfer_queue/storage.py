@@ -262,11 +262,10 @@ def start_backend(conf: DictConfig) -> dict[str, Any]:
         name=_ACTOR, namespace=_NAMESPACE, num_cpus=0, max_concurrency=_THREADS, scheduling_strategy=here
     )
     _started[BACKEND] = actor.remote()
-    if transport == "SimpleStorage" and conf.metrics.enabled:  # as TransferQueue does for its own name
-        controller = ray.get_actor("TransferQueueController", namespace=_NAMESPACE)
-        ray.get(controller.start_metrics.remote(port=conf.metrics.port))
-        ray.get(controller.register_storage_units_for_metrics.remote(conf.backend[transport].zmq_info))
-        ray.get([unit.start_metrics.remote(port=0) for unit in _started[transport].values()])
+    if conf.metrics.enabled:
+        logger.warning(
+            "transfer_queue.metrics: without the figures of storage units, which this backend does not export"
+        )
     # Other processes get this configuration from the controller. Unpickling the handle imports this module there, which
     # registers the storage manager.
     with open_dict(conf.backend):

@@ -1,21 +1,18 @@
-"""TransferQueue's own checkpoints, life cycle and metrics with the backend ``trajstore``."""
+"""TransferQueue's own checkpoints with the backend ``trajstore``."""
 
 from __future__ import annotations
 
 import json
 import logging
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
-import ray
 import torch
 import transfer_queue as tq
-from omegaconf import OmegaConf
 
 from tests.trainer_hooks.verl.plane import sessions as plane
 from trainer_hooks.replay.late_values import TRAINED_STEP
-from trainer_hooks.transfer_queue import BACKEND, RecorderHandle, Row, StoreOptions
+from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Recorder
 from trainer_hooks.verl.arrival import VerlRollouts, recorded_rollouts
 from trainer_hooks.verl.config import OutcomeRule
@@ -23,7 +20,6 @@ from trainer_hooks.verl.dataplane import add_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.reading import RunTokenizer
 from trajstore import TrajectoryReplayBuffer
-from trajstore.errors import StoreClosedError
 
 
 def start(folder: Path) -> RecorderHandle:
@@ -107,17 +103,3 @@ def test_rows_in_memory_are_in_every_checkpoint(tmp_path: Path) -> None:
     add_rows(plane.rollouts("a", 1), TRAINING)
     tq.save_checkpoint(tmp_path / "saved", include_storage=False)
     assert json.loads((tmp_path / "saved" / "metadata.json").read_text())["storage_saved"] is True
-
-
-def test_a_closed_plane_starts_again_with_figures_of_its_storage_units() -> None:
-    tq.close()
-    storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
-    config = {"metrics": {"enabled": True}, "backend": {"storage_backend": BACKEND, "SimpleStorage": storage}}
-    tq.init(OmegaConf.create(config))
-    add_rows(plane.rollouts("a", 1), TRAINING)
-    with pytest.raises(StoreClosedError, match="no open store"):
-        RecorderHandle().status()
-    controller = ray.get_actor("TransferQueueController", namespace="transfer_queue")
-    ray.get(controller.__ray_call__.remote(lambda controller: controller._metrics.collect_storage_metrics()))
-    with urlopen(f"http://{tq.get_metrics_endpoint()}/metrics") as page:
-        assert "tq_storage_active_keys_total{" in page.read().decode()
