@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,12 +91,15 @@ def _outcomes(path: str | Path, step: TrainedStep) -> npt.NDArray[np.float64]:
     """Return the outcome of each row's trajectory in a store; NaN where it has none, or there is no single store."""
     values = np.full(len(step.rows), np.nan)
     try:
-        index = open_readable(path)[0].live.catalogs_by_rank()[ALONE].index
-    except (StoreNotFoundError, KeyError):
+        reader, _ = open_readable(path)
+    except StoreNotFoundError:
         return values
-    numbers = step.rows["trajectory"]
-    known = np.isin(numbers, index["trajectory_id"])
-    values[known] = index.fact("outcome")[np.searchsorted(index["trajectory_id"], numbers[known])]
+    with closing(reader):
+        catalog = reader.live.catalogs_by_rank().get(ALONE)
+        if catalog is not None:
+            ids, numbers = catalog.index["trajectory_id"], step.rows["trajectory"]
+            known = np.isin(numbers, ids)
+            values[known] = catalog.index.fact("outcome")[np.searchsorted(ids, numbers[known])]
     return values
 
 
