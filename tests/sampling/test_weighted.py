@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -105,6 +106,23 @@ def test_recency_by_version_holds_over_any_number_of_versions_and_leaves_out_unk
     drawn = sampler.draw(10_000, torch.Generator().manual_seed(0))
     assert fits([int(np.sum(drawn.ids == number)) for number in (5800, 9000, 9001, 5801)], [1, 1, 4, 0])
     assert sum("has no policy version" in message for message in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("by", ["trajectories", "versions"])
+@pytest.mark.parametrize("before", [0, 10])
+def test_recency_holds_for_a_state_of_before_the_first_draw_and_for_much_older_ones(
+    by: Literal["trajectories", "versions"], before: int
+) -> None:
+    numbers = range(2000)
+    early, late, resumed = (WeightedSampler([Recency(1.0, by)], unit="sample") for _ in range(3))
+    if before:
+        early.added(additions(dict.fromkeys(numbers[:before], 1), numbers[:before]))
+    for sampler in (late, resumed):
+        sampler.added(additions(dict.fromkeys(numbers, 1), numbers))
+    resumed.load_state_dict(early.state_dict())
+    drawn = [sampler.draw(100, torch.Generator().manual_seed(0)) for sampler in (late, resumed)]
+    assert np.array_equal(drawn[0].ids, drawn[1].ids)
+    assert np.array_equal(drawn[0].arrays["probabilities"], drawn[1].arrays["probabilities"])
 
 
 def test_ages_count_from_the_version_that_was_reached() -> None:

@@ -138,18 +138,16 @@ class Recency(Factor):
         else:
             self._stamp.append(additions.versions, count)
             self._told = self._told or warn_unknown(self.name, additions)
+        return np.arange(entries[0]) if self._rebased(entries) else _NONE
+
+    def _rebased(self, entries: IntArray) -> bool:
+        """Count ages from the newest of these entries if the base is too old for it; return whether it changed."""
         known = self._stamp.values[entries]
         known = known[known != UNKNOWN_VERSION]
-        if not len(known):
-            return _NONE
-        newest = float(known.max())
-        if self._base is None:
-            self._base = newest
-            return np.arange(entries[0])
-        if newest - self._base <= _REBASE_AFTER * self.half_life:
-            return _NONE
-        self._base = newest
-        return np.arange(entries[0])
+        if not len(known) or (self._base is not None and known.max() - self._base <= _REBASE_AFTER * self.half_life):
+            return False
+        self._base = float(known.max())
+        return True
 
     def weights(self, entries: IntArray) -> FloatArray:
         stamp = self._stamp.values[entries]
@@ -174,16 +172,16 @@ class Recency(Factor):
 
     def take_up(self, entries: IntArray, others: IntArray, state: Mapping[str, Any]) -> None:
         self._base = state["base"]
-        if self.by == "versions":
-            return
-        stamps, self._next = state["stamp"], state["next"]
-        self._stamp.values[entries] = stamps
-        later = others > (entries[-1] if len(entries) else -1)
-        came = int(np.count_nonzero(later))
-        self._stamp.values[others[later]] = np.arange(self._next, self._next + came)
-        self._next += came
-        # Entries evicted and added again, as after a rollback, are as old as later ones.
-        self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
+        if self.by == "trajectories":
+            stamps, self._next = state["stamp"], state["next"]
+            self._stamp.values[entries] = stamps
+            later = others > (entries[-1] if len(entries) else -1)
+            came = int(np.count_nonzero(later))
+            self._stamp.values[others[later]] = np.arange(self._next, self._next + came)
+            self._next += came
+            # Entries evicted and added again, as after a rollback, are as old as later ones.
+            self._stamp.values[others[~later]] = stamps[np.searchsorted(entries, others[~later])]
+        self._rebased(others)
 
 
 class UseLimit(Factor):
