@@ -284,6 +284,21 @@ def test_another_copy_of_the_store_cannot_take_the_mirror(tmp_path: Path) -> Non
     assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, new: 9}
 
 
+def test_a_mirror_that_moved_on_after_the_restore_is_not_taken_over(tmp_path: Path) -> None:
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:
+        add(buffer, range(3))
+    restore(tmp_path / "mirror", tmp_path / "new")
+    with make(tmp_path / "store", tmp_path / "mirror") as buffer:  # the machine was not lost
+        add(buffer, [3])
+        level(buffer)
+    for key in (8, 9):  # generations reach the mirror's, then pass it
+        with make(tmp_path / "new", Mirror(tmp_path / "mirror", close_timeout=0.0)) as new:
+            add(new, [key])
+            wait_until(lambda: "another copy of the store was mirrored there" in str(new.mirror.state))
+    assert verify(tmp_path / "mirror").sound
+    assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, 3: 3}
+
+
 def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Path) -> None:
     code = (
         "import sys; from tests.remote.stores import make\n"

@@ -238,6 +238,7 @@ class Catalog(Committed):
             self.next_shard = natural(value["next_shard"], MAX_ID // 2)
             self.store_id = str(value["store_id"])
             self.fences = [natural(generation, MAX_GENERATION) for generation in value["fences"]]
+            self.restored = [natural(number, MAX_ID // 2) for number in value.get("restored", ())]
             entries = sum(declared_rows(value[name]["columns"]["shard"]) for name in ("live", "pinned"))
             entries += declared_rows(value["notes"]["columns"]["ids"])
             entries += natural(value.get("row_shards", 0), 1 << 31)  # used by pins only

@@ -112,6 +112,7 @@ class Committed:
         next_shard: the next shard number; never decreases.
         store_id: UUID of the directory.
         fences: generations of the fences of an object store's latest writers.
+        restored: generation at which the store was restored from its mirror, and its first id after that; else empty.
     """
 
     def __init__(self, pins: Pins) -> None:
@@ -128,6 +129,7 @@ class Committed:
         self.next_shard = 0
         self.store_id = ""
         self.fences: list[int] = []
+        self.restored: list[int] = []
         self.snapshot_generation = 0
         self.snapshot_bytes = 0
         self.log_bytes = 0
@@ -488,6 +490,7 @@ class Committed:
                 "next_shard": self.next_shard,
                 "store_id": self.store_id,
                 "fences": self.fences,
+                "restored": self.restored,
                 "shards": shards.to_json(),
                 "live": index_to_json(self.index, rows[self.index["shard"]]),
                 "pinned": index_to_json(self.pinned, rows[self.pinned["shard"]]),

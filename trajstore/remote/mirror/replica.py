@@ -174,7 +174,10 @@ class Replica:
                 f"{url}: is another store ({there.store_id}) than this one ({catalog.store_id}); mirror to an empty "
                 "directory"
             )
-        if there.generation > catalog.generation or there.next_id > catalog.next_id:
+        taken_over = there.restored == catalog.restored
+        self.whole_due |= not taken_over  # the new index has `restored`
+        ahead = there.generation > catalog.generation or there.next_id > catalog.next_id
+        if ahead or not (taken_over or [there.generation] == catalog.restored[:1]):
             raise StoreError(
                 f"{url}: is at generation {there.generation}, this store at {catalog.generation}: {_ELSEWHERE}"
             )

@@ -252,6 +252,7 @@ class _Copy:
         metadata = catalog.metadata()
         newest, block = catalog.next_id - 1, 1 + randbelow(_BLOCKS)
         catalog.next_id += block * IDS_LEFT_OUT
+        catalog.restored = [catalog.generation, catalog.next_id]
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
         target.publish([catalog.metadata_file(**{name: metadata[name] for name in _KEPT_METADATA if name in metadata})])
