@@ -59,6 +59,13 @@ def test_what_is_no_finite_number_is_a_text_where_it_is_quoted(store: Path, run:
     assert [(note.name, note.value) for note in notes_of(store, 0)] == [("a", "nan"), ("b", "nanny")]
 
 
+def test_directories_of_rlinf_are_refused_as_such(tmp_path: Path, store: Path, run: Run) -> None:
+    with TrajectoryReplayBuffer.open(store) as reader:
+        reader.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
+    assert "is of the kind 'rlinf'" in run.err("annotate", tmp_path / "rlinf", 0, "--set", "a=1")
+    assert "is of the kind 'rlinf'" in run.err("restore", tmp_path / "rlinf", tmp_path / "new")
+
+
 def test_a_corrected_reward_is_shown_with_what_was_recorded(tmp_path: Path, run: Run) -> None:
     rollout = AgentTrajectory(input_ids=torch.arange(4), reward=Reward(outcome=1.0, metadata={"style": 0.5}))
     path = stored(tmp_path / "store", [rollout])

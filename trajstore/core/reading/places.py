@@ -119,6 +119,9 @@ def loadable_in(place: Place) -> list[str]:
 def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
     """Return an error that describes the path instead of a store."""
     if directory.exists():
+        kind = kind_of(directory)
+        if kind is not None:
+            return StoreNotFoundError(f"{path}: is of the kind {kind!r}, which is refused here")
         return StoreNotFoundError(
             f"{path}: no trajectory store, RLinf directory or experience pool here or in its folders "
             f"(none has {METADATA_NAME}, {INDEX_NAME} or {POOL_FILES[0]})"
