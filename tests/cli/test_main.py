@@ -44,6 +44,14 @@ def test_a_reader_that_stops_reading_is_no_error(store: Path, project_root: Path
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(("descriptor", "message"), [(1, "trajstore: standard output is closed\n"), (2, "")])
+def test_a_closed_output_is_reported(descriptor: int, message: str, tmp_path: Path, project_root: Path) -> None:
+    code = f"import os, sys; os.close({descriptor}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    command = [sys.executable, "-c", code, "-m", "trajstore.cli", "verify", tmp_path / "absent"]
+    done = subprocess.run(command, cwd=project_root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
 def test_bash_completes_commands_and_options(run: Run) -> None:
     script = run.out("completion", "bash")
     ask = script + 'COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _shtab_trajstore; echo "${COMPREPLY[@]}"'

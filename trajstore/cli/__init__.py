@@ -103,6 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after ``trajstore``; None: those of the process.
     """
     options = argparse.Namespace(continues=False)
+    if sys.stderr is None:  # closed by the caller
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return _fail("standard output is closed", FAILED)
     out = Output(sys.stdout)
     code = 0
     try:
