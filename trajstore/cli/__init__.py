@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import cast
+from typing import Any, cast
 
 from trajstore.cli import (
     annotate,
@@ -81,6 +81,23 @@ def _loaded(point: EntryPoint) -> tuple[Command, ...]:
         return ()
 
 
+class _Once(argparse.Action):
+    """Stores a value, as argparse does by default, and refuses a second one for the same option."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given: set[str] = vars(namespace).setdefault("_given", set())
+        if option_string is not None and self.dest in given:
+            raise argparse.ArgumentError(self, "given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line; ``docs/cli.md`` is checked against it."""
     parser = argparse.ArgumentParser(
@@ -91,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands():
         child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
+        child.register("action", None, _Once)
         command.configure(child)
         child.set_defaults(run=command.run, continues=command.continues)
     return parser

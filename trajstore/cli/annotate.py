@@ -49,6 +49,8 @@ def _run(options: Namespace, out: Output) -> int:
     given = 0
     if options.ids:
         values = dict(_assignment(item) for item in options.set)
+        if len(values) < len(options.set):
+            raise ConfigurationError("annotate: --set has a name twice")
         annotate(options.path, options.ids, values, who=options.who)
         given = len(options.ids)
     else:
