@@ -50,6 +50,8 @@ WRONG = [
     ("prune store --where 'outcome = 1' --where 'outcome = 0' --yes", "argument --where: given twice"),
     ("split store new --ranks 2 --ranks 3", "argument --ranks: given twice"),
     ("annotate store 0 --set a=1 --set a=2", "a name twice"),
+    ("compact ''", "the path is empty"),
+    ("copy store ''", "the path is empty"),
     ("query store 'select from'", "sql: 'select from'"),
     ("query store 'select foo from trajectories'", "there is no column 'foo'"),
     ("query store 'select foo from messages'", "there is no column 'foo'"),

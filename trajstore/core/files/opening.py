@@ -23,9 +23,12 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
         options: passed on to the fsspec file system (credentials, endpoint, ...).
 
     Raises:
+        ConfigurationError: the path is empty, as an unset variable of a shell is.
         MissingDependencyError: the file system's package is not installed.
     """
     text = str(url)
+    if not text:
+        raise ConfigurationError("the path is empty; the current directory is '.'")
     if is_url(text):
         remote = import_module("trajstore.remote.directory")  # imports fsspec, which the core does not depend on
         return cast(Directory, remote.RemoteDirectory(text, **options))
