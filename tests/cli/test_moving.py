@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import LIVE, contents_of, crashed_store, flip, opened, stored
+from tests.stores import LIVE, contents_of, crashed_store, flip, keys_at, opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED, main
+from trajstore.core.buffer import checkpoint
 from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.operations.copying import copy_store
@@ -133,6 +134,24 @@ def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path
         run.follow(again)
         again.load_state_dict(weighted.state_dict())
         assert torch.equal(again.state_dict()["priorities"], weighted.state_dict()["priorities"])
+
+
+@pytest.mark.parametrize("command", ["copy", "merge", "split --ranks 2", "convert --to pkl"])
+def test_a_store_begun_at_the_target_meanwhile_is_kept(
+    command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint._write_store
+
+    def write_and_begin(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
+        monkeypatch.setattr(checkpoint, "_write_store", write)
+        stored(tmp_path / "new", [witness(9)])
+
+    store = stored(tmp_path / "store", [witness(key) for key in range(3)])
+    monkeypatch.setattr(checkpoint, "_write_store", write_and_begin)
+    name, *options = command.split()
+    assert str(tmp_path / "new") in run.err(name, store, tmp_path / "new", *options)
+    assert keys_at(tmp_path / "new") == {0: 9}
 
 
 def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:

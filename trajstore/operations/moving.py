@@ -257,7 +257,7 @@ def _write(
                 form = get_format(state.trajectory_format)
                 to = made.inner(name) if name else made
                 converted = trajectory_format is not None
-                save_checkpoint(to, snapshot, state, form, "trajstore", converted=converted, once=once)
+                save_checkpoint(to, snapshot, state, form, "trajstore", converted=converted, once=once, replace=False)
     verification = verified(result.target, "what was written", progress)
     result.trajectories, result.nbytes = verification.trajectories, verification.nbytes
     return result
@@ -265,7 +265,9 @@ def _write(
 
 def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
     """Return a directory for several stores that appear together; a single store is already atomic."""
-    return publish_folder(target.path) if isinstance(target, LocalDirectory) and not alone else nullcontext(target)
+    if isinstance(target, LocalDirectory) and not alone:
+        return publish_folder(target.path, replace=False)
+    return nullcontext(target)
 
 
 def _hold(target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None) -> bool:

@@ -112,6 +112,7 @@ def save_checkpoint(
     *,
     converted: bool = False,
     once: bool = False,
+    replace: bool = True,
 ) -> None:
     """Write a snapshot of a buffer to its own directory; ids of a run's ranks are renumbered.
 
@@ -123,9 +124,10 @@ def save_checkpoint(
         layout: of the directory.
         converted: link only shards that are in this format.
         once: store equal rows of ``next_obs`` and ``curr_obs`` once; shards that could have such rows are not linked.
+        replace: replace an earlier checkpoint.
 
     Raises:
-        ConfigurationError: the layout is unknown, or the directory holds other files.
+        ConfigurationError: the layout is unknown, or the directory holds other files, which may have come meanwhile.
         StoreWriteError: it could not be written; the earlier content is unchanged.
     """
     if layout not in ("trajstore", "rlinf"):
@@ -133,9 +135,11 @@ def save_checkpoint(
     ids, notes, values = renumbered(snapshot)
     snapshot.index.renumber(ids)
     write = partial(_write_store, converted=converted, once=once) if layout == "trajstore" else _write_rlinf
-    folder = publish_folder(target.path) if isinstance(target, LocalDirectory) else nullcontext(target)
+    folder = publish_folder(target.path, replace=replace) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
         write(staged, snapshot, notes, values, state, trajectory_format)
+        if isinstance(target, LocalDirectory) and replace:
+            check_target(target, ())  # again: a store that was begun there meanwhile must not be deleted
 
 
 def renumbered(snapshot: ReadSnapshot) -> tuple[npt.NDArray[np.int64], Notes, list[tuple[int, int]]]:

@@ -23,7 +23,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
 
 @contextmanager
-def publish_folder(path: Path) -> Iterator[LocalDirectory]:
+def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirectory]:
     """Yield an empty directory that becomes the folder at ``path``, durably, once the block ends without an error.
 
     An existing folder at ``path`` is exchanged atomically and then removed. A killed process leaves only a temporary
@@ -31,6 +31,7 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
 
     Args:
         path: of the folder; if it is a symbolic link, its target is replaced.
+        replace: False refuses a folder that has contents by then.
 
     Raises:
         OSError: writing failed; an existing folder at ``path`` is unchanged. The message names ``path``, not the
@@ -48,7 +49,11 @@ def publish_folder(path: Path) -> Iterator[LocalDirectory]:
         with _held(parent, temporary):
             staged.create()
             yield staged
-            _swap_in(parent, temporary, where.name)
+            if replace:
+                _swap_in(parent, temporary, where.name)
+            else:
+                parent.rename(temporary, where.name)  # the target is absent or an empty folder
+                parent.sync()
     except OSError as error:
         error.args = tuple(
             part.replace(temporary, where.name) if isinstance(part, str) else part for part in error.args
