@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help=SOURCE)
-    add_target(parser, "DST", "target folder: absent, empty, or made by this command before")
+    add_target(parser, "DST", "target folder: absent, empty, or what this command would write now")
 
 
 def _copy(options: Namespace, out: Output) -> int:

@@ -31,7 +31,7 @@ def _configure_split(parser: ArgumentParser) -> None:
 
 
 def _configure_target(parser: ArgumentParser) -> None:
-    add_target(parser, "OUT", "target folder: absent, empty, or made by this command before")
+    add_target(parser, "OUT", "target folder: absent, empty, or what this command would write now")
 
 
 def _merge(options: Namespace, out: Output) -> int:
