@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
 
 from tests.cli.stores import Run
 from tests.saved_points.stores import add, loaded, make
+from trajstore import TrajectoryReplayBuffer
+from trajstore.testing.witness import witness
 
 
 @pytest.fixture
@@ -61,6 +64,18 @@ def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> Non
     assert (again["trajectories"], again["aside"]) == (5, None)
     assert loaded(path) == left
     assert run.json("rollback", path, "--to", "mine")["leaving"] == 0
+
+
+def test_the_left_state_has_the_announced_name_in_an_object_store(run: Run) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec, of the extra 's3'")
+    url = f"memory://rollback-{uuid.uuid4()}"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=url) as buffer:
+        buffer.add_trajectories([witness(0)])
+        buffer.points.save(1)
+        buffer.add_trajectories([witness(1)])
+    planned = run.json("rollback", url, "--step", 1, "--dry-run")
+    assert run.json("rollback", url, "--step", 1) == {**planned, "dry_run": False}
+    assert [aside["name"] for aside in run.json("inspect", url)["aside"]] == [planned["aside"]]
 
 
 def test_what_came_later_can_be_deleted(path: Path, run: Run) -> None:

@@ -81,9 +81,9 @@ def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: boo
     stores = stores_of(place)
     plans = [_planned(store, name, aside, len(stores)) for store in stores]  # checks all stores before any change
     if not dry_run:
-        for store in stores:
+        for number, store in enumerate(stores):
             with held_points(store.directory) as points:
-                points.go_to(name, aside=aside)
+                plans[number] = replace(plans[number], aside=points.go_to(name, aside=aside).aside)
     if len(plans) == 1 and place.kind == "store":
         return plans[0]
     totals = {count: sum(getattr(plan, count) for plan in plans) for count in _COUNTS}
@@ -117,6 +117,7 @@ def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
             f"{place.url}: the point of step {head.step} was saved by {head.ranks} ranks, and {stores} are here"
         )
     named = not aside or change.is_empty or has_a_name(catalog, change.line)
+    fences = 0 if place.directory.can_append else 1  # a writer of an object store begins with one
     return WentTo(
         place.url,
         name,
@@ -127,7 +128,7 @@ def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:
         change.values,
         change.values_back,
         tuple(point.step or 0 for point in change.points),
-        None if named else aside_name(catalog.generation + added + 1),
+        None if named else aside_name(catalog.generation + added + fences + 1),
     )
 
 
