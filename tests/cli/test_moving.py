@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,27 @@ def test_a_store_begun_at_the_target_meanwhile_is_kept(
     name, *options = command.split()
     assert str(tmp_path / "new") in run.err(name, store, tmp_path / "new", *options)
     assert keys_at(tmp_path / "new") == {0: 9}
+
+
+@pytest.mark.parametrize("command", ["copy", "repair", "merge", "split --ranks 2", "convert --to pkl"])
+def test_only_the_same_result_at_a_url_is_accepted(command: str, tmp_path: Path, run: Run) -> None:
+    files = pytest.importorskip("fsspec", reason="needs fsspec, of the extra 's3'").filesystem("memory")
+    store, url = stored(tmp_path / "store", [witness(key) for key in range(3)]), f"memory://moved-{uuid.uuid4()}"
+    name, *options = command.split()
+    run.out(name, store, f"{url}/new", *options)
+    expected = keys_at(f"{url}/new")
+    metadata = min(name for name in files.find(f"{url}/new") if name.endswith("metadata.json"))
+    written = files.modified(metadata)
+    run.out(name, store, f"{url}/new", *options)
+    assert files.modified(metadata) == written
+    files.rm(metadata)  # as after an interruption
+    run.out(name, store, f"{url}/new", *options)
+    assert keys_at(f"{url}/new") == expected
+    other = stored(tmp_path / "other", [witness(9)])
+    assert "is not empty" in run.err(name, other, f"{url}/new", *options)
+    assert keys_at(f"{url}/new") == expected
+    files.pipe(f"{url}/taken/readme", b"")
+    assert "is not empty" in run.err(name, other, f"{url}/taken", *options)
 
 
 def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:

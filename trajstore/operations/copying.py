@@ -13,8 +13,10 @@ from trajstore.core.buffer.checkpoint import renumbered
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore.core.files.base import Directory
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import nested, open_directory
+from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.rlinf_source import RLinfSource
@@ -23,7 +25,7 @@ from trajstore.core.store.log_records import ranges_of
 from trajstore.core.store.lost_records import lost_in_words
 from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.core.store.sealed import METADATA_NAME, without_advice
+from trajstore.core.store.sealed import INDEX_NAME, without_advice
 from trajstore.core.store.shard_table import shard_number
 from trajstore.errors import (
     ConfigurationError,
@@ -246,6 +248,12 @@ def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None
     return renumbered(there)[1].equals(renumbered(snapshot)[1])
 
 
+def is_unfinished(target: Directory) -> bool:
+    """Return whether a directory of an object store has only what an interrupted copy leaves there."""
+    files, folders = target.listing()
+    return not isinstance(target, LocalDirectory) and {*files, *folders} <= {INDEX_NAME, SHARDS_FOLDER}
+
+
 def _not_empty(target: str) -> ConfigurationError:
     return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
 
@@ -313,7 +321,7 @@ def _copy(
         there = open_directory(target)
         files, folders = there.listing()
         done = bool(files or folders) and holds(target, reader.live.locked(lambda contents: contents.snapshot()))
-        if (files or folders) and not done and (isinstance(there, LocalDirectory) or METADATA_NAME in files):
+        if (files or folders) and not done and not is_unfinished(there):
             raise _not_empty(target)
         if not done:
             reader.save_checkpoint(target)

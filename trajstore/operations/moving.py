@@ -29,7 +29,7 @@ from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.partition import share_of
 from trajstore.core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, trajectories, written
-from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, verified
+from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, verified
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
@@ -243,12 +243,14 @@ def _write(
         StoreWriteError: the target cannot be written.
     """
     target = open_directory(result.target)
-    if target.exists() and any(target.listing()) and isinstance(target, LocalDirectory):
-        if not _hold(target, parts, trajectory_format):
-            raise ConfigurationError(
-                f"{target.url}: is not empty, and holds other trajectories than those to be written; give another "
-                "directory, or delete this one"
-            )
+    begun = target.exists() and any(target.listing())
+    done = begun and _hold(target, parts, trajectory_format)
+    if begun and not done and not _hold(target, parts, trajectory_format, unfinished=True):
+        raise ConfigurationError(
+            f"{target.url}: is not empty, and holds other trajectories than those to be written; give another "
+            "directory, or delete this one"
+        )
+    if done:
         result.notes.append(WRITTEN_ALREADY)
     else:
         check_target(target, directories_above(target))
@@ -270,10 +272,18 @@ def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Dir
     return nullcontext(target)
 
 
-def _hold(target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None) -> bool:
-    """Return whether a directory has exactly these stores, in this format if one is given."""
+def _hold(
+    target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None, *, unfinished: bool = False
+) -> bool:
+    """Return whether a directory has exactly these stores, in this format if one is given.
+
+    ``unfinished`` ones count too, which an interrupted call has left in an object store.
+    """
     files, folders = target.listing()
-    if "" not in parts and (files or sorted(folders) != sorted(parts)):
+    if "" not in parts and (files or not {*folders} <= parts.keys() or not (unfinished or len(folders) == len(parts))):
         return False
     places = {name: target.inner(name) if name else target for name in parts}
-    return all(holds(places[name].url, snapshot, trajectory_format) for name, (snapshot, _) in parts.items())
+    return all(
+        (unfinished and is_unfinished(places[name])) or holds(places[name].url, snapshot, trajectory_format)
+        for name, (snapshot, _) in parts.items()
+    )
