@@ -123,6 +123,7 @@ def test_a_thread_whose_start_is_interrupted_begins_and_ends_or_never_was() -> N
         Tracer(at).run(lambda: uninterrupted(lambda: called.append(None)))
     begun = [thread for thread in threading.enumerate() if thread.name == CHANGE_THREAD]
     wait_until(lambda: not any(thread.is_alive() for thread in begun))  # not joined: one may not have begun yet
+    assert 1 <= len(called) <= tracer.count + 1, "the uninterrupted call, and at most one call each time after it"
     assert called
 
 
