@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -21,6 +22,9 @@ from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.environments import SortEnvironment
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
+
+DOCS = Path(__file__).parents[2] / "docs"
+INTERVAL = re.compile(r" \([\d.]+ to [\d.]+\)")
 
 
 def run_of(arm: str, seed: int, solved: bool = True) -> Run:
@@ -94,6 +98,15 @@ def test_the_tables_and_the_picture_show_every_run(tmp_path: Path, capsys: pytes
         with pytest.raises(SystemExit):
             t13_picture.main([str(results)] * wrong or [str(tmp_path / "none.jsonl")])
         assert message in capsys.readouterr().err
+
+
+def test_the_tables_in_the_docs_are_those_of_the_kept_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(t13_replay, "RESAMPLES", 1)  # intervals are not compared
+    page = (DOCS / "benchmarks.md").read_text()
+    tasks = t13_picture.read(sorted((DOCS / "t13").glob("*.jsonl")))
+    for task, runs in tasks.items():
+        written = page.partition(f"<!-- {task} -->\n\n")[2].partition("\n\n")[0]
+        assert INTERVAL.sub("", written) == INTERVAL.sub("", t13_picture.summary(runs, "equal-work"))
 
 
 def test_arms_differ_in_the_two_mechanisms_alone() -> None:
