@@ -25,7 +25,7 @@ class TreasureEnvironment(Environment):
     name = "treasure"
 
     def __init__(
-        self, houses: int = 8, rooms: int = 8, quest_lengths: Sequence[int] = (3, 4, 5), max_turns: int = 5
+        self, houses: int = 8, rooms: int = 8, quest_lengths: Sequence[int] = (2, 3, 4), max_turns: int = 5
     ) -> None:
         if houses < 1:
             raise ConfigurationError(f"houses: {houses}, must be at least 1")
