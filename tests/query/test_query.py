@@ -343,6 +343,11 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.where("outcome").ids(), "where: 'outcome' is Float64, not true or false"),
         (lambda q: q.where("outcome > 'x'").ids(), "cannot compare"),
         (lambda q: q.where("committed > '2026-01-31'").ids(), "like this: cast.committed as timestamp."),
+        (
+            lambda q: q.where("outcome > 0 terminated").ids(),
+            "where: .*: 'terminated' at the end has no effect; add an operator",
+        ),
+        (lambda q: q.order_by("turns dsc").ids(), "order_by: 'turns dsc': 'dsc' at the end has no effect"),
         (lambda q: q.where(3), "where: 3, must be an SQL expression"),
         (lambda q: q.where("task = '\udcff'").ids(), "where: .*: is not valid Unicode"),
         (lambda q: q.select("task, turns").rows(), "select: 'task, turns': has several expressions; pass each"),

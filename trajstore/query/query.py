@@ -403,6 +403,9 @@ def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
         raise _refusal(where, text, "", names, unknown[0])
+    if where in ("where", "order_by") and not expression.meta.undo_aliases().meta.eq(expression):
+        name = expression.meta.output_name()
+        raise ConfigurationError(f"{where}: {text!r}: {name!r} at the end has no effect; add an operator, or remove it")
     return expression
 
 
