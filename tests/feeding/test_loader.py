@@ -522,6 +522,14 @@ def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("number", [2.0, np.int64(2), torch.tensor(2)])
+def test_sizes_and_ranks_may_be_whole_numbers_of_other_types(store: Store, tmp_path: Path, number: Any) -> None:
+    with ReplayLoader(store(), number, rank=(number - 1, number), stores="per_rank") as loader:
+        assert len(next(loader)["rewards"]) == 1
+        torch.save(loader.state_dict(), tmp_path / "state")
+    torch.load(tmp_path / "state", weights_only=True)
+
+
 def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     buffer = TrajectoryReplayBuffer(seed=None)
     with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) of a shared store, but the buffer has no seed"):

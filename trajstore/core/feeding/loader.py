@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, Unpack
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from trajstore.core.base.arguments import truth
+from trajstore.core.base.arguments import rank_of_ranks, truth
 from trajstore.core.base.closing import Closing
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sampling import Batch
@@ -46,7 +46,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
 
     def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
-        stores, rank = options.get("stores", "shared"), options.get("rank", (0, 1))
+        stores, rank = options.get("stores", "shared"), rank_of_ranks("rank", options.get("rank", (0, 1)))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
         """Values that determine the sequence of batches; for ranks on one store, the store alone."""
         have_priorities = any(

@@ -246,18 +246,6 @@ def device_of(value: Any) -> torch.device | None:
         raise ConfigurationError(f"device: {shown(value)}, must be 'cpu', 'cuda' or 'cuda:0' and the like") from error
 
 
-def check_rank(rank: tuple[int, int], batch_size: int) -> None:
-    """Reject ranks outside the world, and more ranks than parts of a batch.
-
-    Raises:
-        ConfigurationError: the rank is invalid; gives the reason.
-    """
-    whole("batch_size", batch_size, 1)
-    rank_of_ranks("rank", rank)
-    if batch_size < rank[1]:
-        raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
-
-
 def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> tuple[tuple[int, int], int]:
     """Return the part of each drawn batch that a loader reads, and the drawn batch's size.
 
@@ -267,12 +255,13 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
         buffer: buffer to draw from.
 
     Raises:
-        ConfigurationError: rank or stores are invalid; the buffer shows one rank's share of a store that ranks must
+        ConfigurationError: rank or batch_size are invalid; the buffer shows one rank's share of a store that ranks must
             read whole; or it has no seed.
     """
-    rank, stores = options.get("rank", (0, 1)), options.get("stores", "shared")
-    check_rank(rank, batch_size)
-    if stores == "per_rank":
+    batch_size, rank = whole("batch_size", batch_size, 1), rank_of_ranks("rank", options.get("rank", (0, 1)))
+    if batch_size < rank[1]:
+        raise ConfigurationError(f"batch_size: {batch_size}, must be at least the number of ranks, {rank[1]}")
+    if options.get("stores", "shared") == "per_rank":
         low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
         return (0, 1), high - low
     share = buffer.share

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.base.arguments import check_instance
+from trajstore.core.base.arguments import check_instance, rank_of_ranks, whole
 from trajstore.core.buffer.reader import Reader
 from trajstore.core.buffer.sequences import draw_rows, read_rows
 from trajstore.core.columns.fields import nest, unnest
@@ -234,9 +234,9 @@ class BatchSource(Source[DrawnBatch]):
             if share.ledger is not None:
                 check_recorded(share.buffer)
         self._rank, self.batch_size = share_of_batch(options, batch_size, self._buffers[0])
-        self._counts = counts_of(batch_size, shares)
+        self._counts = counts_of(whole("batch_size", batch_size, 1), shares)
         if options.get("stores") == "per_rank":
-            parts = parts_of(self._counts, options.get("rank", (0, 1)))
+            parts = parts_of(self._counts, rank_of_ranks("rank", options.get("rank", (0, 1))))
             self._counts = [part.stop - part.start for part in parts]
             if not all(self._counts):
                 lacking = self.names[self._counts.index(0)]
@@ -361,9 +361,9 @@ class BatchSource(Source[DrawnBatch]):
             out = None  # columns are known only after all buffers were read
         read: list[dict[str, torch.Tensor]] = []
         begin = 0
-        for buffer, mine, whole in zip(self._buffers, part, drawn, strict=True):
+        for buffer, mine, rows in zip(self._buffers, part, drawn, strict=True):
             rest = None if out is None else {name: tensor[begin:] for name, tensor in out.items()}
-            read.append(self._rows(buffer, mine, whole, rest))
+            read.append(self._rows(buffer, mine, rows, rest))
             begin += len(mine)
         if len(read) == 1:
             return nest(read[0])
