@@ -100,6 +100,29 @@ def test_what_get_returned_is_added_with_its_late_values(tmp_path: Path, caplog:
         assert len(second) == 4
 
 
+@pytest.mark.parametrize(
+    ("late", "message"),
+    [
+        ([{"judge": 0.5}, {"judge": "good"}], "judge: has numbers and texts"),
+        ([{"judge": 0.5}, {"Judge": 0.5}], "differ in the case of letters"),
+        ([{f"a{n}": 1 for n in range(40)}, {f"b{n}": 1 for n in range(40)}], "64 names of values, the most"),
+        ([{"task": 1.0}], "task is a fact that stays as it is"),
+        ([5], "must be dicts of late values by name"),
+    ],
+)
+def test_late_values_that_cannot_be_set_together_are_refused_before_anything_is_added(
+    tmp_path: Path, late: list[Any], message: str
+) -> None:
+    with writer_to(tmp_path) as writer:
+        with pytest.raises(ConfigurationError, match=message):
+            writer.add_trajectories([rollout(n, metadata={GIVEN: values}) for n, values in enumerate(late)])
+        assert len(writer) == 0
+        writer.add_trajectories([rollout(0)])
+        writer.flush()
+        with TrajectoryReplayBuffer.open(tmp_path) as reader:
+            assert len(reader) == 1
+
+
 def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_for(tmp_path: Path) -> None:
     with writer_to(tmp_path) as writer:
         writer.add_trajectories([rollout(number) for number in range(4)])

@@ -14,9 +14,10 @@ from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.facts import GIVEN
 from trajstore.core.columns.steps import NothingToStoreError
 from trajstore.core.reading.late import recorded_of
-from trajstore.core.store.given import Said, check_name
+from trajstore.core.store.facts import FACTS
+from trajstore.core.store.given import Said, check_names, check_row_names
 from trajstore.core.store.row_notes import Rows
-from trajstore.errors import counted
+from trajstore.errors import ConfigurationError, counted
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,17 @@ def add_with_values(
             trajectory, values = recorded_of(trajectory)
         recorded.append(replace(trajectory, notes={}) if rows else trajectory)
         late.append(_Late(type(trajectory), values, rows))
-    for each in late:
-        for name in each.rows:
-            check_name(name)
-        said = Said((0,), {name: [value] for name, value in each.values.items()}, "", 0)
-        said.check()
-        target.check_values([], said)
+    value_names = sorted({name for each in late for name in each.values})
+    names_of_rows = {name for each in late for name in each.rows}
+    said = Said(
+        tuple(range(len(late))), {name: [each.values.get(name) for each in late] for name in value_names}, "", 0
+    )
+    said.check()
+    check_row_names(names_of_rows)
+    check_names(names_of_rows.union(value_names), FACTS)
+    if both := sorted(names_of_rows.intersection(value_names)):
+        raise ConfigurationError(f"annotate: {both[0]}: has values by row and others, must be one or the other")
+    target.check_values([], said)
     ids = add(recorded)
     if len(ids) < len(recorded):
         late = [each for each, trajectory in zip(late, recorded, strict=True) if not _is_empty(trajectory)]

@@ -13,7 +13,6 @@ import torch
 
 from trajstore.core.base.arguments import path_or_url, text
 from trajstore.core.base.clock import microseconds
-from trajstore.core.columns.facts import SCORE
 from trajstore.core.columns.limits import shown
 from trajstore.core.columns.values import as_tensor
 from trajstore.core.files.base import Directory
@@ -21,7 +20,7 @@ from trajstore.core.files.opening import check_options, open_directory
 from trajstore.core.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.facts import FACTS
-from trajstore.core.store.given import OVER_FACTS, Said, Value, check_given, check_name, check_names, check_same_kinds
+from trajstore.core.store.given import Said, Value, check_given, check_names, check_row_names, check_same_kinds
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
 from trajstore.core.store.run_ids import ALONE, id_from, ids_from, own_id, rank_of_id, shown_id, spelling_hint
@@ -228,10 +227,7 @@ def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
     update = Said(tuple(wanted), listed, who, microseconds())
     update.check()
     check_names(values, FACTS)
-    for name in rows:
-        check_name(name)
-        if name in OVER_FACTS or name.startswith(SCORE):
-            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
+    check_row_names(rows)
     return update, rows
 
 

@@ -15,7 +15,7 @@ from trajstore.core.columns.schema import ColumnSpec
 from trajstore.core.store.facts import NOTE, NOTE_TEXT
 from trajstore.core.store.given import OVER_FACTS
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.errors import SchemaMismatchError, listed
+from trajstore.errors import ConfigurationError, SchemaMismatchError, listed
 from trajstore.trajectory import AgentTrajectory, Reward
 
 COLUMNS = "notes."
@@ -106,11 +106,17 @@ def with_notes(rollout: AgentTrajectory, given: Mapping[str, float | str]) -> Ag
 
 
 def recorded_of(rollout: AgentTrajectory) -> tuple[AgentTrajectory, dict[str, float | str]]:
-    """Return a rollout as recorded, and its late values; inverse of :func:`with_notes`."""
+    """Return a rollout as recorded, and its late values; inverse of :func:`with_notes`.
+
+    Raises:
+        ConfigurationError: its metadata has something else under the names of late values.
+    """
     metadata = dict(rollout.metadata or {})
     given, recorded = metadata.pop(GIVEN, {}), metadata.pop(RECORDED, {})
     if not given:
         return rollout, {}
+    if not all(isinstance(part, dict) and all(isinstance(name, str) for name in part) for part in (given, recorded)):
+        raise ConfigurationError(f"metadata: {GIVEN} and {RECORDED} must be dicts of late values by name")
     reward = rollout.reward
     if reward is not None and recorded:
         over = {name: value for name, value in recorded.items() if name in OVER_FACTS}

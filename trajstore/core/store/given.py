@@ -131,6 +131,18 @@ def check_name(name: str) -> None:
         )
 
 
+def check_row_names(names: Iterable[str]) -> None:
+    """Refuse invalid names of values by row.
+
+    Raises:
+        ConfigurationError: a name is invalid, or replaces a number of the reward.
+    """
+    for name in names:
+        check_name(name)
+        if name in OVER_FACTS or name.startswith(SCORE):
+            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
+
+
 def check_names(names: Iterable[str], facts: Collection[str]) -> None:
     """Refuse names of facts that cannot be corrected, and names that differ from a fact only in case.
 
