@@ -100,6 +100,9 @@ def test_a_store_that_has_too_few_rows_or_none_is_named(caplog: pytest.LogCaptur
         ReplayLoader({"online": Share(online, count=3), "demos": Share(empty, count=4)}, 8)
     with pytest.raises(ConfigurationError, match=r"demos: its weight, 0\.1, leaves it without rows of a batch of 4"):
         ReplayLoader({"online": Share(online, weight=2), "demos": Share(empty, weight=0.1)}, 4)
+    huge = {"online": Share(online, weight=1.5e308), "demos": Share(online, weight=0.5e308)}
+    with ReplayLoader(huge, 8) as loader:
+        assert next(loader).sources.tolist() == [0] * 6 + [1] * 2
     with pytest.raises(ConfigurationError, match="demos: has a weight and a count"):
         ReplayLoader({"demos": Share(online, weight=1, count=2)}, 8)
 

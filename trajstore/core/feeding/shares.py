@@ -90,6 +90,7 @@ def counts_of(batch_size: int, shares: Mapping[str, Share]) -> list[int]:
     if rest < 0 or (rest and not weights.any()):
         raise ConfigurationError(f"count: {listed(map(str, counts.tolist()))} rows do not add up to {batch_size}")
     if weights.any():
+        weights /= weights.max()  # so that their sum is finite
         wanted = rest * weights / weights.sum()
         counts += np.floor(wanted).astype(np.int64)
         remainders = np.where(weights > 0, np.floor(wanted) - wanted, 1.0)
