@@ -162,7 +162,13 @@ def test_ledgers_that_cannot_name_the_rows_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="ledger: a DataLoader worker does not know"):
             next(iter(DataLoader(ReplayLoader(one, 8, ledger=ledger), None, num_workers=1)))
         with ReplayLoader(one, 8, ledger=ledger) as loader:
+            for wrong in ("3", 1.5, 2**63):
+                loader.policy_version = wrong
+                with pytest.raises(ConfigurationError, match="policy_version: "):
+                    next(loader)
+            loader.policy_version = np.int64(3)
             next(loader)
+            assert read(tmp_path / "ledger").steps[1].policy_before == 3
             state = loader.state_dict()
             next(loader)
             with pytest.warns(UserWarning, match="2 steps will be replaced"):

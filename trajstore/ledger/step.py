@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.base.arguments import whole
+from trajstore.core.base.arguments import INT64_MAX, whole, whole_or_none
 from trajstore.core.store.packing import pack, unpack
 from trajstore.errors import ConfigurationError, CorruptStoreError, listed
 
@@ -99,6 +99,8 @@ class TrainedStep:
         trained = [row for update in self.updates for row in update]
         if not all(0 <= row < len(self.rows) for row in trained):
             raise ConfigurationError(f"step {self.step}: updates must have numbers of its {len(self.rows)} rows")
+        for name in ("policy_before", "policy_after"):
+            whole_or_none(f"step {self.step}: {name}", getattr(self, name), -INT64_MAX)
         header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds", "options")}
         for name, value in (*header.items(), ("tasks", list(self.tasks)), ("loss", list(self.loss))):
             try:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.base import locks
-from trajstore.core.base.arguments import whole
+from trajstore.core.base.arguments import INT64_MAX, whole, whole_or_none
 from trajstore.core.base.closing import Closing, of_no_use_when_closed
 from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.files.local import LocalDirectory
@@ -142,8 +142,9 @@ class Ledger(Closing):
             if not np.array_equal(rows[name], values, equal_nan=True):
                 raise ConfigurationError(f"{self.url}: batch {number}: {name} has values beyond {ROW[name]}")
         unknown = tuple(name for name in ROW.names or () if name not in {*columns, "replayed"})
+        version = whole_or_none("policy_version", policy_version, -INT64_MAX)
         self.continue_from(number - 1 or None)
-        self.record(TrainedStep(number, rows, policy_before=policy_version, unknown=unknown))
+        self.record(TrainedStep(number, rows, policy_before=version, unknown=unknown))
 
     def _record(self, step: TrainedStep) -> None:
         with self._changing:
