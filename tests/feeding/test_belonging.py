@@ -136,6 +136,10 @@ def test_another_batch_size_is_refused_unless_it_is_wanted(tmp_path: Path) -> No
         under_way = len(state["under_way"])
         assert sizes == [8] * under_way + [4] * (6 - under_way)
         ReplayLoader(reader(tmp_path), 4, sampler=EpochSampler()).load_state_dict(loader.state_dict())
+    plain = state_after(reader(tmp_path))
+    for changed in (False, True):  # no remedy that would be refused in turn
+        with pytest.raises(ConfigurationError, match=r"where= or ids= given: \[False\], here \[True\]"):
+            ReplayLoader(reader(tmp_path), 8, ids=[1, 2]).load_state_dict(plain, changed=changed)
 
 
 def test_token_batches(tmp_path: Path) -> None:

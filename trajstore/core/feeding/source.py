@@ -431,10 +431,13 @@ class BatchSource(Source[DrawnBatch]):
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
         check_state(state, ("batches", "of", "buffers", "drawn", "samplers"))
-        check_batches(state["batches"], self.settings)
         given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
         if given != here:
-            raise ConfigurationError(f"the state is of a loader with other samplers ({given}, here {here})")
+            raise ConfigurationError(
+                f"the state is of a loader with other samplers or selections (sampler=, where= or ids= given: {given}, "
+                f"here {here}); construct the loader with as many"
+            )
+        check_batches(state["batches"], self.settings)
         if any(len(state[name]) != len(self.names) for name in ("of", "buffers", "drawn")):
             raise ConfigurationError(f"the state is of another number of buffers than {len(self.names)}")
         for rows, buffer in zip(state["drawn"], self._buffers, strict=True):

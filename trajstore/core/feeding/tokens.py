@@ -264,12 +264,12 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
         check_state(state, ("buffer", "sampler", "waiting", "waiting_tokens", "skipped", "batches", "of"))
-        check_batches(state["batches"], self.settings)
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
-                f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler; here is"
-                f" {'none' if self._sampler is None else 'one'}"
+                f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler, where= or ids=; "
+                f"here is {'none' if self._sampler is None else 'one'}"
             )
+        check_batches(state["batches"], self.settings)
         check_rows(state["waiting"], self._buffer, "what waits for a pack")
         return check_belonging("buffer", self._buffer, state["of"])
 
