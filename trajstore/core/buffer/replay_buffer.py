@@ -159,7 +159,7 @@ class TrajectoryReplayBuffer(Reader):
     def add_trajectories(self, trajectories: Iterable[AnyTrajectory]) -> list[int]:
         """Add trajectories and return their ids. All are checked before any is added.
 
-        An empty trajectory (no fields, or no samples) is skipped with a warning, and gets no id.
+        An empty block (no fields, or no samples) is skipped with a warning, and gets no id.
         The tensors are copied before this returns; writing continues in the background. When the memory for
         pending writes (``WriterOptions.max_pending_bytes``) is full, this waits. Trajectories that :meth:`get`
         returned with late values are added as recorded, with the values set again; this waits for a flush.
