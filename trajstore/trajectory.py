@@ -31,6 +31,7 @@ class Trajectory:
     ``forward_inputs``                         dict of [T or T+E, B, ...]  as for actions
     ========================================== =============== =====================================
 
+    Facts, samplers and retention use the whole part of ``versions``.
     Without ``valid`` all steps are valid. Invalid ones (the reset step of an environment) are stored and returned by
     ``get``, but belong to no batch, sequence or count of transitions.
     ``prev_logprobs`` or, without it, ``rewards`` defines T and B. ``max_episode_length`` is in steps;
