@@ -56,6 +56,8 @@ WRONG = [
     ("query store 'select foo from trajectories'", "there is no column 'foo'"),
     ("query store 'select foo from messages'", "there is no column 'foo'"),
     ("query store 'select foo from message'", "there is trajectories, messages, tokens, steps"),
+    ("list store --columns task,task", "--columns: name each fact"),
+    ("list store --columns ''", "--columns: name each fact"),
     ("list store --columns foo", "--columns: there is no fact 'foo'"),
     ("list store --limit -1", "limit"),
     ("list store --offset -1", "must be"),

@@ -122,7 +122,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         question = question.select(*query.facts().columns, *keys)
     total, passed = question.count(), whole("--offset", options.offset, 0)
     answer = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
-    if options.columns:
+    if options.columns is not None:
         answer = answer.select(*_known(names, answer))
     else:
         answer = answer.select(name for name in SHOWN if name == SHOWN[0] or answer[name].null_count() < len(answer))
@@ -141,6 +141,8 @@ def _known(names: list[str], table: DataFrame) -> list[str]:
     unknown = [name for name in names if name not in table.columns]
     if unknown:
         raise ConfigurationError(f"--columns: there is no fact {unknown[0]!r}; there are {listed(table.columns, 40)}")
+    if not names or len({*names}) < len(names):
+        raise ConfigurationError("--columns: name each fact to be shown once")
     return names
 
 
