@@ -184,6 +184,14 @@ def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) ->
     assert verify(tmp_path / "out").sound
 
 
+def test_compact_reports_a_damaged_shard_that_stays(tmp_path: Path, run: Run) -> None:
+    path = stored(tmp_path / "store", [witness(key) for key in range(3)])
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+        buffer.add_trajectories([witness(key) for key in range(3, 6)])
+    flip(min((path / "shards").iterdir()))
+    assert run.json("compact", path, code=DAMAGED)["damaged"] == 1
+
+
 def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "run"
     for rank in range(2):

@@ -49,11 +49,11 @@ def _compact(options: Namespace, out: Output) -> int:
     done = compact(options.path)
     if options.json:
         out.json(done.to_json())
-        return 0
+        return int(done.damaged > 0)
     held = f"; {format_bytes(done.held_bytes)} go when readers let go of them" if done.held_bytes else ""
     before, after = format_bytes(done.bytes_before), format_bytes(done.bytes_after)
     out.line(f"{done.path}: shards had {before}, have {after} now{held}")
-    return 0
+    return int(done.damaged > 0)
 
 
 PRUNE = Command(

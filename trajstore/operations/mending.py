@@ -48,12 +48,14 @@ class Compacted:
         bytes_before: bytes of the shards needed by the store and its pins before.
         bytes_after: bytes of the shards needed now.
         held_bytes: bytes of files kept only until readers release them.
+        damaged: number of damaged shards, which stay as they are.
     """
 
     path: str
     bytes_before: int
     bytes_after: int
     held_bytes: int
+    damaged: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -108,13 +110,14 @@ def compact(path: str | Path) -> Compacted:
     """
     place = find_place(path)
     before = after = held = 0.0
+    damaged = 0
     for store in stores_of(place):
         with _written(store) as writer:
             before += writer.get_stats()["shard_bytes"]
-            writer.compact()
+            damaged += writer.sink.compact()
             stats = writer.get_stats()
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
-    return Compacted(place.url, int(before), int(after), int(held))
+    return Compacted(place.url, int(before), int(after), int(held), damaged)
 
 
 @contextmanager

@@ -191,8 +191,9 @@ class Sink:
     def take_in_values(self) -> None:
         """Apply the late values in the inbox, from other processes."""
 
-    def compact(self) -> None:
-        """Free the disk space of evicted trajectories."""
+    def compact(self) -> int:
+        """Free the disk space of evicted trajectories; return the number of damaged shards, which stay as they are."""
+        return 0
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         """Keep the present state readable under a name; return its generation."""
@@ -389,8 +390,9 @@ class StoreSink(Sink):
         with written(": late values could not be taken in"):
             uninterrupted(self.writer.inbox.take_in)
 
-    def compact(self) -> None:
+    def compact(self) -> int:
         self.writer.compact()
+        return len(self.writer.rewriter.damaged)
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:
         return uninterrupted(partial(self.writer.points.pin, name, **state))

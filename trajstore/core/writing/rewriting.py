@@ -127,7 +127,8 @@ class Rewriter:
         self._shard_bytes = shard_bytes
         self._new_shard = new_shard
         self._one = locks.lock("Rewriter._one")
-        self._damaged: set[int] = set()
+        self.damaged: set[int] = set()
+        """Rows of the damaged shards that stay as they are."""
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt within an Event.set keeps its lock
         self._closing = False
 
@@ -212,7 +213,7 @@ class Rewriter:
                 shard_name(number),
                 next(row for row in reversed(range(len(catalog.shards))) if catalog.shards.number(row) == number),
             )
-            self._damaged.add(row)
+            self.damaged.add(row)
         logger.warning(
             "%s: the index gives too few bytes for trajectories in %s",
             self._directory.url,
@@ -224,7 +225,7 @@ class Rewriter:
         self._log.check_open()
         catalog = self._log.catalog
         usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
-        rows = choose(usage, schemas, self._shard_bytes, self._damaged, everything=everything)
+        rows = choose(usage, schemas, self._shard_bytes, self.damaged, everything=everything)
         if not rows:
             return None
         nbytes = int(usage.total[rows].sum())
@@ -238,7 +239,7 @@ class Rewriter:
             problems = [str(error)]
         if not problems:
             return _OpenShard(self._directory, manifest)
-        self._damaged.add(row)
+        self.damaged.add(row)
         logger.warning(
             "%s: a shard is damaged and stays as it is: %s; `trajstore verify` lists the loss, `trajstore repair` "
             "makes a new store of the intact part",
