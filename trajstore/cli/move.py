@@ -76,7 +76,8 @@ MERGE = Command(
     summary="make one store of several",
     description=(
         "Write a store of the trajectories of several, in the order of their commits; duplicates are included "
-        f"once. Files are hard links where the file system allows it. Ids are reassigned, from 0. {LEFT_OUT}"
+        "once. Files are hard links where the file system allows it. Ids are reassigned, from 0, if trajectories of "
+        f"several stores are in the result. {LEFT_OUT}"
     ),
     configure=_configure_merge,
     run=_merge,
