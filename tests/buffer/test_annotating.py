@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -394,6 +395,12 @@ def test_what_cannot_be_kept_is_refused(
             annotate(store, [0, 99], {"score": 1})
     assert not list(path.glob("inbox/*"))
     assert values_of(writer, 0) == [("score", 1.0, "")]
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.array, torch.tensor])
+def test_numbers_of_numpy_and_torch_may_be_in_a_list(path: Path, kind: Callable[[float], Any]) -> None:
+    annotate(path, [0, 1], {"judge": [kind(0.5), kind(2)]})
+    assert [notes_of(path, number)[-1].value for number in (0, 1)] == [0.5, 2.0]
 
 
 def test_a_buffer_without_a_store_says_so(path: Path) -> None:

@@ -265,11 +265,13 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-    if isinstance(value, torch.Tensor | np.ndarray | np.generic):
-        value = value.tolist()
-    return list(value) if isinstance(value, list | tuple) else [value] * count
+    value = _plain(value)
+    return list(map(_plain, value)) if isinstance(value, list | tuple) else [value] * count
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of torch and numpy as Python's."""
+    return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 
 def _stores(path: str | Path, storage_options: Mapping[str, Any]) -> dict[int, Directory]:
