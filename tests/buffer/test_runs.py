@@ -252,3 +252,7 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Pat
         for ranks in (1, 3):
             with pytest.raises(ConfigurationError, match=f"2 ranks saved.*has {ranks}.*steps .*10, 20.*step-20"):
                 _choose(buffer, None, ranks)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_2"):
+            message = "steps that all of them have: 10, 20.*move rank_2, which this job has begun, to another place"
+            with pytest.raises(ConfigurationError, match=message):
+                _choose(buffer, None, 3)

@@ -296,12 +296,14 @@ def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
     others = [point for point in points if point.saved_by not in (None, ranks)]
     if not others:
         return
-    whole = [point for point in others if point.is_complete]
+    whole = [point for point in others if min(point.lacking, default=point.ranks) >= (point.saved_by or 0)]
     newest = max(whole or others, key=lambda point: point.step)
     steps = listed(str(point.step) for point in whole) or "none"
+    strange = listed(f"rank_{rank}" for rank in newest.lacking if rank >= (newest.saved_by or 0))
+    move = strange and f"move {strange}, which this job has begun, to another place, "
     raise ConfigurationError(
         f"{run}: {counted(newest.saved_by or 0, 'rank')} saved its points together, this job has {ranks} (steps that "
-        f"all of them have: {steps}); start a new run, and load this one on every rank: "
+        f"all of them have: {steps}); {move}start a new run, and load this one on every rank: "
         f"load_checkpoint({run!r}, is_distributed=True, pin={point_name(newest.step)!r}, ...)"
     )
 
