@@ -27,7 +27,7 @@ processes need different seeds and different files; a call with both files' line
 The steps at most bound the ratios: an unsolved run of an arm with 96 rollouts per step counts 19,200 after 200 steps,
 which is less than twice the rollouts of a typical *household* run with replay. Use ``--steps 300`` against
 ``equal-work``; the number changes nothing else in a run. An unsolved run of
-*treasure* takes a minute of processor time with ``--steps 120``.
+*treasure* takes two minutes of processor time with ``--steps 200``.
 
 Processor time of an early step, on a busy core of an AMD EPYC: *household* 0.59 s (``neither``), 0.54 s
 (``equal-work``), 0.64 s (``replay``); *sort* with replay 0.13 s; *treasure* 0.48 s (``neither``). The supervised start
