@@ -253,7 +253,7 @@ def test_whole_episodes_are_counted_whatever_was_evicted_before(tmp_path: Path) 
     assert (episodes["ended"], episodes["begun_before"], episodes["length"]["min"]) == (8, 0, 5)
 
 
-def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
+def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank in range(4):
         write_store(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 2 + rank))
     (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
@@ -274,6 +274,9 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path) -> None:
     assert (code, out.count("columns")) == (DAMAGED, 3)
     assert run("inspect", tmp_path, "--json")[0] == DAMAGED
     assert run("inspect", tmp_path / "rank_0")[0] == 0
+    run("inspect", tmp_path / "rank_0", "--each")
+    assert "--each has no effect" in caplog.text
+    assert "--each" in run.err("inspect", tmp_path, "--each", "--json")
     code, out, _ = run("verify", tmp_path)
     verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
     assert (code, "sound" in verdicts[str(tmp_path / "rank_0")]) == (DAMAGED, True)

@@ -127,3 +127,5 @@ def test_list_says_which_facts_there_are(run: Run, store: Path) -> None:
     annotate(store, [0], {"anna": 1.0})
     _, out, _ = run("list", store, "--facts")
     assert {"reward_judge", "anna"} <= {line.split()[0] for line in out.splitlines()}
+    for unused in (["--facts", "--json"], ["--facts", "--where", "outcome > 0"], ["--sort", " "]):
+        assert unused[0] in run.err("list", store, *unused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
@@ -10,6 +11,8 @@ from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
 from trajstore.errors import counted, listed, trajectories
+
+logger = logging.getLogger(__name__)
 
 KINDS = {
     "store": "trajectory store",
@@ -72,6 +75,8 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--tokenizer needs --trajectory: it shows the tokens of one rollout")
     if options.tokens and (options.trajectory is None or options.sample is not None):
         raise ConfigurationError("--tokens needs --trajectory, and no --sample: it shows all tokens of one rollout")
+    if options.each and (options.trajectory is not None or options.json):
+        raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.measure is not None and options.measure < 0:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
     if options.trajectory is not None:
@@ -82,6 +87,8 @@ def _run(options: Namespace, out: Output) -> int:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
             report = inspect(options.path, measure, bar)
+    if options.each and report["kind"] != "run":
+        logger.warning("%s: is no run directory, --each has no effect", options.path)
     if options.json:
         out.json(report)
     elif options.trajectory is not None:

@@ -100,6 +100,12 @@ def _run_query(options: Namespace, out: Output) -> int:
 
 
 def _run_list(options: Namespace, out: Output) -> int:
+    from trajstore.errors import ConfigurationError
+
+    if options.facts and (options.where or options.columns or options.json or options.csv):
+        raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns, --json or --csv")
+    if not options.sort.strip():
+        raise ConfigurationError("--sort: names no fact")
     query, code = _query(options)
     if options.facts:
         from trajstore.query import FACTS, RELATIONS
