@@ -331,7 +331,7 @@ def _trained(place: Place, steps: int, folder: Path) -> dict[str, Any]:
     from trainer_hooks.reference.config import TrainerConfig
     from trainer_hooks.reference.trainer import ReferenceTrainer
 
-    replay = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, store={"path": str(folder)})
+    replay = ExperienceReplayConfig(enable=True, store={"path": str(folder)})
     config = TrainerConfig(
         environment="sort",
         steps=steps,

@@ -71,7 +71,7 @@ class ExperienceReplayConfig(PoolOptions):
     section: ClassVar[str] = SECTION
 
     enable: bool = False
-    replay_start_ratio: Share = 0.35
+    replay_start_ratio: Share = 0.0
     exp_ratio: Annotated[float | tuple[tuple[float, float], ...], ratio_or_points] = 0.5
     offpolicy_trajectories_per_task: Count = 1
     unsolved_first: bool = False

@@ -31,7 +31,7 @@ HOUSEHOLD = replace(SORT, environment="household", steps=8)
 
 def replay(**changes: Any) -> ExperienceReplayConfig:
     """Return a configuration that replays from the first step with a non-empty pool."""
-    return ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, "figures": "all", **changes})
+    return ExperienceReplayConfig(**{"enable": True, "figures": "all", **changes})
 
 
 def environment(config: TrainerConfig) -> Environment:

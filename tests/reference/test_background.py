@@ -69,7 +69,6 @@ def gated(**options: Any) -> tuple[ReplayHook[str], threading.Event]:
 
     values: dict[str, Any] = {
         "enable": True,
-        "replay_start_ratio": 0.0,
         "exp_ratio": 1.0,
         "prepare_in_background": True,
     }
@@ -104,7 +103,7 @@ def test_the_function_that_scores_may_look_at_the_hook() -> None:
         sizes.append(len(replay.manager))
         return [1.0] * len(trajectories)
 
-    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, prepare_in_background=True)
+    config = ExperienceReplayConfig(enable=True, prepare_in_background=True)
     with ReplayHook(config, n_rollout=N, get_task=str, current_entropy=entropy) as replay:
         do_step(replay, 1)
         do_step(replay, 2)

@@ -23,7 +23,7 @@ TASKS = ["a", "b", "c", "d"]
 
 
 def hook(**options: Any) -> ReplayHook[str]:
-    config = ExperienceReplayConfig(**{"enable": True, "replay_start_ratio": 0.0, "figures": "all", **options})
+    config = ExperienceReplayConfig(**{"enable": True, "figures": "all", **options})
     return ReplayHook(config, n_rollout=N, get_task=lambda name: name if name in TASKS else None)
 
 
@@ -211,7 +211,7 @@ def test_replay_that_yields_nothing_says_why_once(caplog: pytest.LogCaptureFixtu
 
 def test_tasks_that_still_wait_at_the_end_of_a_run_are_told(caplog: pytest.LogCaptureFixture) -> None:
     more = [f"more{number}" for number in range(4)]
-    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0)
+    config = ExperienceReplayConfig(enable=True)
     replay: ReplayHook[str] = ReplayHook(config, n_rollout=N, get_task=str)
     do_step(replay, 1)
     *_, metrics = do_step(replay, 2, tasks=more)

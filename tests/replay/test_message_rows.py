@@ -85,7 +85,6 @@ def replay(folder: Path, offpolicy_trajectories_per_task: int = 1, **options: An
         enable=True,
         pool_path=str(folder),
         exp_ratio=1.0,
-        replay_start_ratio=0.0,
         offpolicy_trajectories_per_task=offpolicy_trajectories_per_task,
     )
     return ReplayHook(config, n_rollout=8, get_task=lambda task: task, **options)

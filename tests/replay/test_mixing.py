@@ -109,7 +109,7 @@ def test_every_task_has_n_rollout_rows() -> None:
 def test_the_ratio_may_follow_training_progress() -> None:
     manager = manager_with([f"r{i}" for i in range(9)], [])
     schedule = RatioSchedule(((0.2, 0.0), (0.6, 1.0)))
-    mix = ExperienceMixCollateFn(manager, str, exp_ratio=schedule, replay_start_ratio=0.0)
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=schedule)
     batch = [f"t{i}" for i in range(8)]
     assert [len(mix(batch, progress)[0]) for progress in (0.0, 0.2, 0.4, 0.5, 0.6, 1.0)] == [0, 0, 4, 6, 8, 8]
 
@@ -141,19 +141,19 @@ def test_tasks_that_gave_way_are_rolled_out_later() -> None:
 
 def test_waiting_tasks_go_with_the_pool_into_a_checkpoint() -> None:
     manager = manager_with(["a", "b"], [])
-    mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0)
+    mix = ExperienceMixCollateFn(manager, str)
     mix(["c", "d", "e", "f"], 0.5)
     assert list(manager.waiting_tasks) == ["e", "f"]
     other = ExperienceManager(PoolRules(n_rollout=4))
     other.load_state_dict(manager.state_dict())
-    resumed = ExperienceMixCollateFn(other, str, replay_start_ratio=0.0, exp_ratio=0.0)
+    resumed = ExperienceMixCollateFn(other, str, exp_ratio=0.0)
     assert resumed(["g", "h"], 0.5) == ([], ["e", "f"])
     assert resumed(["c"], 0.5) == ([], ["g"])
 
 
 def test_tasks_that_the_data_lack_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     manager = manager_with(["a", "b", "c"], [])
-    mix = ExperienceMixCollateFn(manager, lambda name: name if name != "b" else None, replay_start_ratio=0.0)
+    mix = ExperienceMixCollateFn(manager, lambda name: name if name != "b" else None)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         for _ in range(10):
             experience, _ = mix([f"t{i}" for i in range(8)], 0.5)
@@ -169,12 +169,12 @@ def test_tasks_that_the_data_lack_change_no_draw_of_a_resumed_run() -> None:
         return None if name[0] == "t" and int(name[1:]) % 2 else name
 
     batch = [f"b{i}" for i in range(6)]
-    mix = ExperienceMixCollateFn(manager, get_task, replay_start_ratio=0.0)
+    mix = ExperienceMixCollateFn(manager, get_task)
     for _ in range(2):
         mix(batch, 0.5)
     other = ExperienceManager(PoolRules(n_rollout=4))
     other.load_state_dict(manager.state_dict())
-    resumed = ExperienceMixCollateFn(other, get_task, replay_start_ratio=0.0)
+    resumed = ExperienceMixCollateFn(other, get_task)
     for _ in range(4):
         assert resumed(batch, 0.5) == mix(batch, 0.5)
         assert resumed.metrics == mix.metrics
@@ -206,7 +206,7 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
     rows = RowPrompts(lambda name: name, lambda name: asked[name])
     manager = ExperienceManager(PoolRules(n_rollout=4), rows=rows)
     manager.load_state_dict(manager_with(["a", "b", "c"], []).state_dict())
-    mix = ExperienceMixCollateFn(manager, str, replay_start_ratio=0.0, exp_ratio=1.0)
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0)
     experience, fresh = mix(["a", "b", "c"], 0.5)
     assert (experience, fresh) == (["a"], ["b", "c"])
     assert set(mix.get_histories(["a", "b", "c"])) == {"a"} == set(mix.count_histories(["a", "b", "c"]))
@@ -228,7 +228,7 @@ def test_a_task_without_a_success_does_not_give_way() -> None:
     tasks = list("efgh")
     manager = manager_with(["a", "b", "g"], ["h"])
     manager.update_difficulty2task_dict([build("e", 0, 0.0), build("e", 1, 0.0)])  # "e" was rolled out, "f" was not
-    mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, replay_start_ratio=0.0, unsolved_first=True)
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=1.0, unsolved_first=True)
     experience, fresh = mix(tasks, 0.0)
     assert len(experience) == 2
     assert fresh == ["e", "f"]
@@ -242,7 +242,7 @@ def test_a_task_without_a_success_does_not_give_way() -> None:
 def test_a_task_without_a_success_that_waits_comes_before_others() -> None:
     manager = manager_with(["a", "b", "c"], [])
     manager.waiting_tasks.update(dict.fromkeys(["b", "new"]))
-    mix = ExperienceMixCollateFn(manager, str, exp_ratio=0.0, replay_start_ratio=0.0, unsolved_first=True)
+    mix = ExperienceMixCollateFn(manager, str, exp_ratio=0.0, unsolved_first=True)
     assert mix(["a", "c"], 0.0) == ([], ["new", "b"])
     assert list(manager.waiting_tasks) == ["a", "c"]
 
@@ -254,7 +254,6 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
             manager,
             lambda name: None if name == lacking else name,
             exp_ratio=0.0,
-            replay_start_ratio=0.0,
             unsolved_first=unsolved_first,
         )
         experience, fresh = mix(["s", "t", "u"], 0.0)
@@ -285,7 +284,7 @@ def similar(held: list[str], **rules: object) -> ExperienceMixCollateFn[str]:
     manager = ExperienceManager(PoolRules(n_rollout=4, task_sampling="similar", **rules))  # type: ignore[arg-type]
     manager.admit([build(task, number, float(number == 0)) for task in held for number in range(4)])
     return ExperienceMixCollateFn(
-        manager, lambda name: name if name in TEXTS else None, exp_ratio=0.5, replay_start_ratio=0.0, text_of=TEXTS.get
+        manager, lambda name: name if name in TEXTS else None, exp_ratio=0.5, text_of=TEXTS.get
     )  # type: ignore[arg-type]
 
 

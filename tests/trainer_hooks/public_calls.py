@@ -44,7 +44,7 @@ def rollouts(count: int = 2) -> list[AgentTrajectory]:
 
 
 def replay_hook() -> ReplayHook[str]:
-    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, use_current_policy_entropy=False)
+    config = ExperienceReplayConfig(enable=True, use_current_policy_entropy=False)
     hook: ReplayHook[str] = ReplayHook(config, n_rollout=4, get_task=dict(zip(TASKS, TASKS, strict=True)).get)
     hook.tasks_chosen(TASKS, 0.5, 1)
     hook.admit(rollouts())

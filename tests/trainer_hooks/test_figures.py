@@ -119,9 +119,7 @@ def test_demonstrations_have_the_policys_log_probs_and_are_not_rows_of_unknown_a
 
 def names_of_a_run(figures: Literal["main", "all"]) -> set[str]:
     """Return figure names of a run with demonstrations, losses and background drawing."""
-    config = ExperienceReplayConfig(
-        enable=True, replay_start_ratio=0.0, task_sampling="similar", prepare_in_background=True, figures=figures
-    )
+    config = ExperienceReplayConfig(enable=True, task_sampling="similar", prepare_in_background=True, figures=figures)
     names: set[str] = set()
     with ReplayHook(config, n_rollout=N, get_task=str, task_text=str) as replay:
         made = roll_out([PlannedTask(task, 1, ()) for task in TASKS], step=0)

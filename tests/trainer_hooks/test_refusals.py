@@ -160,7 +160,7 @@ def asked(first: int, name: str, outcome: float = 1.0) -> AgentTrajectory:
 
 @pytest.mark.parametrize("replaced", [True, False])
 def test_histories_of_another_prompt_are_counted_replaced_and_drawn_no_more(replaced: bool) -> None:
-    config = ExperienceReplayConfig(enable=True, replay_start_ratio=0.0, exp_ratio=1.0, exp_select_mode="random")
+    config = ExperienceReplayConfig(enable=True, exp_ratio=1.0, exp_select_mode="random")
     with ReplayHook(config, n_rollout=3, get_task=str) as hook:
         made = [asked(7, "old"), asked(7, "failed", 0.0), asked(7, "failed too", 0.0)]
         assert hook.admit(made) == {"experience_replay/refused_share": 0.0}
@@ -195,9 +195,7 @@ TASK_PROMPTS: dict[str, Callable[[str], Any] | None] = {
 @pytest.mark.parametrize("case", TASK_PROMPTS)
 def test_an_agent_whose_prompt_has_a_clock_replays(case: str) -> None:
     """Without ``task_prompt``, two rollouts of this run show that a task's prompt varies."""
-    config = ExperienceReplayConfig(
-        enable=True, replay_start_ratio=0.0, exp_ratio=1.0, figures="all", max_trajectories_per_task=2
-    )
+    config = ExperienceReplayConfig(enable=True, exp_ratio=1.0, figures="all", max_trajectories_per_task=2)
     with ReplayHook(config, n_rollout=3, get_task=str, task_prompt=TASK_PROMPTS[case]) as hook:
         for step in range(1, 6):
             plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, step))

@@ -31,7 +31,7 @@ BATCH: dict[str, Any] = {
 
 
 def make(folder: Path, **options: Any) -> ReplayHook[str]:
-    config = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0, "store": {"path": str(folder / "pool")}}
+    config = {"enable": True, "exp_ratio": 1.0, "store": {"path": str(folder / "pool")}}
     return ReplayHook(ExperienceReplayConfig(**config, **options), n_rollout=N, get_task=str, ledger=folder / "ledger")
 
 

@@ -45,9 +45,7 @@ def run_main(
         **({} if witness is None else {WITNESS_FOLDER: str(witness.folder)}),
     }
     replay = "exp_manager.experience_replay"
-    ours = (
-        () if options else ("exp_manager.outcome.key=hit", f"{replay}.replay_start_ratio=0.0", f"{replay}.figures=all")
-    )
+    ours = () if options else ("exp_manager.outcome.key=hit", f"{replay}.figures=all")
     options = options or project_root / "docs" / "howto" / "verl_replay.yaml"
     given = [override for override in BASE_OVERRIDES if not override.startswith("trainer.v1.trainer_mode")]
     command = [sys.executable, "-m", "verl.trainer.main_ppo"]

@@ -25,7 +25,6 @@ REPLAY = (
     "data.train_max_samples=6",
     "+exp_manager.outcome.key=hit",
     "+exp_manager.experience_replay.enable=true",
-    "+exp_manager.experience_replay.replay_start_ratio=0.0",
     "+exp_manager.experience_replay.figures=all",
 )
 # Each worker gets half of the 16 rows, and verl requires whole micro-batches.

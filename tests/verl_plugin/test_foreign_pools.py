@@ -87,7 +87,6 @@ def test_the_rows_of_agentevolver_are_trained_on(
     overrides = [
         "trainer.v1.trainer_mode=sync_replay",
         "+exp_manager.experience_replay.enable=true",
-        f"{OPTION}replay_start_ratio=0.0",
         f"{OPTION}exp_ratio=1.0",
         f"{OPTION}in_turns=true",  # so that every history is drawn
         f"data.train_batch_size={len(rows)}",

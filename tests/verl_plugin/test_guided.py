@@ -37,7 +37,6 @@ def test_guided_and_replayed_rows_side_by_side(train: Train, verl_assets: Assets
         "+exp_manager.train_sample_keepratio=0.5",
         *MAKES,
         "+exp_manager.experience_replay.enable=true",
-        "+exp_manager.experience_replay.replay_start_ratio=0.0",
         f"trainer.total_training_steps={STEPS}",
         "trainer.val_before_train=True",
         f"trainer.validation_data_dir={tmp_path / 'validation'}",
@@ -216,7 +215,6 @@ def test_beside_asynchronous_rollouts_filtered_groups_and_several_outputs(train:
         "algorithm.filter_groups.enable=True",
         "algorithm.filter_groups.metric=hit",
         "+exp_manager.experience_replay.enable=true",
-        "+exp_manager.experience_replay.replay_start_ratio=0.0",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=two_outputs",
         "trainer.total_training_steps=5",
@@ -245,7 +243,6 @@ def test_several_workers_of_rollouts_and_of_the_actor(train: Train, tmp_path: Pa
         "+exp_manager.train_sample_expmode=hybrid",
         "+exp_manager.train_sample_keepratio=0.5",
         "+exp_manager.experience_replay.enable=true",
-        "+exp_manager.experience_replay.replay_start_ratio=0.0",
         "actor_rollout_ref.rollout.agent.num_workers=2",
         "trainer.total_training_steps=3",
     )

@@ -24,7 +24,6 @@ def write_options(project_root: Path, folder: Path) -> Path:
     assert manager["outcome"].keys() >= {"key"}
     manager["outcome"]["key"] = "hit"
     options = {
-        "replay_start_ratio": 0.0,
         "exp_ratio": 1.0,
         "clip_off_policy": False,
         "exp_select_mode": "random",

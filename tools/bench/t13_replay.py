@@ -9,8 +9,9 @@ Arms differ in the rows of a step:
 
 * ``neither``: 128 fresh rollouts.
 * ``equal-work``: 96 fresh rollouts, 32 of them twice: as many rows and optimizer steps as with replay.
-* ``replay``: up to 64 of 128 are histories, successes with the lowest entropy under the current policy. ``saved``,
-  ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least used first, any.
+* ``replay``: up to 32 of 128 are histories, four of a task: successes with the lowest entropy under the current policy.
+  ``saved``, ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least used first, any.
+  ``one``: one history of a task (the default of ``offpolicy_trajectories_per_task``), up to 8 rows.
 * ``exgrpo``: as ``replay``, with tasks by difficulty (``normal``) and shaped ratios (gamma 0.1; arXiv 2510.02245).
 * ``equal-work-64``: 64 fresh rollouts, each twice.
 * ``fifo``: 128 drawn evenly from the newest rollouts, failures included (arXiv 2604.08706).
@@ -25,7 +26,7 @@ again, so an interrupted call is continued by the same call; runs of another tas
 processes need different seeds and different files; a call with both files' lines in one file prints all figures.
 
 The steps at most bound the ratios: an unsolved run of an arm with 96 rollouts per step counts 19,200 after 200 steps,
-which is less than twice the rollouts of a typical *household* run with replay. Use ``--steps 300`` against
+which is less than twice the rollouts of a typical *household* run with replay. Use ``--steps 250`` against
 ``equal-work``; the number changes nothing else in a run. An unsolved run of
 *treasure* takes two minutes of processor time with ``--steps 200``.
 
@@ -89,6 +90,7 @@ RULES: Mapping[str, Mapping[str, Any]] = {
     "argmax": {"exp_select_mode": "argmax"},
     "turns": {"in_turns": True},
     "random": {"exp_select_mode": "random"},
+    "one": {"offpolicy_trajectories_per_task": 1},
     "exgrpo": {"task_sampling": "normal", "off_policy_shaping": 0.1},
 }
 """What chooses among the histories of a task, by the name of the arm."""

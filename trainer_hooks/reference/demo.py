@@ -46,7 +46,6 @@ def replay_config(
     """
     return ExperienceReplayConfig(
         enable=True,
-        replay_start_ratio=0.0,
         offpolicy_trajectories_per_task=4,
         unsolved_first=environment == SortEnvironment.name,
         seed=seed,

@@ -90,7 +90,7 @@ class ExperienceMixCollateFn(Generic[Task]):
         get_task: Callable[[str], Task | None],
         *,
         exp_ratio: float | Callable[[float], float] = 0.5,
-        replay_start_ratio: float = 0.35,
+        replay_start_ratio: float = 0.0,
         offpolicy_trajectories_per_task: int = 1,
         unsolved_first: bool = False,
         text_of: Callable[[Task], str] | None = None,

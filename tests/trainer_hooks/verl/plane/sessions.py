@@ -190,7 +190,7 @@ def new_session(
     **options: Any,
 ) -> ReplaySession:
     """Return a session of four tasks; the caller closes it."""
-    values: dict[str, Any] = {"enable": True, "replay_start_ratio": 0.0, "exp_ratio": 1.0, "figures": "all"} | options
+    values: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "figures": "all"} | options
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(**values),
         recording=RecordingConfig(path=str(tmp_path / run / "rollouts"), on_error=on_error),
