@@ -139,7 +139,7 @@ def test_a_loader_resumes_with_its_condition_and_refuses_another(tmp_path: Path,
         again.load_state_dict(pickle.loads(pickle.dumps(state)))
         assert named(again, 5) == expected
     for other in (make("outcome = 1"), make(None), make(ids=[1, 2])):
-        with other, pytest.raises(ConfigurationError, match=r"where .*|ids "):
+        with other, pytest.raises(ConfigurationError, match=r"where|ids"):
             other.load_state_dict(state)
     with make("outcome = 1") as other:
         other.load_state_dict(state, changed=True)
