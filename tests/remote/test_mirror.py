@@ -318,6 +318,7 @@ def test_what_the_store_notes_of_its_mirror_is_not_old(tmp_path: Path) -> None:
             add(buffer, [key])
             level(buffer)
         wait_until(lambda: (inspect(tmp_path / "store")["mirror"] or {}).get("newest_id") == 2)
+    assert inspect(tmp_path / "store")["mirror"]["newest_id"] == 2
 
 
 def test_a_mirror_elsewhere_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
