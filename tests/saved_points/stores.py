@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,6 +71,7 @@ def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
     """Copy a directory before each change of its files and at the end, without repeating identical copies."""
     copies: list[Path] = []
     seen: list[dict[str, bytes]] = []
+    mutex = threading.RLock()  # the writer's thread may renew metadata.json at any moment
 
     def copy() -> None:
         target = kept / f"{len(copies):04d}"
@@ -83,8 +85,9 @@ def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
 
     def noting(genuine: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            copy()
-            return genuine(*arguments, **options)
+            with mutex:
+                copy()
+                return genuine(*arguments, **options)
 
         return call
 
@@ -92,4 +95,5 @@ def moments(path: Path, kept: Path) -> Iterator[list[Path]]:
         for name in ("rename", "unlink", "remove_folder", "sync"):
             patch.setattr(HeldFolder, name, noting(getattr(HeldFolder, name)))
         yield copies
-    copy()
+        with mutex:
+            copy()

@@ -1,8 +1,9 @@
 """T9: checkpoint of 10,000 trajectories on the same file system over ``cp -r``, and how long adders are held.
 
-Agent workload, added in lists of 16, sharded as the writer does by default. A checkpoint is durable when it returns,
-what ``cp`` wrote is not. Held is the longest ``add_trajectories`` of one 1 KB trajectory, called every millisecond by
-another thread while checkpoints are made.
+Agent workload, added in lists of 16, sharded as the writer does by default. ``cp`` copies the checkpoint: the store's
+own files may be replaced while it runs. A checkpoint is durable when it returns, what ``cp`` wrote is not. Held is the
+longest ``add_trajectories`` of one 1 KB trajectory, called every millisecond by another thread while checkpoints are
+made.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _of_store(options: Options, sharding: str, total: int, writer: WriterOptions
     with opened(folder, writer=writer) as buffer:
         add_all(buffer, agents(), total)
         files = sum(1 for path in (folder / "shards").rglob("*") if path.is_file())
-        works = [partial(buffer.save_checkpoint, checkpoint), partial(_copy, folder, copy)]
+        buffer.save_checkpoint(checkpoint)
+        works = [partial(buffer.save_checkpoint, checkpoint), partial(_copy, checkpoint, copy)]
         ours, plain = in_turn(works, options.repeats, warmup=1)
         details = {"files": files, "checkpoint_s": ours.seconds}
         yield Figure("T9", f"{name}, over cp -r", ratio(ours, plain), 0.1 if is_default else 0.25, details=details)
