@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from torch import Tensor
 
 from tools.bench import t13_picture, t13_replay, t13_trainers
 from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, main, read_results, table
-from tools.bench.t13_trainers import BufferTrainer, RepeatingTrainer
+from tools.bench.t13_trainers import BufferTrainer, ChoosingTrainer, RepeatingTrainer
 from trainer_hooks.batch import Batch
+from trainer_hooks.plan import MixedTasks
 from trainer_hooks.reference import trainer as trainer_module
 from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.environments import SortEnvironment
+from trainer_hooks.reference.environments import SortEnvironment, TextTask
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
 
 DOCS = Path(__file__).parents[2] / "docs"
 INTERVAL = re.compile(r" \([\d.]+ to [\d.]+\)")
@@ -111,7 +114,7 @@ def test_the_tables_in_the_docs_are_those_of_the_kept_runs(monkeypatch: pytest.M
 
 def test_arms_differ_in_the_two_mechanisms_alone() -> None:
     on = {arm: (config_of(arm, 1, 9).guidance.rollout_expratio > 0, config_of(arm, 1, 9).replay.enable) for arm in ARMS}
-    unguided = {arm: (False, arm in RULES) for arm in UNGUIDED}
+    unguided = {arm: (False, arm in RULES or arm == "choice") for arm in UNGUIDED}
     warm = {f"{arm}-warm": mechanisms for arm, mechanisms in unguided.items()}
     assert on == {**unguided, "guidance": (True, False), "both": (True, True), **warm}
     assert config_of("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
@@ -142,10 +145,11 @@ def test_arms_with_the_same_supervised_start_share_it(monkeypatch: pytest.Monkey
     "make",
     [
         RepeatingTrainer,
+        ChoosingTrainer,
         partial(BufferTrainer, capacity=128, whole_groups=False),
         partial(BufferTrainer, capacity=128, whole_groups=True),
     ],
-    ids=["repeated", "rows", "groups"],
+    ids=["repeated", "chosen", "rows", "groups"],
 )
 def test_arms_of_equal_work_train_on_equally_many_rows(
     make: Callable[[TrainerConfig], ReferenceTrainer], monkeypatch: pytest.MonkeyPatch
@@ -179,3 +183,31 @@ def test_arms_of_equal_work_train_on_equally_many_rows(
         assert all(sorted(rows) == list(range(len(rows))) for rows in trained), "each row of a batch is trained once"
         assert counts[0] == 16
         assert max(counts) == 24
+
+
+def test_choice_has_the_tasks_of_replay_and_fresh_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "make_environment", lambda name: SortEnvironment(lengths=(2,)))
+    config = replace(config_of("choice", 1, 9, "sort"), tasks_per_step=4, warm_start_steps=40, evaluate_every=9)
+    from_pool, made = 0, []
+    with ARMS["choice"].trainer(config) as trainer:
+        choose, step_done = trainer.hook.tasks_chosen, trainer.hook.step_done
+
+        def chosen(*arguments: Any) -> MixedTasks[TextTask]:
+            nonlocal from_pool
+            mixed = choose(*arguments)
+            from_pool += len(mixed.experience)
+            made.append([task.task_id for task in (*mixed.experience, *mixed.on_policy) for _ in range(8)])
+            return mixed
+
+        def done(batch: Batch, fresh: list[AgentTrajectory], *more: Any, **named: Any) -> dict[str, float]:
+            assert [rollout.task_id for rollout in fresh] == made[-1]
+            assert len(batch.tensors["response_mask"]) == len(fresh)
+            return step_done(batch, fresh, *more, **named)
+
+        monkeypatch.setattr(trainer.hook, "tasks_chosen", chosen)
+        monkeypatch.setattr(trainer.hook, "step_done", done)
+        trainer.warm_start()
+        for _ in range(4):
+            trainer.train_step()
+    assert len(made) == 4
+    assert from_pool > 0

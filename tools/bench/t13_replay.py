@@ -12,6 +12,7 @@ Arms differ in the rows of a step:
 * ``replay``: up to 32 of 128 are histories, four of a task: successes with the lowest entropy under the current policy.
   ``saved``, ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least used first, any.
   ``one``: one history of a task (the default of ``offpolicy_trajectories_per_task``), up to 8 rows.
+* ``choice``: as ``equal-work``, with the tasks that ``replay`` would choose.
 * ``exgrpo``: as ``replay``, with tasks by difficulty (``normal``) and shaped ratios (gamma 0.1; arXiv 2510.02245).
 * ``equal-work-64``: 64 fresh rollouts, each twice.
 * ``fifo``: 128 drawn evenly from the newest rollouts, failures included (arXiv 2604.08706).
@@ -53,7 +54,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tools.bench.t13_trainers import BufferTrainer, RepeatingTrainer
+from tools.bench.t13_trainers import BufferTrainer, ChoosingTrainer, RepeatingTrainer
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.metrics import PREFIX
@@ -149,6 +150,7 @@ UNGUIDED: Mapping[str, Arm] = {
     "neither": Arm(),
     "equal-work": Arm(fresh_tasks=dict.fromkeys(TARGETS, 12), trainer=RepeatingTrainer),
     "equal-work-64": Arm(fresh_tasks=dict.fromkeys(TARGETS, 8), trainer=RepeatingTrainer),
+    "choice": Arm({}, fresh_tasks=dict.fromkeys(TARGETS, 12), trainer=ChoosingTrainer),
     **{name: Arm(rule) for name, rule in RULES.items()},
     "fifo": _buffer("fifo"),
     "groups": _buffer("groups"),

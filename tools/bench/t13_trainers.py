@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow
+from trainer_hooks.plan import MixedTasks
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.trajectory import AgentTrajectory
@@ -25,6 +26,16 @@ class RepeatingTrainer(ReferenceTrainer):
     def _parts(self, rows: int) -> Sequence[Tensor]:
         orders = [torch.randperm(rows, generator=self._order) for _ in range(-(-ROWS // rows))]
         return torch.cat(orders)[:ROWS].chunk(self.config.minibatches)
+
+
+class ChoosingTrainer(RepeatingTrainer):
+    """Trains on the tasks that replay chooses, with fresh rollouts in the place of their histories."""
+
+    def _rows(self, step: int) -> tuple[list[BatchRow], list[AgentTrajectory]]:
+        mixed = self.hook.tasks_chosen(self._next_tasks(), (step - 1) / self.config.steps, step)
+        plan = self.hook.before_rollout(MixedTasks((), (*mixed.experience, *mixed.on_policy)))
+        fresh = self._roll_out(plan, step)
+        return self.hook.batch_rows(plan, fresh), fresh
 
 
 class BufferTrainer(ReferenceTrainer):
