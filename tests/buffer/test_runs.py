@@ -238,7 +238,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run_points(tmp_path / "nowhere")
 
 
-def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Path) -> None:
+def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A point of two ranks is rejected by three, and by a single one."""
     for rank in range(2):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as buffer:
@@ -252,7 +254,14 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(tmp_path: Pat
         for ranks in (1, 3):
             with pytest.raises(ConfigurationError, match=f"2 ranks saved.*has {ranks}.*steps .*10, 20.*step-20"):
                 _choose(buffer, None, ranks)
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_2"):
-            message = "steps that all of them have: 10, 20.*move rank_2, which this job has begun, to another place"
-            with pytest.raises(ConfigurationError, match=message):
-                _choose(buffer, None, 3)
+        with (
+            TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_2"),
+            pytest.raises(ConfigurationError, match=r"steps that all of them have: 10, 20.*start a new run"),
+        ):
+            _choose(buffer, None, 3)
+    assert [point.lacking for point in run_points(tmp_path)] == [(), (), (1,)], "rank_2 is not part of the points"
+    with TrajectoryReplayBuffer.open(tmp_path, pin="step-20") as reader:
+        assert len(reader) == 2
+    assert "rank_2 is skipped: 2 ranks saved step-20 together" in caplog.text
+    assert main(["rollback", str(tmp_path), "--step", "10"]) == 0
+    assert "rank_2: is skipped: it is empty, and 2 ranks saved the point" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -16,7 +17,9 @@ from trajstore.core.store.rollback import has_a_name, plan_change
 from trajstore.core.store.saved_points import SavedPoint
 from trajstore.core.writing.inbox import Pending
 from trajstore.core.writing.unattended import held_points
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, counted
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: boo
         StoreWriteError: the store cannot be written.
     """
     place = find_place(path)
-    stores = stores_of(place)
+    stores = _stores_at_point(stores_of(place), name)
     plans = [_planned(store, name, aside, len(stores)) for store in stores]  # checks all stores before any change
     if not dry_run:
         for number, store in enumerate(stores):
@@ -104,6 +107,18 @@ def stores_of(place: Place) -> list[Place]:
         why = "; ".join((*place.lacking, *others)) if place.kind == "run" else f"it is of the kind {place.kind!r}"
         raise ConfigurationError(f"{place.url}: is neither a store of trajstore nor a run with all its ranks: {why}")
     return stores
+
+
+def _stores_at_point(stores: list[Place], name: str | int) -> list[Place]:
+    """Return the stores of a run without empty ones above the number of ranks that a point records."""
+    ranks = Catalog.open(stores[0].directory).snapshot(name).ranks
+    if not ranks:
+        return stores
+    above = [store for store in stores if is_of_rank(store.name) and rank_of(store.directory) >= ranks]
+    empty = [store for store in above if not len(Catalog.open(store.directory).index)]
+    for store in empty:
+        logger.warning("%s: is skipped: it is empty, and %s saved the point", store.url, counted(ranks, "rank"))
+    return [store for store in stores if store not in empty]
 
 
 def _planned(place: Place, name: str | int, aside: bool, stores: int) -> WentTo:

@@ -40,6 +40,7 @@ from trajstore.errors import (
     StoreNotFoundError,
     UnsafeContentError,
     UnsupportedVersionError,
+    counted,
     listed,
     trajectories,
 )
@@ -133,6 +134,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
         opened, kept, errors = _open_all(directories, ranks, leases, request)
         lacking += _absent_above(place, [item.source for item in opened]) if whole_place else []
+        above = _above_point(opened, errors, place, request.pin)
         if (strict is not False and (lacking or errors)) or not opened:
             raise _all_of([*lacking, *errors], path)
         whole = not lacking and not errors
@@ -144,7 +146,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
         for item in opened:
             item.source.checked = verify_shards
         loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in opened))
-        loaded.warnings = [*map(str, lacking), *(text for item in opened for text in item.warnings)]
+        loaded.warnings = [*above, *map(str, lacking), *(text for item in opened for text in item.warnings)]
         for error, directory in errors.items():
             loaded.skipped += count_told(directory) or 0
             loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
@@ -249,6 +251,20 @@ def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreErro
     ranks = ranks_of(place)
     texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], rank_counts)
     return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
+
+
+def _above_point(
+    opened: Sequence[_Opened], errors: dict[Exception, Directory], run: Directory, pin: str | None
+) -> list[str]:
+    """Remove the errors of ranks above those that saved a run's point together; return a warning for each."""
+    catalogs = [item.source.catalog for item in opened if isinstance(item.source, StoreSource) and pin is not None]
+    ranks = max((catalog.snapshot(str(pin)).ranks or 0 for catalog in catalogs), default=0)
+    above = [
+        error
+        for error, directory in errors.items()
+        if ranks and isinstance(error, StoreNotFoundError) and rank_number(directory, run) >= ranks
+    ]
+    return [f"{errors.pop(error).url} is skipped: {counted(ranks, 'rank')} saved {pin} together" for error in above]
 
 
 def _open(directory: Directory, request: LoadRequest) -> _Opened:

@@ -48,7 +48,7 @@ class RunPoint:
 
     Attributes:
         step: of the model.
-        ranks: number of ranks that save it together, or of stores if there are more.
+        ranks: number of ranks that save it together; of stores, if no rank recorded it.
         lacking: numbers of the ranks without it; a run cannot go back to such a point.
         trajectories: their number, in all stores that have the point.
         saved_by: number of ranks that saved it together; None if unknown.
@@ -75,11 +75,12 @@ def unite_points(points: Mapping[int, Sequence[SavedPoint]]) -> list[RunPoint]:
     united = []
     for step in sorted({point.step for of_rank in points.values() for point in of_rank}):
         have = {rank: point for rank, of_rank in points.items() for point in of_rank if point.step == step}
+        saved_by = max(point.ranks or 0 for point in have.values()) or None
         # Points that each store saved by itself do not record the number of ranks: expect all existing stores.
-        ranks = max([point.ranks or 0 for point in have.values()] + [max(points, default=-1) + 1])
+        ranks = saved_by or max(points) + 1
         lacking = tuple(rank for rank in range(ranks) if rank not in have)
         trajectories = sum(point.trajectories for point in have.values())
-        united.append(RunPoint(step, ranks, lacking, trajectories, max(p.ranks or 0 for p in have.values()) or None))
+        united.append(RunPoint(step, ranks, lacking, trajectories, saved_by))
     return united
 
 
@@ -296,14 +297,12 @@ def _check_ranks(run: str, points: Sequence[RunPoint], ranks: int) -> None:
     others = [point for point in points if point.saved_by not in (None, ranks)]
     if not others:
         return
-    whole = [point for point in others if min(point.lacking, default=point.ranks) >= (point.saved_by or 0)]
+    whole = [point for point in others if point.is_complete]
     newest = max(whole or others, key=lambda point: point.step)
     steps = listed(str(point.step) for point in whole) or "none"
-    strange = listed(f"rank_{rank}" for rank in newest.lacking if rank >= (newest.saved_by or 0))
-    move = strange and f"move {strange}, which this job has begun, to another place, "
     raise ConfigurationError(
         f"{run}: {counted(newest.saved_by or 0, 'rank')} saved its points together, this job has {ranks} (steps that "
-        f"all of them have: {steps}); {move}start a new run, and load this one on every rank: "
+        f"all of them have: {steps}); start a new run, and load this one on every rank: "
         f"load_checkpoint({run!r}, is_distributed=True, pin={point_name(newest.step)!r}, ...)"
     )
 
