@@ -14,9 +14,12 @@ from tests.stores import flip, keys_at, keys_of
 from trajstore.cli import main
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.local import LocalDirectory
+from trajstore.core.store.sealed import RESTORE_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.operations.copying import copy_store
-from trajstore.remote.mirror.restoring import MARKER_NAME, restore
+from trajstore.operations.inspect import inspect
+from trajstore.operations.verify import verify
+from trajstore.remote.mirror.restoring import restore
 
 
 @pytest.fixture
@@ -43,15 +46,18 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
 
     target = tmp_path / "new"
     target.mkdir()
-    (target / f"{MARKER_NAME}.tmp").write_bytes(b'{"mir')  # as a kill leaves its first write
+    (target / f"{RESTORE_NAME}.tmp").write_bytes(b'{"mir')  # as a kill leaves its first write
     with monkeypatch.context() as patched:
         patched.setattr(LocalDirectory, "publish", failing)
         for allowed in (1, 2, 2, 1):  # noqa: B007  # the marker, then one or two files each time
             with pytest.raises(StoreWriteError, match="call restore again to continue"):
                 restore(mirror, target)
-            assert (target / MARKER_NAME).exists()
-            with pytest.raises((StoreNotFoundError, CorruptStoreError)):
-                keys_at(target)
+            assert (target / RESTORE_NAME).exists()
+            for read in (verify, inspect, keys_at):
+                with pytest.raises(
+                    StoreNotFoundError, match=f"unfinished restore.*`trajstore restore MIRROR {target}` again"
+                ):
+                    read(target)
             with pytest.raises(StoreError):
                 make(target, None)  # must not pass for an empty directory
     os.truncate(target / "shards" / "shard_00000001.pt", 10)  # power loss on a disk that ignores syncs
@@ -66,12 +72,12 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
 
 def test_a_restore_that_was_interrupted_at_its_very_end(tmp_path: Path, mirror: Path) -> None:
     whole = restore(mirror, tmp_path / "new")
-    (tmp_path / "new" / MARKER_NAME).write_bytes(
+    (tmp_path / "new" / RESTORE_NAME).write_bytes(
         json.dumps({"mirror": str(mirror), "store_id": _store_id(mirror)}, separators=(",", ":")).encode()
     )
     again = restore(mirror, tmp_path / "new")
     assert (again.trajectories, again.newest_id, again.next_id) == (whole.trajectories, whole.newest_id, whole.next_id)
-    assert not (tmp_path / "new" / MARKER_NAME).exists()
+    assert not (tmp_path / "new" / RESTORE_NAME).exists()
 
 
 def _store_id(path: Path) -> str:
@@ -91,7 +97,7 @@ def test_what_cannot_be_restored_is_named(tmp_path: Path, mirror: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"is not empty \(mine\.txt\)"):
         restore(mirror, tmp_path / "full")
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun" / MARKER_NAME).write_text('{"mirror":"elsewhere"}')
+    (tmp_path / "begun" / RESTORE_NAME).write_text('{"mirror":"elsewhere"}')
     with pytest.raises(ConfigurationError, match="another mirror was begun"):
         restore(mirror, tmp_path / "begun")
     flip(mirror / "shards" / "shard_00000002.pt")

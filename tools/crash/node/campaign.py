@@ -20,10 +20,10 @@ from tools.crash.journal import entries
 from tools.crash.node.child import work
 from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.store.sealed import METADATA_NAME
+from trajstore.core.store.sealed import METADATA_NAME, RESTORE_NAME
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
-from trajstore.remote.mirror.restoring import MARKER_NAME, restore
+from trajstore.remote.mirror.restoring import restore
 from trajstore.testing.witness import WitnessError
 
 _KEYS = 1 << 20  # of one round
@@ -170,7 +170,7 @@ def _killed_restore(mirror: str, options: dict[str, Any], store: Path, rng: rand
     if alive and child.pid is not None:
         os.kill(child.pid, signal.SIGKILL)
     child.join()
-    ended = not alive or ((store / METADATA_NAME).exists() and not (store / MARKER_NAME).exists())
+    ended = not alive or ((store / METADATA_NAME).exists() and not (store / RESTORE_NAME).exists())
     if ended:  # it was quicker: the store is whole, and a second restore would be refused
         shutil.rmtree(store)
     return not ended

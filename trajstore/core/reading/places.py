@@ -17,7 +17,14 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.log_records import LOG_FOLDER
 from trajstore.core.store.rlinf_layout import INDEX_NAMES
 from trajstore.core.store.run_ids import RANK_LIMIT
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
+from trajstore.core.store.sealed import (
+    INDEX_NAME,
+    METADATA_NAME,
+    RESTORE_NAME,
+    begins_sealed,
+    is_of_rlinf,
+    parse_metadata,
+)
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, counted, listed
 
 PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
@@ -132,7 +139,11 @@ def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
 
 
 def kind_of(directory: Directory) -> PlaceKind | None:
-    """Return the kind of the directory itself, ignoring subfolders; also for damaged JSON files."""
+    """Return the kind of the directory itself, ignoring subfolders; also for damaged JSON files.
+
+    Raises:
+        StoreNotFoundError: it is an unfinished restore.
+    """
     files, folders = directory.listing()
     return _kind_of(directory, files, folders)
 
@@ -140,6 +151,11 @@ def kind_of(directory: Directory) -> PlaceKind | None:
 def _kind_of(directory: Directory, files: Collection[str], folders: Collection[str]) -> PlaceKind | None:
     if METADATA_NAME in files and Catalog.exists(directory):
         return "store"
+    if RESTORE_NAME in files and METADATA_NAME not in files:
+        raise StoreNotFoundError(
+            f"{directory.url}: an unfinished restore of the mirror that {RESTORE_NAME} names; run `trajstore restore "
+            f"MIRROR {directory.url}` again to complete it"
+        )
     # A store with a lost or foreign metadata.json still counts: a run must not look complete without it.
     if INDEX_NAME in files and begins_sealed("snapshot", directory.read(INDEX_NAME)):
         return "store"

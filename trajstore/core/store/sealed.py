@@ -12,6 +12,8 @@ from trajstore.core.columns.document import decode_document
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 METADATA_NAME = "metadata.json"
+RESTORE_NAME = "restore.json"
+"""Names the mirror in an unfinished restore; removed once it is a store."""
 INDEX_NAME = "trajectory_index.json"
 
 LEDGER_NAME = "mirror.json"

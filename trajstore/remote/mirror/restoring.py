@@ -27,7 +27,7 @@ from trajstore.core.reading.places import kind_of, mixed_sentence, nothing_at, r
 from trajstore.core.store.catalog import Catalog, oldest_generation
 from trajstore.core.store.log_records import LOG_FOLDER
 from trajstore.core.store.saved_points import PINS_FOLDER, Snapshot, pin_name
-from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME
+from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME, RESTORE_NAME
 from trajstore.core.writing.fencing import SHARDS_OF_A_WRITER
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed
 
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) bytes."""
-
-MARKER_NAME = "restore.json"
-"""Names the mirror in an unfinished directory; removed once it is a store."""
 
 IDS_LEFT_OUT = 1 << 20
 """Least number of ids that a restored store skips: the lost store had given out some, which may be recorded."""
@@ -188,26 +185,26 @@ def _begin(catalog: Catalog, target: Directory) -> bool:
     """
     files, folders = target.listing()
     marker = orjson.dumps({"mirror": catalog.directory.url, "store_id": catalog.store_id})
-    if MARKER_NAME in files:
-        if target.read(MARKER_NAME) != marker:
+    if RESTORE_NAME in files:
+        if target.read(RESTORE_NAME) != marker:
             raise ConfigurationError(
-                f"{target.url}: a restore of another mirror was begun here ({MARKER_NAME} says which); restore to an "
+                f"{target.url}: a restore of another mirror was begun here ({RESTORE_NAME} says which); restore to an "
                 "empty directory"
             )
         return METADATA_NAME not in files
-    others = [name for name in files if name != MARKER_NAME + TEMPORARY_SUFFIX]  # of a restore killed as it began
+    others = [name for name in files if name != RESTORE_NAME + TEMPORARY_SUFFIX]  # of a restore killed as it began
     if others or folders:
         raise ConfigurationError(
             f"{target.url}: is not empty ({listed([*others, *folders])}); restore to an empty directory"
         )
     target.create()
-    target.publish([EncodedFile(MARKER_NAME, [marker])])
+    target.publish([EncodedFile(RESTORE_NAME, [marker])])
     return True
 
 
 def _ended(source: Directory, target: Directory) -> Restored:
     """Return the result of an attempt that was interrupted after its last file."""
-    target.remove([MARKER_NAME], durable=True)
+    target.remove([RESTORE_NAME], durable=True)
     made = Catalog.open(target)
     return Restored(
         source.url,
@@ -256,7 +253,7 @@ class _Copy:
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
         target.publish([catalog.metadata_file(**{name: metadata[name] for name in _KEPT_METADATA if name in metadata})])
-        target.remove([MARKER_NAME], durable=True)
+        target.remove([RESTORE_NAME], durable=True)
         return Restored(
             self._source.url,
             target.url,
