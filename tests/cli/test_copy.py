@@ -16,7 +16,7 @@ from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refus
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.buffer.runs import save_rank_point
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.verify import verify
@@ -245,3 +245,22 @@ def test_a_copy_that_was_published_before_its_process_was_killed_is_completed_by
     assert notes_of(tmp_path / "copy", "1/0")[-1].value == "x"
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     assert "is not empty" in run.err("copy", tmp_path / "run", tmp_path / "copy")
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_nothing_remains_of_the_copy_of_a_damaged_store(run: Run, tmp_path: Path, remote: bool) -> None:
+    for rank in range(2):
+        filled(tmp_path / "run" / f"rank_{rank}", range(3))
+    with opened(tmp_path / "run" / "rank_1") as buffer:
+        buffer.evict([0])  # the copy numbers its shards anew
+    shard = tmp_path / "run" / "rank_1" / "shards" / "shard_00000002.pt"
+    flip(shard)
+    to = f"memory://{tmp_path}/copy" if remote else str(tmp_path / "copy")
+    message = run.err("copy", tmp_path / "run", to, code=DAMAGED)
+    assert "run/rank_1: nothing was copied" in message
+    assert "it is damaged: shards/shard_00000002.pt: envelope: checksum does not fit" in message
+    for rank in range(2):
+        with pytest.raises(TrajstoreError):
+            keys_at(f"{to}/rank_{rank}")
+    flip(shard)
+    assert "rank_0: 3 trajectories" in run.out("copy", tmp_path / "run", to)

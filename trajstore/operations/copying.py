@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.buffer.checkpoint import renumbered
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore.core.buffer.reader import Reader, load_reader
@@ -25,7 +29,7 @@ from trajstore.core.store.log_records import ranges_of
 from trajstore.core.store.lost_records import lost_in_words
 from trajstore.core.store.run_ids import ALONE
 from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.core.store.sealed import INDEX_NAME, without_advice
+from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, without_advice
 from trajstore.core.store.shard_table import shard_number
 from trajstore.errors import (
     ConfigurationError,
@@ -218,6 +222,9 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
             if not lenient:
+                for made in result.parts if isinstance(error, CorruptStoreError) else ():
+                    if WRITTEN_ALREADY not in made.notes:
+                        _withdraw(made.target)
                 raise
             result.left_out += 1
             result.uncounted = True
@@ -256,6 +263,15 @@ def is_unfinished(target: Directory) -> bool:
 
 def _not_empty(target: str) -> ConfigurationError:
     return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
+
+
+def _withdraw(url: str) -> None:
+    """Remove a damaged copy; in an object store, only what makes it a store, so that a later call continues it."""
+    target = open_directory(url)
+    if isinstance(target, LocalDirectory):
+        uninterrupted(partial(shutil.rmtree, os.path.realpath(target.path)))
+    else:
+        target.remove([METADATA_NAME])
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
@@ -325,7 +341,14 @@ def _copy(
             raise _not_empty(target)
         if not done:
             reader.save_checkpoint(target)
-    verification = verified(target, f"the copy of {source}", progress)
+    try:
+        verification = verified(target, f"the copy of {source}", progress)
+    except CorruptStoreError:
+        if not done:
+            _withdraw(target)
+        if strict is not False:
+            verified(source, "nothing was copied (`trajstore repair` copies the intact part): it", None)
+        raise
     copied = Copied(source, target, verification.trajectories, verification.nbytes, lost)
     if done:
         copied.notes.append(WRITTEN_ALREADY)
