@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from trainer_hooks.batch import GroupOffPolicy
 from trainer_hooks.metrics import Shown
 from trainer_hooks.replay import PoolRules, RatioSchedule
-from trainer_hooks.replay.mixing import history_problems, ratio_or_points
+from trainer_hooks.replay.mixing import histories_per_task, history_problems, ratio_or_points
 from trainer_hooks.replay.rules import PoolOptions
 from trainer_hooks.replay.store import BufferStore, store_options
 from trajstore.core.base.arguments import finite, whole
@@ -43,6 +43,7 @@ class ExperienceReplayConfig(PoolOptions):
         exp_ratio: share of experience tasks in a batch, in [0, 1]; or ``[progress, ratio]`` points with linear
             interpolation.
         offpolicy_trajectories_per_task: k, the maximum number of histories per experience task; below ``n_rollout``.
+            None = half of ``n_rollout``, at least 1 and at most ``max_trajectories_per_task``.
         unsolved_first: whether training tasks without a known success keep their places instead of giving way to tasks
             with history, and whether unsolved tasks of earlier batches are used instead of solved ones to fill up. Not
             for data in which each task appears once: then all tasks keep their places, and nothing is replayed.
@@ -73,7 +74,7 @@ class ExperienceReplayConfig(PoolOptions):
     enable: bool = False
     replay_start_ratio: Share = 0.0
     exp_ratio: Annotated[float | tuple[tuple[float, float], ...], ratio_or_points] = 0.5
-    offpolicy_trajectories_per_task: Count = 1
+    offpolicy_trajectories_per_task: Count | None = None
     unsolved_first: bool = False
     off_cliprange_high: NotNegative = _DEFAULT_OFF_CLIPRANGE
     exp_is_correct: bool = True
@@ -107,7 +108,7 @@ class ExperienceReplayConfig(PoolOptions):
                 " most 1, so nothing would be replayed"
             )
         histories, most = self.offpolicy_trajectories_per_task, self.max_trajectories_per_task
-        if histories > most:
+        if histories is not None and histories > most:
             problems.append(
                 f"offpolicy_trajectories_per_task: {histories}, must not be above max_trajectories_per_task = {most}"
             )
@@ -190,11 +191,12 @@ class ExperienceReplayConfig(PoolOptions):
             ConfigurationError: ``n_rollout`` is not above 0, k is not below it, or no history could be replayed.
         """
         whole("n_rollout", n_rollout, 1)
-        refuse(SECTION, history_problems(self.offpolicy_trajectories_per_task, n_rollout) or self._problems(n_rollout))
+        histories = histories_per_task(self.offpolicy_trajectories_per_task, n_rollout, self.max_trajectories_per_task)
+        refuse(SECTION, history_problems(histories, n_rollout) or self._problems(n_rollout, histories))
         options: dict[str, Any] = lengths | {name: getattr(self, name) for name in names_of(PoolOptions)}
         return PoolRules(n_rollout=n_rollout, **options)
 
-    def _problems(self, n_rollout: int) -> list[str]:
+    def _problems(self, n_rollout: int, histories: int) -> list[str]:
         """Return a sentence for each key that ``n_rollout`` makes useless."""
         problems = []
         low, high = self.experience_lbound, self.experience_rbound
@@ -211,7 +213,7 @@ class ExperienceReplayConfig(PoolOptions):
                 f"replay_difficulty: {self.replay_difficulty}, must be below n_rollout = {n_rollout}: a task with that"
                 " many successes is solved, and is not replayed"
             )
-        if self.group_offpolicy == "separate" and self.offpolicy_trajectories_per_task == n_rollout - 1:
+        if self.group_offpolicy == "separate" and histories == n_rollout - 1:
             problems.append(
                 f"group_offpolicy: separate, with offpolicy_trajectories_per_task = {n_rollout - 1} of n_rollout ="
                 f" {n_rollout} the fresh rollout of a task is a group of one, which has no advantage; lower it, or set"

@@ -71,6 +71,7 @@ def gated(**options: Any) -> tuple[ReplayHook[str], threading.Event]:
         "enable": True,
         "exp_ratio": 1.0,
         "prepare_in_background": True,
+        "offpolicy_trajectories_per_task": 1,
     }
     config = ExperienceReplayConfig(**values | options)
     return ReplayHook(config, n_rollout=N, get_task=str, current_entropy=entropy), gate
@@ -103,7 +104,7 @@ def test_the_function_that_scores_may_look_at_the_hook() -> None:
         sizes.append(len(replay.manager))
         return [1.0] * len(trajectories)
 
-    config = ExperienceReplayConfig(enable=True, prepare_in_background=True)
+    config = ExperienceReplayConfig(enable=True, prepare_in_background=True, offpolicy_trajectories_per_task=1)
     with ReplayHook(config, n_rollout=N, get_task=str, current_entropy=entropy) as replay:
         do_step(replay, 1)
         do_step(replay, 2)

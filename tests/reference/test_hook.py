@@ -246,7 +246,7 @@ def test_a_new_run_does_not_load_the_files_of_an_earlier_one(tmp_path: Path, cap
 
 
 def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    replay = hook()
+    replay = hook(offpolicy_trajectories_per_task=1)
     do_step(replay, 1)
     state = replay.state_dict()
     do_step(replay, 2)

@@ -232,7 +232,7 @@ def test_a_task_without_a_success_does_not_give_way() -> None:
     experience, fresh = mix(tasks, 0.0)
     assert len(experience) == 2
     assert fresh == ["e", "f"]
-    assert mix.asked_share == 2 / 16
+    assert mix.asked_share == 2 * 2 / 16
     assert set(manager.waiting_tasks) <= {"g"}
 
     usual = ExperienceMixCollateFn(manager_with(["a", "b", "g"], ["h"]), str, exp_ratio=1.0)

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 import pytest
@@ -48,7 +48,7 @@ def test_a_run_that_ends_when_its_pool_is_filled_says_that_it_was_too_short(capl
 
 
 def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCaptureFixture) -> None:
-    """Half the tasks replay one of four rollouts: an eighth of the rows, slightly less of the tokens."""
+    """Half the tasks replay two of four rollouts: a quarter of the rows, slightly less of the tokens."""
     replay = hook()
     do_step(replay, 1)
     do_step(replay, 2)
@@ -56,12 +56,13 @@ def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCapt
     assert "are replayed, where" not in caplog.text
     replay.watch({f"{PREFIX}off_policy_share": 0.02})
     assert "only 2.0% of the tokens are replayed, where" in caplog.text
-    assert "ask for 12.5% of the rows" in caplog.text
+    assert "ask for 25.0% of the rows" in caplog.text
 
 
 def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "experience_pool"
-    options = {"pool_path": str(folder), "pool_save_freq": 2, "store": {"path": str(tmp_path / "pool")}}
+    options: dict[str, Any] = {"pool_path": str(folder), "pool_save_freq": 2, "offpolicy_trajectories_per_task": 1}
+    options["store"] = {"path": str(tmp_path / "pool")}
     with hook(**options) as killed:
         for step in range(1, 4):
             do_step(killed, step)

@@ -31,7 +31,8 @@ BATCH: dict[str, Any] = {
 
 
 def make(folder: Path, **options: Any) -> ReplayHook[str]:
-    config = {"enable": True, "exp_ratio": 1.0, "store": {"path": str(folder / "pool")}}
+    config: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "offpolicy_trajectories_per_task": 1}
+    config["store"] = {"path": str(folder / "pool")}
     return ReplayHook(ExperienceReplayConfig(**config, **options), n_rollout=N, get_task=str, ledger=folder / "ledger")
 
 

@@ -46,7 +46,6 @@ def replay_config(
     """
     return ExperienceReplayConfig(
         enable=True,
-        offpolicy_trajectories_per_task=4,
         unsolved_first=environment == SortEnvironment.name,
         seed=seed,
         store=None if path is None else {"path": str(path)},

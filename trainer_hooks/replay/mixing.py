@@ -74,7 +74,8 @@ class ExperienceMixCollateFn(Generic[Task]):
         get_task: returns the task of an id, ``None`` if the training data have no such task (any more).
         exp_ratio: maximum share of experience tasks, in [0, 1]; or a function of training progress.
         replay_start_ratio: training progress in [0, 1] before which nothing is replayed.
-        offpolicy_trajectories_per_task: maximum number of histories per experience task, below ``n_rollout``.
+        offpolicy_trajectories_per_task: maximum number of histories per experience task, below ``n_rollout``; None =
+            half of ``n_rollout``, see :func:`histories_per_task`.
         unsolved_first: whether tasks without a success keep their places, and unsolved ones come before solved ones.
         text_of: returns a task's text; needed by ``task_sampling: similar``, which draws, for the training tasks in
             turn, the most similar task of the pool, and falls back to ``by_task`` if none has a word in common.
@@ -91,12 +92,16 @@ class ExperienceMixCollateFn(Generic[Task]):
         *,
         exp_ratio: float | Callable[[float], float] = 0.5,
         replay_start_ratio: float = 0.0,
-        offpolicy_trajectories_per_task: int = 1,
+        offpolicy_trajectories_per_task: int | None = None,
         unsolved_first: bool = False,
         text_of: Callable[[Task], str] | None = None,
     ) -> None:
         n_rollout = exp_manager.rules.n_rollout
-        histories = whole("offpolicy_trajectories_per_task", offpolicy_trajectories_per_task, 1)
+        if offpolicy_trajectories_per_task is not None:
+            whole("offpolicy_trajectories_per_task", offpolicy_trajectories_per_task, 1)
+        histories = histories_per_task(
+            offpolicy_trajectories_per_task, n_rollout, exp_manager.rules.max_trajectories_per_task
+        )
         refuse("", history_problems(histories, n_rollout))
         by_similarity = exp_manager.rules.task_sampling == "similar"
         if by_similarity and text_of is None:
@@ -313,6 +318,17 @@ def ratio_or_points(name: str, value: Any) -> float | tuple[tuple[float, float],
         if not isinstance(point, list | tuple) or len(point) != 2 or not all(map(is_number, point)):
             raise ConfigurationError(f"{name}: {shown(value)}, must be a number in [0, 1] or [progress, ratio] pairs")
     return RatioSchedule(tuple((progress, ratio) for progress, ratio in value)).points
+
+
+def histories_per_task(wanted: int | None, n_rollout: int, kept: int) -> int:
+    """Return the maximum number of histories per experience task.
+
+    Args:
+        wanted: the configured number; None = half of ``n_rollout``, at least 1 and at most ``kept``.
+        n_rollout: rows of a task in a batch.
+        kept: histories that the pool keeps of a task.
+    """
+    return max(1, min(n_rollout // 2, kept)) if wanted is None else wanted
 
 
 def history_problems(histories: int, n_rollout: int) -> list[str]:
