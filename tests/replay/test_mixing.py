@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.replay.conftest import build, rollouts, step
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.hook import ReplayHook
 from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, PoolRules, RatioSchedule
 from trainer_hooks.replay.mixing import SimilarTasks
 from trainer_hooks.replay.prompts import RowPrompts
@@ -104,6 +106,21 @@ def test_every_task_has_n_rollout_rows() -> None:
     histories = mix.get_histories(experience)
     assert {task: len(task_histories) for task, task_histories in histories.items()} == {"a": 2, "b": 3}
     assert mix.fresh_rollouts(experience, ["c"], histories) == [2, 1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "n_rollout", "kept", "histories"),
+    [(None, 8, 10, 4), (None, 5, 10, 2), (None, 2, 10, 1), (None, 64, 10, 10), (None, 8, 2, 2), (1, 8, 10, 1)],
+)
+def test_half_of_a_group_is_replayed_by_default(wanted: int | None, n_rollout: int, kept: int, histories: int) -> None:
+    config = ExperienceReplayConfig(
+        enable=True, exp_ratio=1.0, offpolicy_trajectories_per_task=wanted, max_trajectories_per_task=kept
+    )
+    with ReplayHook(config, n_rollout=n_rollout, get_task=str) as hook:
+        step(hook.manager, rollouts("a", [1.0] * (n_rollout - 1) + [0.0]))
+        hook.manager.save_trajectories_to_memory([build("a", number) for number in range(100, 120)])
+        (planned,) = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
+    assert (len(planned.histories), planned.fresh_rollouts) == (histories, n_rollout - histories)
 
 
 def test_the_ratio_may_follow_training_progress() -> None:
