@@ -256,6 +256,10 @@ def test_only_a_bundle_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture
     (other / "bundle.json").write_text("{}")
     assert main(["view", str(store), "--bundle", str(other)]) == 2
     assert (other / "bundle.json").read_text() == "{}"
+    capsys.readouterr()
+    assert main(["view", str(store), "--bundle", str(store / "page")]) == 2
+    assert f"{store / 'page'} is within {store}, or contains it" in capsys.readouterr().err
+    assert not (store / "page").exists()
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MOST", 3), ("MOST_BYTES", 250_000)])

@@ -20,7 +20,7 @@ import torch
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import local_target
+from trajstore.core.files.opening import local_target, nested, open_directory
 from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows
@@ -84,13 +84,15 @@ def write_bundle(
         progress: called with (done, total) trajectories.
 
     Raises:
-        ConfigurationError: the target is a URL or has other contents, the condition is invalid, or the bundle would be
-            too large.
+        ConfigurationError: the target is a URL, has other contents or is within the store, the condition is invalid,
+            or the bundle would be too large.
         MissingDependencyError: Polars is not installed (extra ``query``).
         StoreWriteError: the target cannot be written; an earlier bundle is still there.
     """
     target = local_target("bundle", target)
     _check_replaceable(target)
+    if nested(LocalDirectory(target), open_directory(living.path)):
+        raise ConfigurationError(f"bundle: {target} is within {living.path}, or contains it; write to another folder")
     table = living.table(where)
     if len(table) > MOST:
         raise ConfigurationError(
