@@ -22,7 +22,7 @@ from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.writing.inbox import Inbox
-from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 from trajstore.testing.waiting import wait_until
 
@@ -214,8 +214,11 @@ def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
         assert sorted(scores.values()) == [7.0, 8.0]
     assert [note.value for note in notes_of(tmp_path, "1/1")] == [7.0]
     assert [note.value for note in notes_of(tmp_path / "rank_1", 1)] == [7.0]
-    with pytest.raises(StoreNotFoundError, match="no rank 2"):
-        annotate(tmp_path, ["2/0"], {"score": 1})
+    for wrong, why in (("2/0", "no rank_2, only rank_0, rank_1"), (1, "such as '0/1'")):
+        with pytest.raises(TrajectoryUnavailableError, match=why):
+            annotate(tmp_path, wrong, {"score": 1})
+        with pytest.raises(TrajectoryUnavailableError, match=why):
+            notes_of(tmp_path, wrong)
 
 
 def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(

@@ -18,7 +18,7 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.store.given import OVER_FACTS
 from trajstore.core.store.index import TrajectoryEntry
 from trajstore.core.store.notes import Note
-from trajstore.core.store.run_ids import ALONE, id_from, own_id, rank_of_id, shown_id, spelling_hint
+from trajstore.core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id
 from trajstore.core.store.salvage import open_leniently
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
 from trajstore.operations.live import announced, needed_now
@@ -81,9 +81,7 @@ def read_single(path: str | Path, trajectory_id: int | str) -> Single:
     ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)} or {ALONE: run}
     place = ranks.get(rank_of_id(number))
     if place is None:
-        other = (rank_of_id(number) == ALONE) != (ALONE in ranks)
-        why = spelling_hint(number) if other else f"there is no rank_{rank_of_id(number)}"
-        raise TrajectoryUnavailableError(f"{path}: no trajectory has the id {shown_id(number)}; {why}")
+        raise no_rank(path, number, ranks)
     if place.kind != "store":
         descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
         folder = "a run directory" if place.rank_names else "a folder"

@@ -23,7 +23,7 @@ from trajstore.core.store.facts import FACTS
 from trajstore.core.store.given import Said, Value, check_given, check_names, check_row_names, check_same_kinds
 from trajstore.core.store.notes import Note
 from trajstore.core.store.row_notes import Rows
-from trajstore.core.store.run_ids import ALONE, id_from, ids_from, own_id, rank_of_id, shown_id, spelling_hint
+from trajstore.core.store.run_ids import ALONE, id_from, ids_from, no_rank, own_id, rank_of_id
 from trajstore.core.writing.inbox import Inbox, kinds_to_come, put, waiting
 from trajstore.core.writing.opening import check_not_mirror
 from trajstore.core.writing.unattended import held_log
@@ -32,8 +32,6 @@ from trajstore.errors import (
     InvalidTrajectoryError,
     StoreError,
     StoreLockedError,
-    StoreNotFoundError,
-    listed,
     trajectories,
     written,
 )
@@ -117,7 +115,7 @@ def annotate(
     parts, known = [], {}
     for rank in sorted({rank_of_id(number) for number in update.ids}):
         if rank not in stores:
-            raise _no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
+            raise no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
         part = update.without({number for number in update.ids if rank_of_id(number) != rank})
         check_not_mirror(stores[rank])
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
@@ -183,19 +181,11 @@ def notes_of(
         return store.sink.history(number)
     stores = _stores(store, storage_options or {})
     if rank_of_id(number) not in stores:
-        raise _no_rank(store, number, stores)
+        raise no_rank(store, number, stores)
     catalog = Catalog.open(stores[rank_of_id(number)])
     catalog.check_known([own_id(number)])
     asked = trajectory_id if isinstance(trajectory_id, str) and "/" in trajectory_id else number
     return [replace(note, trajectory_id=asked) for note in catalog.notes.history(own_id(number))]
-
-
-def _no_rank(store: str | Path, number: int, stores: Mapping[int, Directory]) -> Exception:
-    """Return the error for an id whose rank is not among the stores of a path."""
-    if (rank_of_id(number) == ALONE) != (ALONE in stores):
-        return StoreNotFoundError(f"{store}: there is no trajectory {shown_id(number)} here; {spelling_hint(number)}")
-    there = listed(f"rank {rank}" for rank in sorted(stores))
-    return StoreNotFoundError(f"{store}: there is no rank {rank_of_id(number)} here (there are: {there})")
 
 
 def _take_in(directory: Directory) -> None:

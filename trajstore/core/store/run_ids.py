@@ -7,13 +7,15 @@ distinguishable.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.base.arguments import INT64_MAX, whole, whole_numbers
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
 
 _ID_BITS = 42
 
@@ -109,6 +111,14 @@ def ids_from(field: str, values: Any) -> list[int]:
         return [id_from(field, value) for value in values]
     numbers: list[int] = whole_numbers(field, values).tolist()
     return numbers
+
+
+def no_rank(path: str | Path, number: int, ranks: Collection[int]) -> TrajectoryUnavailableError:
+    """Return the error for an id whose rank is not among those at a path (``ALONE``: that of a single store)."""
+    rank = rank_of_id(number)
+    there = listed(f"rank_{other}" for other in sorted(ranks))
+    why = spelling_hint(number) if ALONE in (rank, *ranks) else f"there is no rank_{rank}, only {there}"
+    return TrajectoryUnavailableError(f"{path}: no trajectory has the id {shown_id(number)}; {why}")
 
 
 def spelling_hint(number: int) -> str:
