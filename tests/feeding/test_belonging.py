@@ -369,3 +369,18 @@ def test_a_share_is_not_drawn_from_as_if_it_were_the_whole_store(tmp_path: Path)
         assert len(rewards(next(loader))) == 4
     with pytest.raises(ConfigurationError, match="stores: 'mine', must be one of 'shared', 'per_rank'"):
         ReplayLoader(buffer, 8, stores="mine")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["transitions", "tokens"])
+def test_a_state_with_other_keys_or_counts_is_refused(kind: str) -> None:
+    buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+    buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(5)) if kind == "tokens" else block(0)])
+    loader: Any = TokenLoader(buffer, 20) if kind == "tokens" else ReplayLoader(buffer, 2)
+    state = loader.state_dict()
+    for name in ("handed_out", "batches", "redrawn"):
+        with pytest.raises(ConfigurationError, match=f"state: {name}: -1, must be"):
+            loader.load_state_dict(state | {name: -1})
+    for wrong in (state | {"note": 1}, state | {"source": state["source"] | {"note": 1}}):
+        with pytest.raises(ConfigurationError, match="state: unknown keys 'note'"):
+            loader.load_state_dict(wrong)
+    loader.load_state_dict(state)

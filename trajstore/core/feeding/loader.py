@@ -27,7 +27,7 @@ from trajstore.core.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore.core.feeding.tokens import TokenSource
 from trajstore.core.feeding.workers import Workers
 from trajstore.core.sampling.base import Drawn, IntArray
-from trajstore.core.sampling.states import check_state
+from trajstore.core.sampling.states import check_state, whole_in
 from trajstore.core.sampling.weighted import WeightedSampler
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError
 
@@ -219,7 +219,10 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
                 be raised by ``next``); or it is of ranks with another kind of stores or, with a store per rank, of
                 another rank. Nothing was changed.
         """
-        check_state(state, ("source", "under_way", "handed_out", "batches", "redrawn", "limiter", "ranks"))
+        counts = ("handed_out", "batches", "redrawn")
+        check_state(state, ("source", "under_way", *counts, "limiter", "ranks"), only=True)
+        for name in counts:
+            whole_in(state, name)
         if state["ranks"] != self._ranks:
             raise ConfigurationError(
                 f"the state is of a loader with {state['ranks']}, this one has {self._ranks}: ranks of a shared "

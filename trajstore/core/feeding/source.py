@@ -430,7 +430,7 @@ class BatchSource(Source[DrawnBatch]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "waiting" in state:
             raise ConfigurationError("the state is of a loader of token batches; this one's batches are transitions")
-        check_state(state, ("batches", "of", "buffers", "drawn", "samplers"))
+        check_state(state, ("batches", "of", "buffers", "drawn", "samplers"), only=True)
         given, here = ([part is not None for part in parts] for parts in (state["samplers"], self._selected))
         if given != here:
             raise ConfigurationError(

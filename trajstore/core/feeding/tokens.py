@@ -35,7 +35,7 @@ from trajstore.core.feeding.options import (
 from trajstore.core.feeding.packing import Room, lay_out
 from trajstore.core.feeding.source import Source, columns_of, still_there, unfilled
 from trajstore.core.sampling.base import Drawn, IntArray
-from trajstore.core.sampling.states import array_in, check_state, tensor_of
+from trajstore.core.sampling.states import array_in, check_state, tensor_of, whole_in
 from trajstore.core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError, counted
 
@@ -263,7 +263,8 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def check(self, state: Any) -> list[str]:
         if isinstance(state, Mapping) and "samplers" in state:
             raise ConfigurationError("the state is of a loader of transitions; this one's batches are of tokens")
-        check_state(state, ("buffer", "sampler", "waiting", "waiting_tokens", "skipped", "batches", "of"))
+        check_state(state, ("buffer", "sampler", "waiting", "waiting_tokens", "skipped", "batches", "of"), only=True)
+        whole_in(state, "skipped")
         if (state["sampler"] is None) != (self._sampler is None):
             raise ConfigurationError(
                 f"the state is of a loader with {'no' if state['sampler'] is None else 'a'} sampler, where= or ids=; "

@@ -17,7 +17,7 @@ import torch
 from trajstore.core.base.arguments import INT64_MAX, check_instance, whole
 from trajstore.core.columns.limits import shown
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError, trajectories
+from trajstore.errors import ConfigurationError, listed, trajectories
 
 IntArray = npt.NDArray[np.int64]
 
@@ -38,8 +38,13 @@ def described(kind: str, fixed: Mapping[str, Any], free: Mapping[str, Any]) -> d
     return {"kind": kind, "fixed": dict(fixed), "free": dict(free)}
 
 
-def check_state(state: Any, needed: Sequence[str]) -> None:
+def check_state(state: Any, needed: Sequence[str], *, only: bool = False) -> None:
     """Raise if a value is not a state.
+
+    Args:
+        state: the value.
+        needed: required keys.
+        only: refuse other keys.
 
     Raises:
         ConfigurationError: it is not a dict, or lacks required keys; names it.
@@ -54,6 +59,8 @@ def check_state(state: Any, needed: Sequence[str]) -> None:
             f"state: lacks {', '.join(lacking)}; it has {', '.join(map(shown, state)) or 'nothing'}, so it is "
             "another object's; pass a state from state_dict() of this kind of object"
         )
+    if only and (others := [name for name in state if name not in needed]):
+        raise ConfigurationError(f"state: unknown keys {listed(map(shown, others))}; pass what state_dict() returned")
 
 
 def check_sampler_state(state: Any, here: Mapping[str, Any], needed: Sequence[str]) -> None:
