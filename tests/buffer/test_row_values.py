@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,9 @@ def test_what_does_not_fit_is_refused_by_name_and_nothing_is_written(tmp_path: P
         assert notes_of(writer, 0)[-1].generation == generation
         with pytest.raises(InvalidTrajectoryError, match="advantages: late values by row need a store"):
             TrajectoryReplayBuffer().add_trajectories([writer.get(0)])
+        for notes in ({"judge": "good"}, {1: torch.zeros(4, 2)}):
+            with pytest.raises(InvalidTrajectoryError, match="must be a name with a tensor of rows; set numbers and"):
+                writer.add_trajectories([writer.get(0), replace(block(1), notes=notes)])
         annotate(writer, 0, {"count": [torch.ones(4, 2, dtype=torch.int64)]})
         with pytest.raises(SchemaMismatchError, match="trajectory 1 has no rows, and int64 has no NaN"):
             writer.sample(16, columns=["notes.count"])

@@ -44,10 +44,17 @@ class _Late:
 
 def has_late_values(trajectory: Any) -> bool:
     """Return whether a reader returned a trajectory with late values."""
-    notes, metadata = getattr(trajectory, "notes", None), getattr(trajectory, "metadata", None)
-    if isinstance(notes, dict) and notes:
-        return all(isinstance(rows, torch.Tensor) for rows in notes.values())
-    return isinstance(trajectory, AgentTrajectory) and isinstance(metadata, dict) and GIVEN in metadata
+    metadata = getattr(trajectory, "metadata", None)
+    of_rollout = isinstance(trajectory, AgentTrajectory) and isinstance(metadata, dict) and GIVEN in metadata
+    return bool(_rows_of(trajectory)) or of_rollout
+
+
+def _rows_of(trajectory: Any) -> dict[str, torch.Tensor]:
+    """Return the values by row; none if a name or value is invalid, which ``flatten`` refuses."""
+    notes = getattr(trajectory, "notes", None)
+    if not isinstance(notes, dict) or not all(isinstance(name, str) for name in notes):
+        return {}
+    return dict(notes) if all(isinstance(rows, torch.Tensor) for rows in notes.values()) else {}
 
 
 def add_with_values(
@@ -67,7 +74,7 @@ def add_with_values(
     recorded, late = [], []
     for trajectory in trajectories:
         values: dict[str, Any] = {}
-        rows = dict(getattr(trajectory, "notes", None) or {})
+        rows = _rows_of(trajectory)
         if isinstance(trajectory, AgentTrajectory):
             trajectory, values = recorded_of(trajectory)
         recorded.append(replace(trajectory, notes={}) if rows else trajectory)

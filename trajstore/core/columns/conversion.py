@@ -45,6 +45,12 @@ def _refuse_notes(notes: Any) -> None:
     """Refuse late values by row: they are set on stored trajectories only."""
     if not isinstance(notes, Mapping | None):
         raise InvalidTrajectoryError(f"field notes: must be an empty dict, is a {type(notes).__name__}")
+    for name, value in (notes or {}).items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise InvalidTrajectoryError(
+                f"field notes: {name!r}: is a {type(value).__name__}, must be a name with a tensor of rows; set "
+                "numbers and texts with trajstore.annotate after adding"
+            )
     if notes:
         raise InvalidTrajectoryError(
             f"field notes: {', '.join(map(str, notes))}: late values by row need a store: add the trajectory to a "
