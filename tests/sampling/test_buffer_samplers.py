@@ -73,13 +73,15 @@ def test_what_has_left_memory_is_not_drawn() -> None:
 def test_agents_by_task_with_a_floor(buffer: TrajectoryReplayBuffer) -> None:
     rollouts = [
         AgentTrajectory(input_ids=torch.tensor([at]), task_id=task, policy_version=version)
-        for at, (task, version) in enumerate([("slow", 1), ("slow", 2), ("quick", 8), ("quick", 9), ("", 9)])
+        for at, (task, version) in enumerate(
+            [("slow", 0), ("slow", 1), ("slow", 2), ("quick", 8), ("quick", 9), ("", 7), ("", 9)]
+        )
     ]
     buffer.add_trajectories(rollouts)
-    sampler = WeightedSampler([Staleness(1, floor=1)], unit="trajectory")
+    sampler = WeightedSampler([Staleness(1, floor=2)], unit="trajectory")
     drawn = buffer.sample_trajectories(10, sampler=sampler)
-    assert sorted(trajectory.input_ids.item() for trajectory in drawn) == [1, 2, 3, 4]  # type: ignore[union-attr]
-    assert sampler.figures() == {"eligible_trajectories": 4.0, "starving_tasks": 1.0}
+    assert sorted(trajectory.input_ids.item() for trajectory in drawn) == [1, 2, 3, 4, 6]  # type: ignore[union-attr]
+    assert sampler.figures() == {"eligible_trajectories": 5.0, "starving_tasks": 1.0}
 
 
 def test_misuse_is_refused(buffer: TrajectoryReplayBuffer) -> None:

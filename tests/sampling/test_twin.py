@@ -46,7 +46,7 @@ class WeightedTwin(SamplerTwin):
     @rule(
         sizes=st.lists(st.integers(1, 4), min_size=1, max_size=8),
         version=st.integers(-1, 2),
-        task=st.sampled_from("ab"),
+        task=st.sampled_from(["a", "b", ""]),
     )
     def add(self, sizes: list[int], version: int, task: str) -> None:
         newest = max([row["version"] for row in self.rows.values()], default=5) + version  # type: ignore[type-var,operator]
@@ -108,7 +108,7 @@ class WeightedTwin(SamplerTwin):
                 if its["task"] == row["task"] and (its["version"], other) > (row["version"], number)
             ]
             young = row["version"] >= self.newest - MAX_AGE  # type: ignore[operator]
-            held = young or len(newer) < FLOOR
+            held = young or (len(newer) < FLOOR and row["task"] != "")
             usable = row["uses"] < MAX_USES and row["ready"] <= self.batches  # type: ignore[operator]
             age = (self.added - 1 - number) / HALF_LIFE
             trajectory = float(held and usable) * (2.0**-age if age < 1074 else 0.0)

@@ -26,6 +26,7 @@ from trajstore.errors import ConfigurationError
 class _Task:
     """A task's live entries: number of young ones, and the older ones as (version, entry), ascending."""
 
+    floor: int
     young: int = 0
     stale: list[tuple[int, int]] = field(default_factory=list)
     held: int = 0
@@ -38,7 +39,8 @@ class Staleness(Factor):
     Args:
         max_age: maximum number of versions behind the newest of all.
         floor: each task's newest trajectories that are drawn whatever their age, so that rarely rolled out tasks do not
-            vanish. The metric ``starving_tasks`` counts tasks that depend on it.
+            vanish; for trajectories without a task only ``max_age`` counts. The metric ``starving_tasks`` counts tasks
+            that depend on it.
 
     Trajectories without a known version are not drawn; the first triggers a warning.
     """
@@ -78,7 +80,7 @@ class Staleness(Factor):
             if version == UNKNOWN_VERSION:
                 continue
             self._newest = version if self._newest is None else max(self._newest, version)
-            task = self._tasks.setdefault(self._task_of[entry], _Task())
+            task = self._tasks.setdefault(self._task_of[entry], _Task(self.floor if self._task_of[entry] else 0))
             task.young += 1
             self._weight.values[entry] = 1.0
             heapq.heappush(self._ageing, (version, entry))
@@ -113,7 +115,7 @@ class Staleness(Factor):
         task.held = 0
 
     def _hold(self, task: _Task, changed: set[int]) -> None:
-        wanted = min(max(0, self.floor - task.young), len(task.stale))
+        wanted = min(max(0, task.floor - task.young), len(task.stale))
         if wanted < task.held:
             going = task.stale[len(task.stale) - task.held : len(task.stale) - wanted]
         else:
