@@ -39,6 +39,7 @@ class SlotTable:
         self._refcounts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self._count = 0
         self._free: list[int] = []
+        """Unreferenced numbers. Ending copies extend it without ``Contents.lock``; extend and pop are atomic."""
 
     def __len__(self) -> int:
         return self._count
@@ -84,13 +85,6 @@ class SlotTable:
         self._refcounts[left] -= counts
         emptied: list[int] = left[self._refcounts[left] == 0].tolist()
         return emptied
-
-    def free(self, slots: list[int]) -> None:
-        """Make numbers available again; they must be unreferenced.
-
-        Ending copies call this without ``Contents.lock``; extending a list and popping from it are atomic.
-        """
-        self._free.extend(slots)
 
     def _reserve(self, count: int) -> None:
         """Grow the arrays to hold this many slots."""
@@ -172,7 +166,7 @@ class AddressTable(SlotTable):
         self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
         self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.once: frozenset[int] = frozenset()
-        self.copies = RunningCopies(self.free)
+        self.copies = RunningCopies(self._free.extend)  # no method of this table: the cycle would keep folders open
         self._sources: list[ShardOpener] = []
         self._rows: dict[int, Rows] = {}
         """Owners of the rows of resident slots, and of all slots in memory."""

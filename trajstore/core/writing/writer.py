@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trajstore.core.base import locks
@@ -90,6 +91,7 @@ class StoreWriter:
         self._listener = listener
         self._format = trajectory_format
         self._pid = os.getpid()
+        self._check_process = partial(check_process, self._pid, directory.url)
         self._lock = lock_store(directory)
         try:
             self.log = CommitLog(directory, metadata, listener)
@@ -121,9 +123,6 @@ class StoreWriter:
         """Start the threads, once the caller's object is complete."""
         for thread in self._threads:
             start_thread(thread)
-
-    def _check_process(self) -> None:
-        check_process(self._pid, self.directory.url)
 
     def flush(self, timeout: float | None = None) -> None:
         """Return when everything submitted before survives SIGKILL and power loss.
