@@ -44,10 +44,19 @@ def test_a_reader_that_stops_reading_is_no_error(store: Path, project_root: Path
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("descriptor", "message"), [(1, "trajstore: standard output is closed\n"), (2, "")])
-def test_a_closed_output_is_reported(descriptor: int, message: str, tmp_path: Path, project_root: Path) -> None:
+@pytest.mark.parametrize(
+    ("descriptor", "message", "words"),
+    [
+        (0, "trajstore: annotate: --file -: standard input is closed; name a file\n", "--file -"),
+        (1, "trajstore: standard output is closed\n", ""),
+        (2, "", ""),
+    ],
+)
+def test_a_closed_stream_is_reported(
+    descriptor: int, message: str, words: str, tmp_path: Path, project_root: Path
+) -> None:
     code = f"import os, sys; os.close({descriptor}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    command = [sys.executable, "-c", code, "-m", "trajstore.cli", "verify", tmp_path / "absent"]
+    command = [sys.executable, "-c", code, "-m", "trajstore.cli", "annotate", tmp_path / "absent", *words.split()]
     done = subprocess.run(command, cwd=project_root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, message)
 

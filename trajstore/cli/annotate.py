@@ -54,6 +54,8 @@ def _run(options: Namespace, out: Output) -> int:
         annotate(options.path, options.ids, values, who=options.who)
         given = len(options.ids)
     else:
+        if options.file == "-" and sys.stdin is None:
+            raise ConfigurationError("annotate: --file -: standard input is closed; name a file")
         with nullcontext(sys.stdin) if options.file == "-" else Path(options.file).open(encoding="utf-8") as file:
             try:
                 for ids, columns in _portions(file, options.file):
