@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cli.stores import Run
-from tests.stores import filled, opened
+from tests.stores import filled, opened, stored
 from tools.crash.forked import forking
 from trajstore.cli import FAILED, INTERRUPTED, main
 from trajstore.cli.output import Output
@@ -167,3 +168,13 @@ def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
     monkeypatch.undo()
     cursor = shown.split()[-1]
     assert tailed(run, path, "--since", cursor)[0] == [3, 4, 5]
+
+
+def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path) -> None:
+    path = stored(tmp_path / "store", [witness(0)])
+    command = [sys.executable, "-m", "trajstore.cli", "tail", "--follow", "--every", "3600", path]
+    with subprocess.Popen(command, cwd=project_root, stdout=subprocess.PIPE) as follower:
+        assert follower.stdout is not None
+        assert b"trajectory_id" in follower.stdout.readline()
+        follower.stdout.close()
+        assert follower.wait() == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import select
 import time
 from collections.abc import Sequence
 from typing import Any, Self, TextIO
@@ -14,6 +15,9 @@ _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 _SHOWN = 50
 """Maximum number of problems that are listed."""
+
+_LONGEST_WAIT = (1 << 31) - 1
+"""Maximum milliseconds that ``poll`` takes."""
 
 
 def visible(text: str) -> str:
@@ -51,6 +55,22 @@ class Output:
         """Write one line; characters outside the stream's encoding are escaped."""
         shown = visible(text).encode(self._encoding, "backslashreplace").decode(self._encoding)
         self._stream.write(shown + "\n")
+
+    def wait(self, seconds: float) -> None:
+        """Wait; a stream without a descriptor cannot be closed by its reader.
+
+        Raises:
+            BrokenPipeError: the reader of the output has closed it.
+        """
+        try:
+            descriptor = self._stream.fileno()
+        except OSError:
+            time.sleep(seconds)
+            return
+        poll = select.poll()
+        poll.register(descriptor, 0)  # errors are always reported
+        if poll.poll(math.ceil(min(seconds * 1000, _LONGEST_WAIT))):
+            raise BrokenPipeError
 
     def data(self, text: str) -> None:
         """Write text for another program, unchanged; on a terminal it is escaped."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import closing
@@ -55,7 +54,7 @@ def _run(options: Namespace, out: Output) -> int:
                 cursor, last = tail.cursor, None
                 if not options.follow:
                     break
-                time.sleep(options.every)
+                out.wait(options.every)
                 try:
                     tail.refresh()
                     trouble = ""
