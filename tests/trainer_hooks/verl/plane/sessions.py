@@ -189,8 +189,9 @@ def new_session(
     draws_ahead: int = 0,
     **options: Any,
 ) -> ReplaySession:
-    """Return a session of four tasks; the caller closes it."""
-    values: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "figures": "all"} | options
+    """Return a session of four tasks that replays one history of each by default; the caller closes it."""
+    values: dict[str, Any] = {"enable": True, "exp_ratio": 1.0, "offpolicy_trajectories_per_task": 1, "figures": "all"}
+    values |= options
     block = ReplayBlock(
         experience_replay=ExperienceReplayConfig(**values),
         recording=RecordingConfig(path=str(tmp_path / run / "rollouts"), on_error=on_error),
