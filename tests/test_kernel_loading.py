@@ -23,6 +23,12 @@ def interrupt(number, frame):
         raise KeyboardInterrupt
 
 
+def ignored(raised):  # an interrupt in a weakref callback or finalizer cannot reach the caller
+    if raised.exc_type is not KeyboardInterrupt:
+        sys.__unraisablehook__(raised)
+
+
+sys.unraisablehook = ignored
 signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 signal.signal(signal.SIGINT, interrupt)
 

@@ -87,6 +87,7 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         page.until(f"{ROWS}.length === 6")
         page.click(".row .id a")
         page.until("document.querySelector('.message') && document.querySelectorAll('.token').length === 6")
+        page.until("document.querySelector('.facts dd')")  # facts are asked for separately
         facts = text_of(page, ".facts")
         assert "difficulty3" in facts
         assert "demonstrationno" in facts
