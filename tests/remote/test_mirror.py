@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -297,19 +295,6 @@ def test_a_mirror_that_moved_on_after_the_restore_is_not_taken_over(tmp_path: Pa
             wait_until(lambda: "another copy of the store was mirrored there" in str(new.mirror.state))
     assert verify(tmp_path / "mirror").sound
     assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1, 2: 2, 3: 3}
-
-
-def test_what_nobody_closed_is_mirrored_before_the_interpreter_ends(tmp_path: Path) -> None:
-    code = (
-        "import sys; from tests.remote.stores import make\n"
-        "from trajstore.testing.witness import witness\n"
-        "buffer = make(sys.argv[1], sys.argv[2])\n"
-        "buffer.add_trajectories([witness(key) for key in range(5)])\n"
-    )
-    command = [sys.executable, "-c", code, tmp_path / "store", tmp_path / "mirror"]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert keys_at(tmp_path / "mirror") == {number: number for number in range(5)}
 
 
 def test_what_the_store_notes_of_its_mirror_is_not_old(tmp_path: Path) -> None:

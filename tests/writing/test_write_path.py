@@ -239,6 +239,7 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
     if how == "thread":
         assert contents_of(tmp_path / "mirror") == list(range(10))
         assert "pt: closed with 10 trajectories that are not on the mirror" in ended.stderr
+        assert ended.stderr.count("not on the mirror") == 1, "those added before the end are"
 
 
 def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
