@@ -50,7 +50,7 @@ def build_model(config: ModelConfig, vocabulary: int, seed: int) -> LlamaForCaus
     )
     with torch.random.fork_rng(devices=[]):  # transformers draws weights from the global generator
         torch.manual_seed(seed)
-        model: LlamaForCausalLM = LlamaForCausalLM(settings)  # type: ignore[no-untyped-call]
+        model: LlamaForCausalLM = LlamaForCausalLM(settings)
     return model
 
 

@@ -69,7 +69,7 @@ class ReferenceTrainer(Closing):
         of_guidance = "" if self._template is None else self._template.fill(" ")
         self.tokenizer = WordTokenizer(dict.fromkeys([*self.environment.words, *of_guidance.split()]))
         self.model = build_model(config.model, len(self.tokenizer), config.seed)
-        self.model.to(torch.device(config.device))  # type: ignore[arg-type]  # transformers wraps it wrongly typed
+        self.model.to(torch.device(config.device))
         self.hook: ReplayHook[TextTask] = ReplayHook(
             config.replay,
             n_rollout=config.n_rollout,

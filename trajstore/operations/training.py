@@ -151,14 +151,16 @@ def _compared(ledger: LedgerContents, alone: Audit, catalog: Catalog, uses: dict
     problems = list(alone.problems)
     for number, step in ledger.steps.items():
         rows = step.rows
-        lost = rows["trajectory"] >= catalog.next_id
-        positions = np.searchsorted(ids, rows["trajectory"])
-        there = np.isin(rows["trajectory"], ids)
+        numbers: IntArray = rows["trajectory"]
+        versions: IntArray = rows["version"]
+        lost = numbers >= catalog.next_id
+        positions = np.searchsorted(ids, numbers)
+        there = np.isin(numbers, ids)
         at = np.where(there, positions, 0)
         other_version, other_task = np.zeros((2, len(rows)), np.bool_)
         if there.any():
-            known = there & (rows["version"] >= 0) & (low[at] != UNKNOWN_VERSION)
-            other_version = known & ((rows["version"] < low[at]) | (rows["version"] > high[at]))
+            known = there & (versions >= 0) & (low[at] != UNKNOWN_VERSION)
+            other_version = known & ((versions < low[at]) | (versions > high[at]))
             if step.tasks:
                 texts = [index.texts[text] if text >= 0 else "" for text in tasks[at].tolist()]
                 wanted = [step.tasks[group] for group in rows["group"].tolist()]
@@ -172,7 +174,7 @@ def _compared(ledger: LedgerContents, alone: Audit, catalog: Catalog, uses: dict
                 first = int(mask.argmax())
                 problems.append(
                     f"step {number}: {counted(int(mask.sum()), 'row')} of which the trajectory {reason}, first row "
-                    f"{first} (trajectory {rows['trajectory'][first]})"
+                    f"{first} (trajectory {numbers[first]})"
                 )
     times = _times(ledger, replayed_only=False)
     only_drawn = None
