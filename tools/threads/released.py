@@ -19,7 +19,8 @@ import torch
 
 from trajstore.core.columns.memory import Arena, Lease
 from trajstore.core.files.filemap import FileMap
-from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows, SlotTable
+from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows
+from trajstore.core.reading.running_copies import RunningCopies
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
@@ -85,7 +86,7 @@ def released_is_unreadable() -> Iterator[None]:
 
     Numbers of slots are not given out again either: what a late copy finds under one is memory that was given back.
     """
-    add_memory = AddressTable.add_memory
+    add_memory, prepare = AddressTable.add_memory, RunningCopies.__init__
 
     def unmap(self: FileMap) -> None:
         withdraw(self.address, self.nbytes)
@@ -100,9 +101,12 @@ def released_is_unreadable() -> Iterator[None]:
             rows = replace(rows, addresses=[tensor.data_ptr() for tensor in tensors], keep=tensors)
         return add_memory(self, rows, entries)
 
+    def keep_numbers(self: RunningCopies, _: Any) -> None:
+        prepare(self, lambda slots: None)
+
     with ExitStack() as patches:
         patches.enter_context(patch.object(FileMap, "__del__", unmap))
         patches.enter_context(patch.object(Arena, "take", take))
         patches.enter_context(patch.object(AddressTable, "add_memory", add_moved))
-        patches.enter_context(patch.object(SlotTable, "free", lambda self, slots: None))
+        patches.enter_context(patch.object(RunningCopies, "__init__", keep_numbers))
         yield
