@@ -240,6 +240,8 @@ def test_evicting_and_compacting_leave_the_rows_of_the_rest(tmp_path: Path) -> N
             agree(writer.sample(64, columns=["rewards", "notes.advantages"]), {2, 4, 5, 7})
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         agree(reader.sample(64, columns=["rewards", "notes.advantages"]), {2, 4, 5, 7})
+        assert reader.trajectory_ids.tolist() == [2, 4, 5, 7]
+    assert verify(tmp_path).sound
 
 
 def test_a_run_is_read_with_the_rows_of_each_rank(tmp_path: Path) -> None:

@@ -165,4 +165,5 @@ def test_a_store_becomes_a_pool_while_the_page_is_open(tmp_path: Path, serve: Se
         opened(page, f"{serve(tmp_path)}/#/overview", "document.querySelector('.nothing')")
         manager: Any = ExperienceManager(RULES, store=store)
         train(manager, 1, {"a": 1})
-        page.until("document.querySelectorAll('[aria-label=Pool] .task').length === 1")
+        page.until("document.querySelector('[aria-label=Pool] .task')")
+        assert page.run("return document.querySelectorAll('[aria-label=Pool] .task').length") == 1

@@ -11,8 +11,7 @@ Arms differ in the rows of a step:
 * ``equal-work``: 96 fresh rollouts, 32 of them twice: as many rows and optimizer steps as with replay.
 * ``replay``: up to 32 of 128 are histories, four of a task (the default): successes with the lowest entropy under the
   current policy. ``saved``, ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least
-  used first, any.
-  ``one``: one history of a task, so up to 8 rows.
+  used first, any. ``one``: one history of a task, so up to 8 rows.
 * ``choice``: as ``equal-work``, with the tasks that ``replay`` would choose.
 * ``exgrpo``: as ``replay``, with tasks by difficulty (``normal``) and shaped ratios (gamma 0.1; arXiv 2510.02245).
 * ``equal-work-64``: 64 fresh rollouts, each twice.
