@@ -44,14 +44,22 @@ def run_of(arm: str, seed: int, solved: bool = True) -> Run:
         replayed=None,
         replayed_tokens=None,
         seconds=1.0,
+        hidden_size=64,
+        layers=2,
+        learning_rate=5e-4,
+        device="cpu",
     )
+
+
+def configured(arm: str, seed: int, steps: int, environment: str = "household") -> TrainerConfig:
+    return config_of(arm, seed, replace(t13_replay.BASE, environment=environment, steps=steps))
 
 
 def test_runs_that_were_made_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, int]] = []
 
     def measure(arm: str, config: object) -> Run:
-        seed = config_of(arm, len(made) % 2, 3).seed
+        seed = configured(arm, len(made) % 2, 3).seed
         made.append((arm, seed))
         return run_of(arm, seed)
 
@@ -61,12 +69,12 @@ def test_runs_that_were_made_are_not_made_again(tmp_path: Path, monkeypatch: pyt
     words = ["--results", str(results), "--steps", "3", "--seeds", "0"]
     main([*words, "--arms", "neither", "turns"])
     assert made == [("turns", 0)]
-    assert [run.arm for run in read_results(results, 3)] == ["neither", "turns"]
+    assert [run.arm for run in read_results(results, replace(t13_replay.BASE, steps=3))] == ["neither", "turns"]
     with pytest.raises(SystemExit):
         main(["--results", str(results), "--steps", "4"])
     results.write_text(results.read_text() + "{}\n")
     with pytest.raises(ConfigurationError, match=r"runs\.jsonl:3: is no run"):
-        read_results(results, 3)
+        read_results(results, replace(t13_replay.BASE, steps=3))
 
 
 def test_every_run_is_in_the_table() -> None:
@@ -113,11 +121,13 @@ def test_the_tables_in_the_docs_are_those_of_the_kept_runs(monkeypatch: pytest.M
 
 
 def test_arms_differ_in_the_two_mechanisms_alone() -> None:
-    on = {arm: (config_of(arm, 1, 9).guidance.rollout_expratio > 0, config_of(arm, 1, 9).replay.enable) for arm in ARMS}
+    on = {
+        arm: (configured(arm, 1, 9).guidance.rollout_expratio > 0, configured(arm, 1, 9).replay.enable) for arm in ARMS
+    }
     unguided = {arm: (False, arm in RULES or arm == "choice") for arm in UNGUIDED}
     warm = {f"{arm}-warm": mechanisms for arm, mechanisms in unguided.items()}
     assert on == {**unguided, "guidance": (True, False), "both": (True, True), **warm}
-    assert config_of("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
+    assert configured("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
 
 
 def test_arms_with_the_same_supervised_start_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +143,7 @@ def test_arms_with_the_same_supervised_start_share_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ReferenceTrainer, "warm_start", warm_start)
     weights = []
     for arm, seed in [("neither", 1), ("neither-warm", 1), ("replay", 1), ("both", 1), ("neither", 2)]:
-        with ARMS[arm].trainer(config_of(arm, seed, 1, "sort")) as trainer:
+        with ARMS[arm].trainer(configured(arm, seed, 1, "sort")) as trainer:
             t13_replay.start(trainer)
             weights.append(trainer.model.state_dict())
     assert made == [1, 1, 2]
@@ -187,7 +197,7 @@ def test_arms_of_equal_work_train_on_equally_many_rows(
 
 def test_choice_has_the_tasks_of_replay_and_fresh_rollouts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_module, "make_environment", lambda name: SortEnvironment(lengths=(2,)))
-    config = replace(config_of("choice", 1, 9, "sort"), tasks_per_step=4, warm_start_steps=40, evaluate_every=9)
+    config = replace(configured("choice", 1, 9, "sort"), tasks_per_step=4, warm_start_steps=40, evaluate_every=9)
     from_pool, made = 0, []
     with ARMS["choice"].trainer(config) as trainer:
         choose, step_done = trainer.hook.tasks_chosen, trainer.hook.step_done

@@ -28,7 +28,7 @@ def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
     for path in paths:
         for line in path.read_text().splitlines():
             run = Run(**json.loads(line))
-            tasks.setdefault(run.environment, []).append(run)
+            tasks.setdefault(run.task, []).append(run)
     for task, runs in tasks.items():
         if len({(run.arm, run.seed) for run in runs}) < len(runs):
             raise ConfigurationError(f"{task}: an arm has two runs with one seed; name each results file once")

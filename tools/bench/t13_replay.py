@@ -37,6 +37,7 @@ takes 14 s, 3 s and 14 s, once for all arms of a seed that have the same templat
 
     python -m tools.bench.t13_replay [--seeds 0 1 2 3 4] [--environment household] [--arms neither replay]
         [--against neither] [--results runs.jsonl] [--steps 200] [--threads 1]
+        [--hidden-size 64] [--layers 2] [--learning-rate 0.0005] [--device cpu]
 """
 
 from __future__ import annotations
@@ -184,18 +185,30 @@ class Run:
     replayed: float | None
     replayed_tokens: float | None
     seconds: float
+    hidden_size: int
+    layers: int
+    learning_rate: float
+    device: str
+
+    @property
+    def task(self) -> str:
+        """The environment, and what of model and device differs from the base."""
+        mine = (self.hidden_size, self.layers, self.learning_rate, self.device)
+        model = BASE.model
+        if mine == (model.hidden_size, model.layers, BASE.learning_rate, BASE.device):
+            return self.environment
+        size = f"{self.layers} layers of {self.hidden_size}"
+        return f"{self.environment}, {size}, learning rate {self.learning_rate:g}, {self.device}"
 
 
-def config_of(arm: str, seed: int, steps: int, environment: str = BASE.environment) -> TrainerConfig:
-    """Return the configuration of one arm's run."""
+def config_of(arm: str, seed: int, base: TrainerConfig) -> TrainerConfig:
+    """Return the configuration of one arm's run; ``base`` has environment, steps, model, learning rate and device."""
     made = ARMS[arm]
-    replayed = replay_config(seed=seed, environment=environment)
+    replayed = replay_config(seed=seed, environment=base.environment)
     return replace(
-        BASE,
-        environment=environment,
+        base,
         seed=seed,
-        steps=steps,
-        tasks_per_step=made.fresh_tasks.get(environment, BASE.tasks_per_step),
+        tasks_per_step=made.fresh_tasks.get(base.environment, base.tasks_per_step),
         replay=ExperienceReplayConfig() if made.rule is None else replace(replayed, **made.rule),
         guidance=replace(made.guidance, seed=seed),
     )
@@ -244,17 +257,29 @@ def measure(arm: str, config: TrainerConfig) -> Run:
         replayed=round(fmean(rows), 4) if config.replay.enable else None,
         replayed_tokens=round(fmean(tokens), 4) if config.replay.enable else None,
         seconds=round(time.perf_counter() - began, 1),
+        **_model_of(config),
     )
 
 
-def read_results(path: Path, steps: int, environment: str = BASE.environment) -> list[Run]:
+def _model_of(config: TrainerConfig) -> dict[str, Any]:
+    """Return what a run records of its model and device."""
+    return {
+        "hidden_size": config.model.hidden_size,
+        "layers": config.model.layers,
+        "learning_rate": config.learning_rate,
+        "device": config.device,
+    }
+
+
+def read_results(path: Path, base: TrainerConfig) -> list[Run]:
     """Return the runs of a results file; none if there is no file.
 
     A last line without its end is of a run that was interrupted while it was written: it is left out, and cut off.
 
     Raises:
-        ConfigurationError: a line is no run, or of a run with another task or number of steps.
+        ConfigurationError: a line is no run, or of a run with another task, model, device or number of steps.
     """
+    wanted = base.environment, base.steps, _model_of(base)
     if not path.exists():
         return []
     text = path.read_text()
@@ -266,11 +291,16 @@ def read_results(path: Path, steps: int, environment: str = BASE.environment) ->
             run = Run(**json.loads(line))
         except (ValueError, TypeError) as error:
             raise ConfigurationError(f"{path}:{number}: is no run of this benchmark: {error}") from error
-        if (run.steps_at_most, run.environment) != (steps, environment):
-            made = f"a run of {run.environment} of {run.steps_at_most} steps at most"
-            raise ConfigurationError(f"{path}:{number}: {made}, not {environment} of {steps}")
+        made = run.environment, run.steps_at_most, {name: getattr(run, name) for name in wanted[2]}
+        if made != wanted:
+            raise ConfigurationError(f"{path}:{number}: a run of {_words(made)}, not {_words(wanted)}")
         runs.append(run)
     return runs
+
+
+def _words(settings: tuple[str, int, Mapping[str, Any]]) -> str:
+    environment, steps, model = settings
+    return f"{environment}, {steps} steps at most, " + ", ".join(f"{name} {value}" for name, value in model.items())
 
 
 def interval(pairs: Sequence[tuple[int, int]], middle: Callable[[Sequence[int]], float]) -> tuple[float, float]:
@@ -298,12 +328,12 @@ def figures(runs: Sequence[Run], against: str = "neither") -> Iterator[dict[str,
             ratios[f"{name}_interval"] = [round(bound, 3) for bound in interval(rollouts, middle)]
         yield {
             "id": "T13",
-            "name": f"fresh rollouts until {pairs[0][0].environment} is solved, {arm} over {against}",
+            "name": f"fresh rollouts until {pairs[0][0].task} is solved, {arm} over {against}",
             **ratios,
             "seeds": len(pairs),
             "censored": sum(not mine.solved for mine, _ in pairs),
             f"censored_{against}": sum(not other.solved for _, other in pairs),
-            "target": TARGETS[pairs[0][0].environment].get(against) if arm == "replay" else None,
+            "target": TARGETS.get(pairs[0][0].task, {}).get(against) if arm == "replay" else None,
         }
 
 
@@ -339,11 +369,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither", "replay"])
     parser.add_argument("--against", choices=ARMS, default="neither", help="the baseline of the ratios (neither)")
     parser.add_argument("--steps", type=int, default=200, help="training steps of a run at the most (200)")
+    parser.add_argument("--hidden-size", type=int, default=BASE.model.hidden_size)
+    parser.add_argument("--layers", type=int, default=BASE.model.layers)
+    parser.add_argument("--learning-rate", type=float, default=BASE.learning_rate)
+    parser.add_argument("--device", default=BASE.device)
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
+    base = replace(
+        BASE,
+        environment=options.environment,
+        steps=options.steps,
+        learning_rate=options.learning_rate,
+        device=options.device,
+        model=replace(BASE.model, hidden_size=options.hidden_size, layers=options.layers),
+    )
     try:
-        runs = read_results(options.results, options.steps, options.environment) if options.results else []
+        runs = read_results(options.results, base) if options.results else []
     except ConfigurationError as error:
         parser.error(str(error))
     made = {(run.arm, run.seed) for run in runs}
@@ -351,7 +393,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for arm in options.arms:
             if (arm, seed) in made:
                 continue
-            runs.append(measure(arm, config_of(arm, seed, options.steps, options.environment)))
+            runs.append(measure(arm, config_of(arm, seed, base)))
             line = json.dumps(asdict(runs[-1])) + "\n"
             if options.results:
                 with options.results.open("a") as file:
