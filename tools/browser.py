@@ -17,7 +17,7 @@ from trajstore.view.correcting import Correcting
 from trajstore.view.server import served
 from trajstore.view.shown import shown_at
 
-PATIENCE = 120
+PATIENCE = 600
 """Seconds that a loaded machine may take."""
 
 _FLAGS = (

@@ -232,7 +232,7 @@ def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -
                 hung = child.is_alive()
                 child.kill()
                 assert not hung, "a lock was held by another thread when the child was forked"
-                assert results.get(timeout=300) is True
+                assert results.get(timeout=600) is True
         finally:
             stop.set()
             adder.join()
@@ -295,5 +295,5 @@ def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
             reader.refresh()
             wait_until(lambda: (writer.flush(), len(list((tmp_path / "shards").iterdir())))[1] == 1)
             gone.set()
-            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=300)
+            assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=600)
             child.join(60)

@@ -148,7 +148,7 @@ def test_a_locale_without_utf_8(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         check=False,
-        timeout=400,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     report, text = done.stdout.decode("ascii").split("\n{", 1)

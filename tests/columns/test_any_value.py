@@ -249,7 +249,7 @@ def check(trajectory: Any, form: str) -> bool:
             assert any(word in message for word in ("field", "trajectory", "Trajectory"))
             assert buffer.trajectory_counter == 1 + len(ids)
             buffer.add_trajectories([witness(2)])
-            buffer.flush(timeout=60)
+            buffer.flush(timeout=600)
         again = TrajectoryReplayBuffer(sample_window_size=0)
         assert again.load_checkpoint(path) == 0
         assert again.trajectory_ids.tolist() == list(range(2 + len(ids)))

@@ -32,7 +32,6 @@ def test_faults_of_a_store_are_reported(tmp_path: Path, store: str, power: bool,
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("store", "moment", "power"),
     [

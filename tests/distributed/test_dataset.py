@@ -21,8 +21,6 @@ from trajstore.testing.witness import check_trajectory, difference, rows_of, wit
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
 
-pytestmark = pytest.mark.timeout(600)
-
 from trajstore.distributed import StoreDatasource, dataset, read_store  # noqa: E402
 from trajstore.distributed.rows import row_of, trajectory_of  # noqa: E402
 

@@ -12,7 +12,6 @@ from tests.pages import blocks
 ray = pytest.importorskip("ray")
 
 
-@pytest.mark.timeout(600)
 def test_the_code_of_the_page_runs(
     small_ray: None, project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,8 +47,6 @@ from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.timeout(600)  # processes start, and start again
-
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
@@ -78,7 +76,7 @@ def cluster() -> Cluster:
     return rays.cluster()
 
 
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -87,7 +85,7 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
-    given: dict[str, Any] = {"actor_options": {"num_cpus": 0.1}, "deadline": 120.0, "patience": 60.0}
+    given: dict[str, Any] = {"actor_options": {"num_cpus": 0.1}, "deadline": 600.0, "patience": 600.0}
     return DistributedReplayBuffer.create(name, path, **{**given, **options})
 
 
@@ -102,7 +100,7 @@ def shared(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 def emptied(**options: Any) -> DistributedReplayBuffer:
     """Return a handle of the shared stores after removing their trajectories and points."""
-    handle = DistributedReplayBuffer.connect("shared", **{"deadline": 120.0, "patience": 60.0, **options})
+    handle = DistributedReplayBuffer.connect("shared", **{"deadline": 600.0, "patience": 600.0, **options})
     handle.clear()
     for point in handle.points.saved:
         handle.points.remove(point.step)
@@ -720,10 +718,10 @@ def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFi
         Channel.connect("rollouts").put([witness(key)])
     assert (channel.qsize(), channel.empty(), channel.full()) == (3, False, False)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        assert receive(channel, buffer, 3, timeout=60) == 3
+        assert receive(channel, buffer, 3, timeout=600) == 3
         channel.put([witness(7), Trajectory(rewards=torch.zeros(2)), witness(8)])
         channel.put(Trajectory(rewards=torch.zeros(2)))
-        assert receive(channel, buffer, 2, timeout=60) == 2
+        assert receive(channel, buffer, 2, timeout=600) == 2
         assert caplog.text.count("cannot be stored and is lost: field rewards") == 2
         assert [check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()] == [0, 1, 2, 7, 8]
     with pytest.raises(TimeoutError, match="empty"):

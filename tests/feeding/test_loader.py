@@ -296,7 +296,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
 
 def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:
     buffer = store()
-    with ReplayLoader(buffer, 8, prefetch=1, timeout=300) as loader:
+    with ReplayLoader(buffer, 8, prefetch=1, timeout=600) as loader:
         next(loader)
         buffer.clear()
         threading.Timer(0.3, lambda: buffer.add_trajectories([block(50)])).start()
@@ -315,7 +315,7 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
             "online": Share(replay, sampler=WeightedSampler([UseLimit(max_uses=1)])),
             "demos": Share(reader(tmp_path / "demos"), sampler=EpochSampler()),
         }
-        return ReplayLoader(shares, 8, prefetch=1, timeout=60)
+        return ReplayLoader(shares, 8, prefetch=1, timeout=600)
 
     def has_warned(loader: ReplayLoader) -> bool:
         loader._timeout = 0.05
@@ -353,12 +353,12 @@ def test_too_few_trajectories_or_a_used_up_sampler_are_an_error_where_no_more_ca
     writer.points.pin("end")
     path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
     buffer = TrajectoryReplayBuffer.open(path, pin=pin, seed=1)
-    loader = ReplayLoader(buffer, 8, sampler=WeightedSampler([UseLimit(max_uses=1)]), timeout=60)
+    loader = ReplayLoader(buffer, 8, sampler=WeightedSampler([UseLimit(max_uses=1)]), timeout=600)
     batches = loader if pin else DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(EmptyBufferError, match="none of 10 trajectories is left to draw from after uses"):
         for _ in batches:
             pass
-    few = ReplayLoader({"demos": Share(buffer, min_size=11)}, 8, timeout=60)
+    few = ReplayLoader({"demos": Share(buffer, min_size=11)}, 8, timeout=600)
     with pytest.raises(EmptyBufferError, match=r"demos has 10 of 11 trajectories, and a .* gets no more"):
         next(few if pin else iter(DataLoader(few, batch_size=None, num_workers=1, multiprocessing_context="fork")))
     loader.close()

@@ -114,7 +114,7 @@ from trajstore.core.feeding import ReplayLoader
 
 def killed():
     dataset = ReplayLoader(reader(Path(sys.argv[1])), 8)
-    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=300))
+    batches = iter(DataLoader(dataset, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=600))
     worker = batches._workers[0]
     errors = []
 
@@ -162,7 +162,7 @@ def test_a_worker_that_is_killed_is_an_error_and_nothing_is_left(tmp_path: Path,
     fill(tmp_path / "store", range(10)).close()
     environment = {**os.environ, "PYTHONPATH": str(pytestconfig.rootpath)}
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "store")]
-    child = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, cwd=tmp_path)
+    child = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=tmp_path)
     assert child.returncode == 0, child.stderr[-3000:]
 
 

@@ -98,7 +98,7 @@ def test_threads_of_one_process_have_one_temporary_folder(tmp_path: Path, monkey
     cache, both, make = ReadCache(None, 1), threading.Barrier(2), tempfile.mkdtemp
 
     def together(prefix: str) -> str:
-        both.wait(60)
+        both.wait(600)
         return make(prefix=prefix, dir=tmp_path)
 
     monkeypatch.setattr("tempfile.mkdtemp", together)

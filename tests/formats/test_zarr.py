@@ -290,5 +290,5 @@ def test_a_child_process_reads_and_the_parent_goes_on(context: Any) -> None:
     shard = store_shard(config, [step(torch.ones(40, 1, 3))])  # starts zarr's thread in the parent
     assert _read_in_child(shard, config)
     with context.Pool(1) as pool:
-        assert pool.apply_async(_read_in_child, (shard, config)).get(timeout=300)
+        assert pool.apply_async(_read_in_child, (shard, config)).get(timeout=600)
     assert _read_in_child(shard, config)

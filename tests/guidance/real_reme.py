@@ -61,7 +61,7 @@ class Service:
             stderr=subprocess.STDOUT,
         )
         self.url = f"http://127.0.0.1:{port}"
-        self.client = EMClient(self.url, workspace_id="w1", retrieve_timeout=60, rest=0.0, retries=0)
+        self.client = EMClient(self.url, workspace_id="w1", retrieve_timeout=600, rest=0.0, retries=0)
 
     def eventually(self, call: Callable[[], Retrieved]) -> Retrieved:
         end = time.monotonic() + 300
@@ -75,4 +75,4 @@ class Service:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(60)
+        self.process.wait(600)

@@ -152,7 +152,6 @@ def killed_run(path: Path, start: int, acknowledged: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.campaign)])
-@pytest.mark.timeout(1200)
 def test_sigkill_while_summarizing_loses_nothing_acknowledged_and_doubles_nothing(tmp_path: Path, kills: int) -> None:
     path = tmp_path / "experience"
     acknowledged: list[int] = []

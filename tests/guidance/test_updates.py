@@ -25,7 +25,7 @@ class SlowMaker:
 
     def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
         self.begun.set()
-        assert self.free.wait(60)
+        assert self.free.wait(600)
         self.batches.append([rollout.task_id for rollout in rollouts])
         if rollouts[0].task_id == "bad":
             raise ZeroDivisionError("a maker that fails")
@@ -39,12 +39,12 @@ def test_what_does_not_fit_is_dropped_counted_and_told_once(caplog: pytest.LogCa
     maker = SlowMaker()
     updates = UpdateQueue(maker, capacity=2)
     assert updates.submit([rollout("a", "x")])
-    assert maker.begun.wait(60)
+    assert maker.begun.wait(600)
     taken = [updates.submit([rollout("b", "x"), rollout("b", "y")]) for _ in range(5)]
     assert taken == [True, True, False, False, False]
     assert caplog.text.count("summaries take longer than steps") == 1
     maker.free.set()
-    assert updates.wait(60)
+    assert updates.wait(600)
     assert updates.metrics() == {
         "guidance/update/submitted": 5.0,
         "guidance/update/dropped": 6.0,
@@ -61,7 +61,7 @@ def test_batches_are_of_whole_tasks_and_one_that_fails_leaves_the_others(caplog:
     updates = UpdateQueue(maker, batch_size=3)
     tasks = ["bad", "a", "bad", "b", "bad", "a", "c", "c", "c", "c"]
     updates.submit([rollout(task, "x", name=str(number)) for number, task in enumerate(tasks)])
-    assert updates.wait(60)
+    assert updates.wait(600)
     assert maker.batches == [["bad"] * 3, ["a", "a", "b"], ["c"] * 4]
     assert updates.metrics()["guidance/update/failed/failed"] == 1
     assert updates.metrics()["guidance/update/summarized"] == 7
@@ -75,12 +75,12 @@ def test_as_many_summaries_are_made_at_once_as_there_are_workers() -> None:
 
     class Meeting(SlowMaker):
         def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
-            meeting.wait(60)  # passes only with four concurrent calls
+            meeting.wait(600)  # passes only with four concurrent calls
             return 1
 
     updates = UpdateQueue(Meeting(), batch_size=1, workers=4)
     updates.submit([rollout(str(task), "x") for task in range(8)])
-    assert updates.wait(60)
+    assert updates.wait(600)
     assert updates.metrics()["guidance/update/made"] == 8
     updates.close(60)
 
@@ -93,7 +93,7 @@ def test_summaries_do_not_see_experience() -> None:
     good = with_guidance(guided, Guidance("keep", ("1",), (Insertion(1, "<EXP>old tip</EXP>"),)))
     broken = with_guidance(rollout("book", "go attic"), Guidance("keep", ("1",), (Insertion(1, "never put in"),)))
     updates.submit([broken, good])
-    assert updates.wait(60)
+    assert updates.wait(600)
     experiences = maker.retrieve("cup", 3)
     assert "go kitchen" in experiences.text
     assert "old tip" not in experiences.text
@@ -106,7 +106,7 @@ def test_closing_tells_what_was_not_summarized(caplog: pytest.LogCaptureFixture)
     maker = SlowMaker()
     updates = UpdateQueue(maker, capacity=3)
     updates.submit([rollout("a", "x")])
-    assert maker.begun.wait(60)
+    assert maker.begun.wait(600)
     updates.submit([rollout("b", "x")])
     updates.close(timeout=0.05)
     assert "closed after 0 s; abandoned: 1 rollout not summarized, and 1 summary under way" in caplog.text

@@ -324,7 +324,7 @@ def test_nothing_is_destroyed_under_the_lock() -> None:
     thread = threading.Thread(target=copies.end, args=(copy,), daemon=True)
     thread.start()
     del copy
-    thread.join(60)
+    thread.join(600)
     assert not thread.is_alive()
     assert seen == [True]
 

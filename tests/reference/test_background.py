@@ -64,7 +64,7 @@ def gated(**options: Any) -> tuple[ReplayHook[str], threading.Event]:
     gate = threading.Event()
 
     def entropy(trajectories: Sequence[AgentTrajectory]) -> list[float]:
-        assert gate.wait(60)
+        assert gate.wait(600)
         return [1.0] * len(trajectories)
 
     values: dict[str, Any] = {

@@ -111,7 +111,7 @@ def test_steps_are_recomputed_to_the_bit_also_after_a_resume(
     assert main([*arguments, "--bundle", str(bundle)]) == 0
     of_run = json.loads(capsys.readouterr().out)
     done = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(bundle)], capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-c", FRESH_PROCESS, str(bundle)], capture_output=True, text=True, check=False, timeout=600
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == of_run | {"bundle": None}

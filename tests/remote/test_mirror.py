@@ -218,7 +218,7 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
     monkeypatch.setattr("trajstore.remote.mirror.mirror._LONGEST_PAUSE", 0.05)
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1)) as buffer:
         ids = add(buffer, range(3))
-        assert buffer.mirror.wait(ids, 60)
+        assert buffer.mirror.wait(ids, 600)
         broken.set()
         ids = add(buffer, range(3, 6))
         assert not buffer.mirror.wait(ids, 0.2)
@@ -363,16 +363,16 @@ def test_waiting_for_everything_waits_for_saved_points_and_rollbacks(tmp_path: P
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", interval=30.0)) as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.points.save(1, {"note": "one"})
-        assert buffer.mirror.wait(timeout=60)
+        assert buffer.mirror.wait(timeout=600)
         assert [point.step for point in saved_points(tmp_path / "mirror")] == [1]
         buffer.add_trajectories([witness(1)])
-        assert buffer.mirror.wait(timeout=60)
+        assert buffer.mirror.wait(timeout=600)
         assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1}
         buffer.points.rollback(1)
-        assert buffer.mirror.wait(timeout=60)
+        assert buffer.mirror.wait(timeout=600)
         assert keys_at(tmp_path / "mirror") == {0: 0}
         buffer.evict([0])
-        assert buffer.mirror.wait(timeout=60)
+        assert buffer.mirror.wait(timeout=600)
         assert keys_at(tmp_path / "mirror") == {}
 
 
@@ -380,7 +380,7 @@ def test_paths_that_are_no_text_do_not_end_the_mirror(tmp_path: Path) -> None:
     path, place = tmp_path / "surr\udcff", tmp_path / "mirror\udcff"
     with make(path, place) as buffer:
         ids = add(buffer, [0, 1])
-        assert buffer.mirror.wait(ids, timeout=60)
+        assert buffer.mirror.wait(ids, timeout=600)
         level(buffer)
     assert keys_at(place) == {0: 0, 1: 1}
     assert inspect(path)["mirror"]["newest_id"] == 1

@@ -130,7 +130,7 @@ def test_child_processes_connect_anew(context: Any, s3_url: str, s3_options: dic
     publish(directory, a=b"1")
     assert _read_in_child(directory) == b"11"
     with context.Pool(1) as pool:
-        assert pool.apply_async(_read_in_child, (directory,)).get(timeout=300) == b"11"
+        assert pool.apply_async(_read_in_child, (directory,)).get(timeout=600) == b"11"
     assert _read_in_child(directory) == b"11"
 
 

@@ -94,7 +94,7 @@ def test_nothing_is_left_when_a_store_goes_under_its_loader(tmp_path: Path, what
     buffer.points.rollback(1)
     threads, descriptors = _threads(), _descriptors(tmp_path)
     for _ in range(1 if what == "closed" else 5):
-        loader = ReplayLoader(buffer, 8, prefetch=_PREFETCH, timeout=60)
+        loader = ReplayLoader(buffer, 8, prefetch=_PREFETCH, timeout=600)
         next(loader)
         if what == "rolled back":
             add(buffer, [50])

@@ -111,7 +111,7 @@ def test_two_threads_may_ask_first_at_once() -> None:
     together = threading.Barrier(2)
 
     def unpack() -> Any:
-        together.wait(60)  # both threads must be able to unpack at once
+        together.wait(600)  # both threads must be able to unpack at once
         return np.arange(5)
 
     packed = Packed(unpack)
@@ -120,7 +120,7 @@ def test_two_threads_may_ask_first_at_once() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
     assert [column.tolist() for column in columns] == [list(range(5))] * 2
     assert packed.column().tolist() == list(range(5)), "not unpacked again"
 

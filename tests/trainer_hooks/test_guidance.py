@@ -144,7 +144,7 @@ def test_a_loop_goes_from_rollouts_to_experience_and_back(tmp_path: Path) -> Non
             assert [item.add_exp for item in configs] == [True] * 3
             assert [Guidance.of(item) for item in fresh] == [None] * 3, "nothing is known yet, so nothing was put in"
             hook.step_done(fresh, step)
-        assert hook.wait(60)
+        assert hook.wait(600)
         fresh, configs = rolled_out(hook, 3)
         assert [item.train_mode for item in configs] == ["discard"] * 3
         for item, exp in zip(fresh, configs, strict=True):

@@ -201,7 +201,7 @@ def test_a_step_is_done_once() -> None:
 def test_a_step_of_guidance_is_done_once() -> None:
     guidance = guidance_hook()
     guidance.step_done(rollouts(), 1)
-    assert guidance.wait(60)
+    assert guidance.wait(600)
     figures = guidance.metrics()
     with pytest.raises(InvalidTrajectoryError, match=r"was passed already in step 1"):
         guidance.step_done(rollouts(), 1)

@@ -37,7 +37,7 @@ LOGICAL_GPUS = 2
 OBJECT_STORE_BYTES = 300_000_000
 # Poll interval of the TransferQueue in seconds; verl's 2.0 would dominate a step.
 POLL_INTERVAL = 0.1
-CLEAN_UP_TIMEOUT = 120.0
+CLEAN_UP_TIMEOUT = 600.0
 
 BASE_OVERRIDES = (
     "algorithm.adv_estimator=grpo",

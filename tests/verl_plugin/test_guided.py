@@ -21,8 +21,6 @@ from .assets import TRAIN_ROWS, Assets, make_tokenizer
 from .guided import GUIDED, MARK, check_guided_rows, check_records, seed_experiences, store_of
 from .runs import GROUP, PROMPTS, TOLERANCE, TWO_WORKERS, Train, comparable, log_probs_of
 
-pytestmark = pytest.mark.timeout(900)
-
 STEPS = 3
 MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
 

@@ -51,7 +51,6 @@ from .runs import GROUP, PROMPTS, TOLERANCE, comparable, recorded
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(900)
 def test_nothing_is_lost_when_the_driver_is_killed(verl_assets: Assets, tmp_path: Path) -> None:
     """The fixture only skips the test where verl cannot run; the campaign creates its own assets."""
     result = run_campaign(tmp_path, kills=2, seed=1, moments=(CUT, UPDATE))
@@ -247,7 +246,6 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(900)
 def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path: Path) -> None:
     """One kill before the first checkpoint and one after it."""
     moments = (FIRST_ACKNOWLEDGED, Moment(ACKNOWLEDGED, 0.1, (2 * SAVE_EVERY,)))
@@ -259,7 +257,6 @@ def test_what_was_acknowledged_is_in_the_next_pool(verl_assets: Assets, tmp_path
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(900)
 def test_a_step_killed_while_it_generates_keeps_its_finished_rollouts(verl_assets: Assets, tmp_path: Path) -> None:
     """The first driver is killed once rollouts of its first step are on disk; the next one completes this step."""
     kill_at(tmp_path, 0, ARRIVED)
@@ -314,7 +311,6 @@ def kill_at(folder: Path, life: int, moment: Moment | None) -> dict[str, Any]:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
 def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(verl_assets: Assets, tmp_path: Path) -> None:
     """Killed while it generates, updates and saves; the steps equal those of one process."""
     moments = (
@@ -354,7 +350,6 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(verl_assets: Assets
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
 def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
     """With checkpoints copied without our file, the pool resumes from ``step_N`` of ``pool_path``."""
     kill_at(tmp_path, 0, Moment("update", 0.1, (2 * SAVE_EVERY + 1,)))

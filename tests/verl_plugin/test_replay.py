@@ -24,8 +24,6 @@ from .rebuilt import SAVES_HUGGING_FACE, check_steps, store_of
 from .recount import check_loss_rows, recount
 from .runs import GROUP, PROMPTS, REPLAY, TOLERANCE, TWO_WORKERS, Train, Training, check_replay_metrics, comparable
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS = 5
 SAVED = 3
 WITHOUT = 2

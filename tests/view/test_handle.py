@@ -17,15 +17,13 @@ from trajstore.view import serving
 
 ray = pytest.importorskip("ray")
 
-pytestmark = pytest.mark.timeout(600)  # processes start
-
 from trajstore.distributed import DistributedReplayBuffer  # noqa: E402
 
 
 @pytest.fixture
 def handle(small_ray: None, tmp_path: Path) -> Iterator[DistributedReplayBuffer]:
     with DistributedReplayBuffer.create(
-        "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=120.0, patience=60.0
+        "seen", tmp_path / "run", stores=2, actor_options={"num_cpus": 0.1}, deadline=600.0, patience=600.0
     ) as found:
         yield found
         found.stop()

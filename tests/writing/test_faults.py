@@ -114,7 +114,6 @@ def test_texts_of_lock_and_lease_that_find_no_room_are_told(tmp_path: Path, capl
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_call_fails_in_every_way(

@@ -36,14 +36,14 @@ def opened(path: Path) -> TrajectoryReplayBuffer:
 def check(path: Path, buffer: TrajectoryReplayBuffer, added: dict[int, int]) -> None:
     """The buffer still works, and additions from before and after the interrupt are on disk."""
     ids: list[int] = []
-    within(60, lambda: ids.extend(buffer.add_trajectories([witness(77)])))
-    within(60, buffer.flush)
+    within(600, lambda: ids.extend(buffer.add_trajectories([witness(77)])))
+    within(600, buffer.flush)
     assert buffer.get_stats()["pending_bytes"] == 0
     assert buffer.points.committed >= ids[0]
-    within(60, lambda: check_batch(buffer.sample(4)))
+    within(600, lambda: check_batch(buffer.sample(4)))
     shown = buffer.trajectory_ids.tolist()
     assert len(set(shown)) == len(shown)
-    within(60, buffer.close)
+    within(600, buffer.close)
     keys = keys_at(path)
     assert list(keys) == shown
     assert {**added, ids[0]: 77}.items() <= keys.items()
@@ -76,17 +76,17 @@ def interrupted_at(path: Path, name: str, at: int) -> None:
     buffer.flush()
     ended = Tracer(at).run(lambda: CALLS[name](buffer))
     if name == "close":
-        within(60, buffer.close)
+        within(600, buffer.close)
         assert verify(path).sound
         return
     if name == "evict":
-        within(60, buffer.flush)
+        within(600, buffer.flush)
         if not ended:
             with suppress(errors.TrajectoryUnavailableError):  # the eviction was completed after the interrupt
-                within(60, lambda: buffer.evict([0]))
+                within(600, lambda: buffer.evict([0]))
         ids: list[int] = []
-        within(60, lambda: ids.extend(buffer.add_trajectories([witness(9)])))
-        within(60, buffer.close)
+        within(600, lambda: ids.extend(buffer.add_trajectories([witness(9)])))
+        within(600, buffer.close)
         with opened(path) as again:
             assert again.trajectory_ids.tolist() == [1, 2, *ids]
         return
@@ -113,7 +113,7 @@ def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_t
         tracer.run(rewriter.note)
         for at in range(tracer.count):
             assert not Tracer(at).run(rewriter.note)
-            within(60, rewriter.note)
+            within(600, rewriter.note)
 
 
 def test_a_thread_whose_start_is_interrupted_begins_and_ends_or_never_was() -> None:

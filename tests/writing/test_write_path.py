@@ -49,7 +49,7 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
                 buffer.add_trajectories([witness(7)])
             assert len(buffer) == number
             ids = buffer.add_trajectories([witness(number)])
-            buffer.flush(timeout=60)
+            buffer.flush(timeout=600)
             assert buffer.get_stats()["pending_bytes"] == 0
             assert buffer.wait(ids) is True
     assert contents_of(tmp_path / "store") == [0, 1, 2]
@@ -231,7 +231,7 @@ if how == "thread":
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
     command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]
-    ended = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    ended = subprocess.run(command, timeout=600, capture_output=True, text=True)
     assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
     for kind in (*FORMATS, *(["zstd"] if how != "thread" else [])):
         assert contents_of(tmp_path / kind) == list(range(20 if how == "thread" else 10)), ended.stderr
@@ -305,7 +305,7 @@ def test_on_commit_may_call_the_buffer(tmp_path: Path) -> None:
     with opened(tmp_path / "store", on_commit=on_commit) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
-        assert done.wait(60)
+        assert done.wait(600)
     assert committed == [0, 1, 2, 3]
     assert contents_of(tmp_path / "store") == [1, 2, 5]
     assert contents_of(tmp_path / "checkpoint") == [1, 2, 5]
@@ -334,7 +334,7 @@ def test_a_callback_may_close_the_buffer_and_does_not_keep_it_alive(tmp_path: Pa
 
     buffer = opened(tmp_path / "store", on_commit=on_commit)
     buffer.add_trajectories([witness(0)])
-    assert closed.wait(60)
+    assert closed.wait(600)
     assert contents_of(tmp_path / "store") == [0]
 
     class Holder:

@@ -87,7 +87,7 @@ def learnt(guided: GuidedRollouts, step: int = 1) -> dict[str, float]:
     made = [rollout(task, float(number), number, step) for task in range(3) for number in (0, 1)]
     guided.finished(made)
     figures = guided.step_done(made, step)
-    assert guided._hook.wait(60)
+    assert guided._hook.wait(600)
     return figures
 
 
@@ -261,7 +261,7 @@ def test_a_service_in_trouble_is_counted_and_told_once(
         for _ in range(3):
             assert OFFER not in guided.offered(prompts)
         guided.step_done([rollout(0, 1.0)], 1)
-        assert guided._hook.wait(60)
+        assert guided._hook.wait(600)
         while (figures := guided.step_done([], 2)).get(f"guidance/retrieve/failed/{kind}", 0.0) == 0.0:
             time.sleep(0.05)  # calls that the step abandoned end by themselves
         failed = {name: value for name, value in figures.items() if name.startswith("guidance/retrieve/failed/")}

@@ -385,7 +385,7 @@ def test_metrics_of_another_loss_have_no_figures() -> None:
 def test_two_threads_do_not_mix_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = loss_rows(13, LENGTHS, spread=1.0)
     all_replayed = [{**row, EXP_MASK: row["response_mask"]} for row in rows]
-    both_inside = threading.Barrier(2, timeout=300)
+    both_inside = threading.Barrier(2, timeout=600)
 
     def waiting(*arguments: Any) -> Any:
         both_inside.wait()  # both threads have set their masks
@@ -405,6 +405,6 @@ def test_two_threads_do_not_mix_their_masks(monkeypatch: pytest.MonkeyPatch) -> 
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=300)
+        thread.join(timeout=600)
     counted = sum(int(row["response_mask"].sum()) for row in rows)
     assert tokens == {"none": [0.0] * 20, "all": [float(counted)] * 20}

@@ -51,7 +51,7 @@ def test_importing_verl_registers_the_plugin(project_root: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("VERL_")}
     command = [sys.executable, "-c", LOOK]
     done = subprocess.run(
-        command, env=clean | FOUND, cwd=project_root, capture_output=True, text=True, timeout=400, check=False
+        command, env=clean | FOUND, cwd=project_root, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -104,6 +104,6 @@ def test_without_verl(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_package_alone_loads_nothing(project_root: Path) -> None:
     code = "import sys, trainer_hooks.verl; print(sorted({'verl', 'torch', 'ray'} & sys.modules.keys()))"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=True, timeout=400
+        [sys.executable, "-c", code], cwd=project_root, capture_output=True, text=True, check=True, timeout=600
     )
     assert done.stdout.strip() == "[]"
