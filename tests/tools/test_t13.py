@@ -97,8 +97,8 @@ def test_the_tables_and_the_picture_show_every_run(tmp_path: Path, capsys: pytes
     t13_picture.main([str(results), "--picture", str(picture)])
     lines = capsys.readouterr().out.splitlines()
     assert lines[4:6] == [
-        "| `equal-work` | 0 of 3 | 2,000 | 2,000 |  |  |",
-        "| `replay` | 3 of 3 | 1,000 | 1,000 | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |",
+        "| `equal-work` | 0 of 3 | 0.25 | 2,000 | 2,000 |  |  |",
+        "| `replay` | 3 of 3 | 0.25 | 1,000 | 1,000 | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) |",
     ]
     assert "| 1 | 2,000, not solved (best 50%) | 1,000 |" in lines
     drawn = picture.read_bytes()

@@ -38,17 +38,21 @@ def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
 
 
 def summary(runs: Sequence[Run], against: str) -> str:
-    """Return a row for each arm: runs, fresh rollouts, runs not solved, and ratios with their 90 % intervals."""
+    """Return a row for each arm: runs solved, mean of the last success rates, fresh rollouts, ratios and intervals."""
     ratios = {line["name"].rpartition(", ")[2].partition(" over ")[0]: line for line in figures(runs, against)}
     lines = [
-        f"| arm | solved | median | mean | median ÷ {against} | mean ÷ {against} |",
-        "| --- | --- | --- | --- | --- | --- |",
+        f"| arm | solved | success at the end | median | mean | median ÷ {against} | mean ÷ {against} |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for arm, of_arm in by_arm(runs).items():
         rollouts = [run.fresh_rollouts for run in of_arm]
         cells = [_ratio(ratios.get(arm), name) for name in ("ratio", "ratio_of_means")]
         solved = f"{sum(run.solved for run in of_arm)} of {len(of_arm)}"
-        lines.append(f"| `{arm}` | {solved} | {median(rollouts):,.0f} | {fmean(rollouts):,.0f} | {' | '.join(cells)} |")
+        last = [run.final for run in of_arm if run.final is not None]
+        end = f"{fmean(last):.2f}" if last else ""
+        lines.append(
+            f"| `{arm}` | {solved} | {end} | {median(rollouts):,.0f} | {fmean(rollouts):,.0f} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
