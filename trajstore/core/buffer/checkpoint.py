@@ -199,14 +199,12 @@ def _write_store(
     once: bool,
 ) -> None:
     catalog = Catalog.create(target)
-    rows = np.zeros(len(snapshot.index), np.int32)
     files: dict[Source, list[tuple[str, str, int]]] = {}
-    known: dict[tuple[int, int], int] = {}
-    loose: list[int] = []
 
     def linked(place: tuple[int, int]) -> int | None:
-        """Return the row of a shard that was linked; None if it must be converted."""
-        source = snapshot.sources[place[0]]
+        """Return the row of a shard that was linked; None if it must be converted or written."""
+        if place[0] == UNAVAILABLE or not (source := snapshot.sources[place[0]]).linkable:
+            return None
         old = source.manifest(place[1])
         if converted and old.format != trajectory_format.name:
             return None
@@ -218,17 +216,15 @@ def _write_store(
         )
         return catalog.shards.add(len(catalog.shards), manifest)
 
-    for at, shard in enumerate(snapshot.shards):
-        if shard is None or not snapshot.sources[shard[0]].linkable:
-            loose.append(at)
-            continue
-        row = known.get(shard)
-        if row is None:
-            row = linked(shard)
-        if row is None:
-            loose.append(at)
-            continue
-        rows[at] = known[shard] = row
+    keys = (snapshot.places[:, 0].astype(np.int64) << 32) | snapshot.places[:, 1]
+    _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+    linked_rows = np.full(len(first), UNAVAILABLE, np.int32)
+    for at in np.argsort(first).tolist():  # shards in the order of their first trajectories
+        source, shard = snapshot.places[first[at]].tolist()
+        if (row := linked((source, shard))) is not None:
+            linked_rows[at] = row
+    rows = linked_rows[which]
+    loose = np.flatnonzero(rows == UNAVAILABLE).tolist()
     taken = np.full(len(values), UNAVAILABLE, np.int32)
     decoded: list[int] = []
     for at in notes.shards(notes.rows_needed(notes.ids())).tolist():
@@ -311,13 +307,13 @@ def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[Loos
 
 def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:
     """Return a trajectory as columns, from memory or decoded from its shard."""
-    entry, shard = snapshot.index.entry(at), snapshot.shards[at]
+    entry, (number, row) = snapshot.index.entry(at), snapshot.places[at].tolist()
     reader: Block | ShardReader
-    if shard is None:
+    if number == UNAVAILABLE:
         reader = snapshot.memory[at]
         schema, extent = reader.schema, entry.extent
     else:
-        source, row = snapshot.sources[shard[0]], shard[1]
+        source = snapshot.sources[number]
         reader = source.reader(row)
         schema, extent = source.manifest(row).schema, source.extent(row) or entry.extent
     return flat_of(reader, schema, extent, snapshot.index.location(at), entry)

@@ -43,12 +43,13 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
     _remove_abandoned(parent, where.name)
     temporary = f".{where.name}.{uuid.uuid4().hex}.tmp"
     parent.make_folder(temporary)
-    staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary))
+    staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
     try:
         # Locked while it is being made: another process that publishes to the same path leaves it alone.
         with _held(parent, temporary):
             staged.create()
             yield staged
+            staged.sync_staged()
             if replace:
                 _swap_in(parent, temporary, where.name)
             else:

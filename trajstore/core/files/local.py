@@ -51,16 +51,20 @@ class LocalDirectory(Directory):
         path: of the directory; a relative one is resolved now.
         where: its absolute path, if known.
         root: the folder, if it is held already.
+        staged: whether names are made durable together, by :meth:`sync_staged`, before the folder is published.
     """
 
     can_append: ClassVar[bool] = True
 
-    def __init__(self, path: Path, where: str | None = None, *, root: HeldFolder | None = None) -> None:
+    def __init__(
+        self, path: Path, where: str | None = None, *, root: HeldFolder | None = None, staged: bool = False
+    ) -> None:
         self.path = path
         self._root = root or HeldFolder(path, where)
         self._mutex = locks.lock("LocalDirectory._mutex")
         self._known: set[str] = set()  # subfolders that existed
         self._durable: set[str] = set()  # those of them whose names are durable
+        self._staged: dict[str, None] | None = {} if staged else None  # folders to sync
         self._segments: dict[str, int] = {}  # log segments appended to, with durable names: their ends
         self._uncut: dict[str, int] = {}  # segments that end in a partial record that could not be truncated
         self._lock: LocalWriterLock | None = None
@@ -80,7 +84,7 @@ class LocalDirectory(Directory):
         self._root.make()
         for folder in folders:
             self._root.make_folder(check_name(folder, one_part=True))
-        self._root.sync()
+        self._sync([""])
         with self._mutex:
             self._known.update(folders)
 
@@ -254,7 +258,10 @@ class LocalDirectory(Directory):
         return list(changed)
 
     def _sync(self, folders: Iterable[str]) -> None:
-        """Fsync the folders that :meth:`_make_folders` returned, and mark them durable."""
+        """Fsync the folders that :meth:`_make_folders` returned, and mark them durable; of a staged one, later."""
+        if self._staged is not None:
+            self._staged.update(dict.fromkeys(folders))
+            return
         durable = set[str]()
         for folder in folders:
             self._root.sync(folder)
@@ -262,6 +269,11 @@ class LocalDirectory(Directory):
                 durable.add(folder)
         with self._mutex:
             self._durable |= durable
+
+    def sync_staged(self) -> None:
+        """Make the names of all files durable that were written while the directory was staged."""
+        folders, self._staged = self._staged or (), None
+        self._sync(folder for folder in folders if not folder or self._root.has_folder(folder))
 
     # -- the log -----------------------------------------------------------------------------------
 

@@ -79,6 +79,12 @@ class SlotTable:
         """Return source number and row of a slot on disk."""
         return int(self._source[slot]), int(self._row[slot])
 
+    def shards_of(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+        """Return [N, 2] source numbers and rows of slots; UNAVAILABLE twice for those in memory."""
+        places = np.stack([self._source[slots], self._row[slots]], axis=1)
+        places[places[:, 0] == _MEMORY] = UNAVAILABLE
+        return places
+
     def emptied(self, slots: npt.NDArray[np.intp]) -> list[int]:
         """Decrement the reference counts of these slots, once per occurrence; return those without references."""
         left, counts = np.unique(slots, return_counts=True)

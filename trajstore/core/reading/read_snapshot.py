@@ -23,14 +23,14 @@ class ReadSnapshot:
 
     Attributes:
         index: the savable entries; ``shard`` is a row of an entry's source, or UNAVAILABLE.
-        shards: per entry, (source, row) on disk, or None if it is in ``memory``.
+        places: [N, 2], per entry (source, row) on disk, or UNAVAILABLE twice if it is in ``memory``.
         memory: blocks of trajectories that are in memory only, by position in ``index``, which has their place in it.
-        sources: sources referred to by ``shards``.
+        sources: sources referred to by ``places``.
         late: late values of the entries, by store.
     """
 
     index: TrajectoryIndex
-    shards: list[tuple[int, int] | None]
+    places: npt.NDArray[np.int32]
     memory: dict[int, Block]
     sources: list[Source]
     late: list[StoreNotes]
@@ -40,10 +40,8 @@ class ReadSnapshot:
         index = TrajectoryIndex()
         index.texts = self.index.texts
         index.append(self.index.take(self.index.first + entries))
-        kept = entries.tolist()
-        memory = {at: self.memory[entry] for at, entry in enumerate(kept) if entry in self.memory}
-        shards = [self.shards[entry] for entry in kept]
-        return ReadSnapshot(index, shards, memory, self.sources, self.late)
+        memory = {at: self.memory[entry] for at, entry in enumerate(entries.tolist()) if entry in self.memory}
+        return ReadSnapshot(index, self.places[entries], memory, self.sources, self.late)
 
 
 def snapshot_of(
@@ -57,33 +55,24 @@ def snapshot_of(
         sources: sources of the shards.
         locations: disk slots, by id, of trajectories that are also in memory.
     """
-    positions = np.arange(index.first, index.end)
-    columns = index.take(positions)
-    shards: list[tuple[int, int] | None] = []
-    memory: dict[int, Block] = {}
-    kept = np.ones(len(positions), np.bool_)
+    columns = index.take(np.arange(index.first, index.end))
     slots = columns.pop("slot")
-    in_memory = addresses.are_memory(slots).tolist()
-    for at, (number, slot) in enumerate(zip(columns["trajectory_id"].tolist(), slots.tolist(), strict=True)):
-        location = locations.get(number) if in_memory[at] else None
+    for at in np.flatnonzero(addresses.are_memory(slots)).tolist():
+        location = locations.get(int(columns["trajectory_id"][at]))
         if location is not None:
-            slot = location.table
+            slots[at] = location.table
             for name in STARTS:
                 columns[name][at] = getattr(location, name)
-        elif in_memory[at]:
-            memory[len(shards)] = addresses.block(slot)
-            shards.append(None)
-            continue
-        elif slot == UNAVAILABLE:
-            kept[at] = False
-            continue
-        shards.append(addresses.shard_of(slot))
+    kept = slots != UNAVAILABLE
+    slots = slots[kept]
+    places = addresses.shards_of(slots)
+    memory = {at: addresses.block(int(slots[at])) for at in np.flatnonzero(addresses.are_memory(slots)).tolist()}
     snapshot = TrajectoryIndex()
     snapshot.texts = index.texts
-    rows = np.array([UNAVAILABLE if shard is None else shard[1] for shard in shards], np.int32)
     columns = {name: array[kept] for name, array in columns.items() if not is_note(name)}
-    snapshot.append(columns | {"shard": rows})
-    homes = np.array([UNAVAILABLE if shard is None else shard[0] for shard in shards], np.int32)
+    snapshot.append(columns | {"shard": places[:, 1]})
     stores = {number: source for number, source in enumerate(sources) if isinstance(source, StoreSource)}
-    late = [source.notes_for(number, snapshot["trajectory_id"][homes == number]) for number, source in stores.items()]
-    return ReadSnapshot(snapshot, shards, memory, list(sources), late)
+    late = [
+        source.notes_for(number, snapshot["trajectory_id"][places[:, 0] == number]) for number, source in stores.items()
+    ]
+    return ReadSnapshot(snapshot, places, memory, list(sources), late)
