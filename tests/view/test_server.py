@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
+import signal
 import struct
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,11 @@ import torch
 from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout, trained_in
-from tools.browser import PATIENCE
+from tools.browser import PATIENCE, serving
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore.cli import main
 from trajstore.testing.witness import witness
+from trajstore.view.living import Living
 from trajstore.view.page import STATIC
 from trajstore.view.rollout import texts_of
 
@@ -267,6 +272,47 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
         assert ask(address, "group", task="' or 1 = 1")["rollouts"] == []
 
 
+def test_a_group_may_have_a_negative_policy_version(tmp_path: Path, serve: Serve) -> None:
+    address = serve(stored(tmp_path, [rollout(0, task_id="a", policy_version=version) for version in (-1, 3)]))
+    group = ask(address, "group", task="a", version=ask(address, "group", task="a")["versions"][0])
+    assert (group["version"], [row["trajectory_id"] for row in group["rollouts"]]) == (-1, ["0"])
+
+
+def test_waiting_requests_are_answered_when_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered, answers = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(Living, "training", lambda _: (asked.set(), answered.wait(PATIENCE)))
+    store = stored(tmp_path, [rollout(0)])
+
+    def client(address: str) -> None:
+        try:
+            answers.append(json.loads(get(address, "/api/training")[2]))
+        finally:
+            answered.set()
+
+    with serving(store) as address:
+        thread = threading.Thread(target=client, args=(address,))
+        thread.start()
+        assert asked.wait(PATIENCE)
+    thread.join()
+    assert answers == [{"error": "the server is ending"}]
+
+
+def test_the_address_is_printed_when_the_server_handles_signals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers: list[Any] = []
+
+    class Terminal(io.StringIO):
+        def flush(self) -> None:
+            if "http:" in self.getvalue() and not handlers:
+                handlers.append(signal.getsignal(signal.SIGINT))
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert main(["view", str(stored(tmp_path, [rollout(0)])), "--port", "0"]) == 130
+    assert handlers[0] is not signal.default_int_handler
+
+
 def test_the_curve_of_success_rates_is_of_those_that_have_one(tmp_path: Path, serve: Serve) -> None:
     rewards = [Reward(outcome=3.0, success_rate=rate) for rate in (0.25, 0.75, None)]
     others = [Reward(outcome=at / 16) for at in range(-16, 17)]  # more values than bars
@@ -337,6 +383,7 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
         ("page?order=nothing", "order_by: 'nothing'"),
         ("page?first=-1", "first"),
         ("page?count=x", "count: 'x', must be a whole number"),
+        ("page?count=%C2%B2", "count: '²', must be a whole number"),
         ("overview?where=outcome", "not true or false"),
         ("group?task=x&version=1.5", "version"),
         ("rollout?id=../x", "trajectory_id"),

@@ -91,14 +91,14 @@ def _serve(options: Namespace, out: Output) -> int:
         raise MissingDependencyError(error.name, "view") from None
     correcting = Correcting(options.path, options.who or _login()) if options.write else None
     with listening(host, port) as (listener, token, address):
-        living = _living(options)
-        out.line(address)
-        out.line("Ctrl-C ends it")
-        out.flush()
-        try:
-            server_of(living, token, correcting).run(sockets=[listener])
-        finally:
-            living.close()
+
+        def announce() -> None:
+            out.line(address)
+            out.line("Ctrl-C ends it")
+            out.flush()
+
+        with closing(_living(options)) as living:
+            server_of(living, token, correcting, announce).run(sockets=[listener])
     return 0
 
 

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from trajstore.core.base.arguments import whole
+from trajstore.core.base.arguments import INT64_MAX, whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.view.answers import Answer
 from trajstore.view.correcting import MOST_BYTES, Correcting
@@ -62,23 +62,35 @@ class Service:
         self._changed = asyncio.Event()
         self._watched = asyncio.Event()
         self._watching = 0
-        self._ends = False
+        self._end: asyncio.Future[None]
 
-    def end_streams(self) -> None:
-        """End the event streams, which would otherwise delay the server's shutdown."""
-        self._ends = True
+    def end(self) -> None:
+        """End event streams and waiting requests, which would otherwise delay the server's shutdown."""
+        self._end.set_result(None)
         self._changed.set()
 
     async def _read(self, call: Callable[[], bytes]) -> Response:
-        body = await asyncio.get_running_loop().run_in_executor(self._reading, call)
-        return Response(body, media_type="application/octet-stream")
+        return Response(await self._result(self._reading, call), media_type="application/octet-stream")
 
     async def _ask(self, call: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._asking, call)
+        return await self._result(self._asking, call)
+
+    async def _result(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        """Return the result of a call in a thread; raise ClientDisconnect if the server ends first."""
+        running = asyncio.get_running_loop().run_in_executor(thread, call)
+        awaited: set[asyncio.Future[Any]] = {running, self._end}
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                return running.result()
+            raise ClientDisconnect("the server is ending")
+        finally:
+            running.cancel()
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
         """Read the facts in advance, and refresh until the server ends."""
+        self._end = asyncio.get_running_loop().create_future()
         self._asking.submit(self._living.about)  # an error recurs at the page's own request
         following = asyncio.create_task(self._follow())
         yield
@@ -90,7 +102,8 @@ class Service:
     async def _follow(self) -> None:
         before = self._living.state
         while True:
-            state = await self._ask(self._living.refresh)  # a request may have refreshed already
+            refreshing = asyncio.get_running_loop().run_in_executor(self._asking, self._living.refresh)
+            state = await refreshing  # a request may have refreshed already
             if state != before:
                 before = state
                 changed, self._changed = self._changed, asyncio.Event()
@@ -160,7 +173,7 @@ class Service:
     def _group(self, request: Request) -> Answer:
         version: int | Literal["all"] | None = "all"
         if request.query_params.get("version") != "all":
-            version = _number(request, "version", 0) if "version" in request.query_params else None
+            version = _number(request, "version", 0, -INT64_MAX) if "version" in request.query_params else None
         return self._living.group(_said(request, "task"), version)
 
     async def _rollout(self, request: Request) -> Response:
@@ -181,14 +194,14 @@ class Service:
             if await request.is_disconnected():
                 raise ClientDisconnect
             read = partial(self._living.measured, name, some, run)
-            points.append(await asyncio.get_running_loop().run_in_executor(self._reading, read))
+            points.append(await self._result(self._reading, read))
         return _json(with_points(answer, points))
 
     async def _annotate(self, request: Request) -> Response:
         if self._correcting is None:  # already refused by the guard
             return Response(status_code=405)
         give, body = self._correcting.give, await _body(request)
-        await asyncio.get_running_loop().run_in_executor(self._giving, lambda: give(body))
+        await self._result(self._giving, lambda: give(body))
         return _json({})
 
     async def _events(self, request: Request) -> Response:
@@ -200,7 +213,7 @@ class Service:
         self._watching += 1
         self._watched.set()
         try:
-            while not self._ends:
+            while not self._end.done():
                 changed, state = self._changed, self._living.state
                 yield _event(state) if state.name != seen else b": alive\n\n"
                 seen = state.name
@@ -236,14 +249,14 @@ def _said(request: Request, name: str) -> str:
     return value
 
 
-def _number(request: Request, name: str, default: int) -> int:
-    return _whole(name, request.query_params.get(name, str(default)))
+def _number(request: Request, name: str, default: int, least: int = 0) -> int:
+    return _whole(name, request.query_params.get(name, str(default)), least)
 
 
-def _whole(name: str, text: str) -> int:
-    if not text.removeprefix("-").isdigit() or len(text) > 18:
+def _whole(name: str, text: str, least: int = 0) -> int:
+    if not text.removeprefix("-").isdecimal() or len(text) > 18:
         raise ConfigurationError(f"{name}: {text!r}, must be a whole number")
-    return whole(name, int(text), 0)
+    return whole(name, int(text), least)
 
 
 def _json(value: Any) -> Response:
@@ -258,22 +271,33 @@ async def _refused(_: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, started: Callable[[], None]) -> None:
         super().__init__(config)
         self._service = service
+        self._call_started = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._call_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.end_streams()
+        self._service.end()
         await super().shutdown(sockets)
 
 
-def server_of(living: Living, token: str | None = None, correcting: Correcting | None = None) -> uvicorn.Server:
+def server_of(
+    living: Living,
+    token: str | None = None,
+    correcting: Correcting | None = None,
+    started: Callable[[], None] = lambda: None,
+) -> uvicorn.Server:
     """Return a server of the page; ``run(sockets=[...])`` serves until a signal or ``should_exit`` ends it.
 
     Args:
         living: the contents; the server owns its reader from now on.
         token: required token; None if only this machine can connect.
         correcting: applies values from the page; None if the page is read-only.
+        started: called once the server handles signals and requests.
     """
     service = Service(living, correcting)
     app = Starlette(
@@ -285,7 +309,7 @@ def server_of(living: Living, token: str | None = None, correcting: Correcting |
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False
     )
-    return _Server(config, service)
+    return _Server(config, service, started)
 
 
 @contextmanager
