@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,12 @@ from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refus
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.buffer.runs import save_rank_point
+from trajstore.core.files.base import Directory
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.ledger import LEDGER_FOLDER, Ledger
+from trajstore.operations import verify as verify_module
 from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.store_damage import check_store
 from trajstore.operations.verify import verify
 from trajstore.testing.copies import copy_live
 from trajstore.testing.witness import witness
@@ -248,19 +253,91 @@ def test_a_copy_that_was_published_before_its_process_was_killed_is_completed_by
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_nothing_remains_of_the_copy_of_a_damaged_store(run: Run, tmp_path: Path, remote: bool) -> None:
+def test_the_copy_of_a_damaged_run_is_no_run(run: Run, tmp_path: Path, remote: bool) -> None:
     for rank in range(2):
         filled(tmp_path / "run" / f"rank_{rank}", range(3))
-    with opened(tmp_path / "run" / "rank_1") as buffer:
+    with opened(tmp_path / "run" / "rank_0") as buffer:
         buffer.evict([0])  # the copy numbers its shards anew
-    shard = tmp_path / "run" / "rank_1" / "shards" / "shard_00000002.pt"
+    shard = tmp_path / "run" / "rank_0" / "shards" / "shard_00000002.pt"
     flip(shard)
     to = f"memory://{tmp_path}/copy" if remote else str(tmp_path / "copy")
     message = run.err("copy", tmp_path / "run", to, code=DAMAGED)
-    assert "run/rank_1: nothing was copied" in message
+    assert "run/rank_0: nothing was copied" in message
     assert "it is damaged: shards/shard_00000002.pt: envelope: checksum does not fit" in message
-    for rank in range(2):
+    for path in (to, f"{to}/rank_0"):
         with pytest.raises(TrajstoreError):
-            keys_at(f"{to}/rank_{rank}")
+            keys_at(path)
     flip(shard)
-    assert "rank_0: 3 trajectories" in run.out("copy", tmp_path / "run", to)
+    out = run.out("copy", tmp_path / "run", to)
+    assert "rank_0: 2 trajectories" in out
+    assert out.count("everything already") == 1, "rank_1 was sound"
+    assert len(keys_at(to)) == 5
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_the_failed_copy_of_a_damaged_store_leaves_an_empty_folder_as_it_was(
+    run: Run, tmp_path: Path, link: bool
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o750)
+    before = folder.stat()
+    target = tmp_path / "link" if link else folder
+    if link:
+        target.symlink_to(folder)
+    flip(next((filled(tmp_path / "store", range(2)) / "shards").iterdir()))
+    assert "nothing was copied" in run.err("copy", tmp_path / "store", target, code=DAMAGED)
+    assert list(target.iterdir()) == []
+    assert (folder.stat().st_ino, folder.stat().st_mode) == (before.st_ino, before.st_mode)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"folder", "store", target.name})
+
+
+@pytest.mark.parametrize("words", ["copy", "repair", "merge", "convert --to zarr", "split --count 1"])
+@pytest.mark.parametrize("remote", [False, True])
+def test_nothing_appears_before_it_is_verified(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, remote: bool
+) -> None:
+    store = filled(tmp_path / "store", range(2))
+    to = f"memory://{tmp_path}/copy" if remote else str(tmp_path / "copy")
+    seen = []
+
+    def check(directory: Directory, *arguments: Any) -> None:
+        seen.append(directory.url)
+        check_store(directory, *arguments)
+        with pytest.raises(TrajstoreError):
+            keys_at(directory.url if remote and directory.url != str(store) else to)
+
+    monkeypatch.setattr(verify_module, "check_store", check)
+    command, *options = words.split()
+    run.out(command, store, to, *options)
+    assert len(set(seen) - {str(store)}) == (2 if command == "split" else 1)
+
+
+def test_a_copy_of_a_run_that_was_killed_is_no_run_and_is_completed_by_the_same_call(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        filled(tmp_path / "run" / f"rank_{rank}", range(2))
+    child = os.fork()
+    if not child:
+        copy_store(tmp_path / "run", tmp_path / "copy", partial(kill_at, tmp_path / "copy" / "rank_1"))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert [path.name for path in (tmp_path / "copy").glob("[!.]*")] == ["rank_1"]
+    with pytest.raises(CorruptStoreError, match="rank_0"):
+        keys_at(tmp_path / "copy")
+    assert "rank_0: 2 trajectories" in run.out("copy", tmp_path / "run", tmp_path / "copy")
+    assert sorted(os.listdir(tmp_path / "copy")) == ["rank_0", "rank_1"]
+
+
+def test_a_mount_point_is_refused_before_anything_is_copied(
+    run: Run, tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "disk"
+    target.mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path) == target)
+    assert "a mount point cannot be replaced; choose a folder in it" in run.err("copy", store, target)
+    assert list(target.iterdir()) == []
+
+
+def kill_at(path: Path, *_: int) -> None:
+    """End the process by SIGKILL once a path exists."""
+    if path.exists():
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,7 @@ from trajstore.testing.witness import check_trajectory, witness
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
 
 COMMANDS = {
+    "copy": ("copy", "a", "out"),
     "merge": ("merge", "a", "b", "out"),
     "split": ("split", "a", "out", "--ranks", "3"),
     "convert": ("convert", "run", "out", "--to", "zarr"),
@@ -115,6 +116,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
     before = {path: _found(stores / path) for path in ("a", "b", "run")}
     pruned = {uuid: key for uuid, key in before["a"].items() if key[0] >= 10}
     expected = {
+        "copy": {"out": before["a"]},
         "merge": {"out": before["a"] | before["b"]},
         "split": {"out": before["a"]},
         "convert": {"out": before["run"]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trajstore.cli.command import SOURCE, Command, add_target
@@ -19,22 +20,12 @@ def _configure(parser: ArgumentParser) -> None:
     add_target(parser, "DST", "target folder: absent, empty, or what this command would write now")
 
 
-def _copy(options: Namespace, out: Output) -> int:
-    from trajstore.operations.copying import copy_store
+def _run(options: Namespace, out: Output, *, repair: bool = False) -> int:
+    """Copy a store, or its intact part; return 1 if anything was lost."""
+    from trajstore.operations.copying import copy_store, repair_store
 
     with ProgressBar("verifying", sys.stderr) as bar:
-        return _write(copy_store(options.source, options.target, bar), options, out)
-
-
-def _repair(options: Namespace, out: Output) -> int:
-    from trajstore.operations.copying import repair_store
-
-    with ProgressBar("verifying", sys.stderr) as bar:
-        return _write(repair_store(options.source, options.target, bar), options, out)
-
-
-def _write(copied: Copied, options: Namespace, out: Output) -> int:
-    """Write the result of a copy; return 1 if anything was lost."""
+        copied = (repair_store if repair else copy_store)(options.source, options.target, bar)
     if options.json:
         out.json(copied.to_json())
     else:
@@ -63,7 +54,7 @@ COPY = Command(
         "A directory of RLinf becomes a store."
     ),
     configure=_configure,
-    run=_copy,
+    run=_run,
     continues=True,
 )
 
@@ -77,6 +68,6 @@ REPAIR = Command(
         "lost, or may be."
     ),
     configure=_configure,
-    run=_repair,
+    run=partial(_run, repair=True),
     continues=True,
 )

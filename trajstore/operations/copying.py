@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.buffer.checkpoint import renumbered
+from trajstore.core.buffer.checkpoint import CheckpointState, check_target, renumbered, save_checkpoint
 from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory
 from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import nested, open_directory
+from trajstore.core.files.opening import directories_above, nested, open_directory
+from trajstore.core.formats import get_format
 from trajstore.core.formats.base import SHARDS_FOLDER
 from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_sentence
 from trajstore.core.reading.read_snapshot import ReadSnapshot
@@ -169,27 +167,24 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 def _points_note(url: str) -> list[str]:
     """Return a remark if a store has saved points or pins."""
     points = [name for name in open_directory(url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
-    if not points:
-        return []
-    return [f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"]
+    note = f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"
+    return [note] if points else []
 
 
 def _links_note(url: str, copy: str) -> list[str]:
     """Return a remark if a copy shares files with its source."""
     shared = sum(file.stat().st_nlink > 1 for file in Path(copy).rglob("*") if file.is_file())
-    if not shared:
-        return []
-    return [
+    note = (
         f"{copy} shares {counted(shared, 'file')} with {url} by hard links: damage to one is damage to both; for a "
         "backup, copy to another disk"
-    ]
+    )
+    return [note] if shared else []
 
 
 def _ledger_note(url: str) -> list[str]:
     """Return a remark if a store's directory has a training ledger."""
-    if not open_directory(url).listing(LEDGER_FOLDER)[0]:
-        return []
-    return [f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool"]
+    note = f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool"
+    return [note] if open_directory(url).listing(LEDGER_FOLDER)[0] else []
 
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
@@ -202,7 +197,8 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     if place.kind != "run":
         return copy(place, target)
     files, folders = directory.listing()
-    if files or not {"own", *(part.name for part in place.parts)}.issuperset(folders):
+    begun = {name for name in folders if not name.startswith(".")}  # hidden ones are left by killed copies
+    if files or not {"own", *(part.name for part in place.parts)} >= begun:
         raise _not_empty(target)
     ranks = [part.name for part in place.parts[1:]] if place.mixed else []
     if ranks and not lenient:
@@ -212,19 +208,13 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")
-    for text in (*place.lacking, *absent):
-        result.uncounted = True
-        _put_empty(text.split()[0], text, result)
-    for part in place.parts:
+    for part in reversed(place.parts):  # a killed copy lacks rank_0, so that readers refuse it
         name = "own" if part.url == place.url else part.name
         to = f"{target}/{name}"
         try:
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
             if not lenient:
-                for made in result.parts if isinstance(error, CorruptStoreError) else ():
-                    if WRITTEN_ALREADY not in made.notes:
-                        _withdraw(made.target)
                 raise
             result.left_out += 1
             result.uncounted = True
@@ -234,9 +224,12 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
             else:
                 result.problems.append(why)
             continue
-        result.parts.append(copied)
+        result.parts.insert(0, copied)
         result.trajectories += copied.trajectories
         result.nbytes += copied.nbytes
+    for text in (*place.lacking, *absent):
+        result.uncounted = True
+        _put_empty(text.split()[0], text, result)
     return result
 
 
@@ -263,15 +256,6 @@ def is_unfinished(target: Directory) -> bool:
 
 def _not_empty(target: str) -> ConfigurationError:
     return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
-
-
-def _withdraw(url: str) -> None:
-    """Remove a damaged copy; in an object store, only what makes it a store, so that a later call continues it."""
-    target = open_directory(url)
-    if isinstance(target, LocalDirectory):
-        uninterrupted(partial(shutil.rmtree, os.path.realpath(target.path)))
-    else:
-        target.remove([METADATA_NAME])
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
@@ -301,17 +285,40 @@ def located(problem: Problem, url: str) -> str:
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
 
 
-def verified(target: str, what: str, progress: Progress | None) -> Verification:
-    """Verify a written copy.
+def verified(target: Directory, result: Copied, progress: Progress | None, what: str = "the copy") -> None:
+    """Verify a written copy, at a URL also one without metadata so far, and add its counts to a result.
 
     Raises:
         CorruptStoreError: the copy is damaged; ``what`` names it in the message.
     """
-    verification = verify(target, progress)
-    if not verification.sound:
-        problems = "; ".join(f"{problem.file}: {problem.message}" for problem in verification.problems)
-        raise CorruptStoreError(f"{target}: {what} is damaged: {problems}")
-    return verification
+    verification = verify(target.url, progress)
+    begun = is_unfinished(target)
+    problems = [problem for problem in verification.problems if not (begun and problem.file == METADATA_NAME)]
+    if problems:
+        text = "; ".join(f"{problem.file}: {problem.message}" for problem in problems)
+        raise CorruptStoreError(f"{target.url}: {what} is damaged: {text}")
+    result.trajectories += verification.trajectories
+    result.nbytes += verification.nbytes
+
+
+def publish(
+    target: Directory,
+    snapshot: ReadSnapshot,
+    state: CheckpointState,
+    result: Copied,
+    progress: Progress | None,
+    **options: bool,
+) -> None:
+    """Write a checkpoint that appears once it is verified; ``options`` are those of ``save_checkpoint``.
+
+    Raises:
+        CorruptStoreError: the copy is damaged; it does not appear.
+        StoreWriteError: it could not be written.
+    """
+    if not isinstance(target, LocalDirectory):
+        target.remove([METADATA_NAME])  # of an interrupted call
+    form, check = get_format(state.trajectory_format), partial(verified, result=result, progress=progress)
+    save_checkpoint(target, snapshot, state, form, "trajstore", replace=False, check=check, **options)
 
 
 def _copy(
@@ -336,20 +343,20 @@ def _copy(
         forget_rows(reader, {directory.url: damaged})
         there = open_directory(target)
         files, folders = there.listing()
-        done = bool(files or folders) and holds(target, reader.live.locked(lambda contents: contents.snapshot()))
+        done = bool(files or folders) and holds(target, reader._snapshot())
         if (files or folders) and not done and not is_unfinished(there):
             raise _not_empty(target)
-        if not done:
-            reader.save_checkpoint(target)
-    try:
-        verification = verified(target, f"the copy of {source}", progress)
-    except CorruptStoreError:
-        if not done:
-            _withdraw(target)
-        if strict is not False:
-            verified(source, "nothing was copied (`trajstore repair` copies the intact part): it", None)
-        raise
-    copied = Copied(source, target, verification.trajectories, verification.nbytes, lost)
+        copied = Copied(source, target, lost=lost)
+        try:
+            if done:
+                verified(there, copied, progress)
+            else:
+                check_target(there, directories_above(there))
+                publish(there, reader._snapshot(), reader._state(), copied, progress)
+        except CorruptStoreError:
+            if strict is not False:
+                verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
+            raise
     if done:
         copied.notes.append(WRITTEN_ALREADY)
     if before > unwritten and not lost:

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.core.base.arguments import one_of, truth, whole
-from trajstore.core.buffer.checkpoint import CheckpointState, check_target, save_checkpoint
+from trajstore.core.buffer.checkpoint import CheckpointState, check_target
 from trajstore.core.buffer.loading import LoadRequest
 from trajstore.core.buffer.reader import Reader, load_reader
 from trajstore.core.files.base import Directory
 from trajstore.core.files.folders import publish_folder
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import directories_above, nested, open_directory
-from trajstore.core.formats import FORMATS, get_format
+from trajstore.core.formats import FORMATS
 from trajstore.core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore.core.reading.read_snapshot import ReadSnapshot
 from trajstore.core.reading.sources import StoreSource
@@ -29,7 +29,7 @@ from trajstore.core.sampling.draws import Draws
 from trajstore.core.store.partition import share_of
 from trajstore.core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, trajectories, written
-from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, verified
+from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, publish, verified
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
@@ -57,7 +57,7 @@ def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress 
     places = _places(sources, target)
     result = _result(places, target)
     with _shown(_stores(places, result), result, progress) as reader:
-        return _write(result, {"": (_snapshot(reader), _state(reader))}, progress)
+        return _write(result, {"": (reader._snapshot(), reader._state())}, progress)
 
 
 def split(
@@ -104,9 +104,9 @@ def split(
     places = _places([source], target)
     result = _result(places, target)
     with _shown(_stores(places, result), result, progress) as reader:
-        snapshot = _snapshot(reader)
+        snapshot = reader._snapshot()
         parts = {
-            name: (snapshot.only(entries), _state(reader, Draws(number)))  # no two stores draw alike
+            name: (snapshot.only(entries), reader._state(Draws(number)))  # no two stores draw alike
             for number, (name, entries) in enumerate(select(reader, snapshot).items())
         }
         if not parts:
@@ -146,7 +146,7 @@ def convert(
         for number, store in _stores(places, result).items():
             reader = shown.enter_context(_shown({ALONE: store}, result, progress))
             name = "" if store is places[0] else f"rank_{number}" if is_of_rank(store.name) else store.name
-            parts[name] = _snapshot(reader), _state(reader, trajectory_format=trajectory_format)
+            parts[name] = reader._snapshot(), reader._state(trajectory_format=trajectory_format)
         return _write(result, parts, progress, trajectory_format, once=truth("store_frames_once", store_frames_once))
 
 
@@ -214,16 +214,6 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         yield reader
 
 
-def _snapshot(reader: Reader) -> ReadSnapshot:
-    return reader.live.locked(lambda contents: contents.snapshot())
-
-
-def _state(reader: Reader, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
-    draws = draws or reader._draws
-    counter = reader.trajectory_counter
-    return CheckpointState(trajectory_format or reader.trajectory_format, counter, draws.seed, draws.rng_state)
-
-
 # -- target -------------------------------------------------------------------------------------------
 
 
@@ -252,16 +242,13 @@ def _write(
         )
     if done:
         result.notes.append(WRITTEN_ALREADY)
+        verified(target, result, progress)
     else:
         check_target(target, directories_above(target))
         with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
             for name, (snapshot, state) in parts.items():
-                form = get_format(state.trajectory_format)
-                to = made.inner(name) if name else made
-                converted = trajectory_format is not None
-                save_checkpoint(to, snapshot, state, form, "trajstore", converted=converted, once=once, replace=False)
-    verification = verified(result.target, "what was written", progress)
-    result.trajectories, result.nbytes = verification.trajectories, verification.nbytes
+                to, converted = made.inner(name) if name else made, trajectory_format is not None
+                publish(to, snapshot, state, result, progress, converted=converted, once=once)
     return result
 
 

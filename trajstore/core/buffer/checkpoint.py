@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,6 +113,7 @@ def save_checkpoint(
     converted: bool = False,
     once: bool = False,
     replace: bool = True,
+    check: Callable[[Directory], object] | None = None,
 ) -> None:
     """Write a snapshot of a buffer to its own directory; ids of a run's ranks are renumbered.
 
@@ -125,6 +126,7 @@ def save_checkpoint(
         converted: link only shards that are in this format.
         once: store equal rows of ``next_obs`` and ``curr_obs`` once; shards that could have such rows are not linked.
         replace: replace an earlier checkpoint.
+        check: called with the written directory before it appears; of a URL, before it has metadata.
 
     Raises:
         ConfigurationError: the layout is unknown, or the directory holds other files, which may have come meanwhile.
@@ -134,7 +136,8 @@ def save_checkpoint(
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
     ids, notes, values = renumbered(snapshot)
     snapshot.index.renumber(ids)
-    write = partial(_write_store, converted=converted, once=once) if layout == "trajstore" else _write_rlinf
+    store = partial(_write_store, converted=converted, once=once, check=check)
+    write = store if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path, replace=replace) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
         write(staged, snapshot, notes, values, state, trajectory_format)
@@ -197,6 +200,7 @@ def _write_store(
     *,
     converted: bool,
     once: bool,
+    check: Callable[[Directory], object] | None,
 ) -> None:
     catalog = Catalog.create(target)
     files: dict[Source, list[tuple[str, str, int]]] = {}
@@ -261,11 +265,12 @@ def _write_store(
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
     last = [catalog.snapshot_file(), catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)]
-    if isinstance(target, LocalDirectory):
-        target.publish(last)  # the directory is renamed into place as a whole
-        return
-    for file in last:  # a reader that sees the metadata finds everything else
-        target.publish([file])
+    # A local directory is renamed into place as a whole; elsewhere, a reader that sees the metadata finds all else.
+    first = 2 if isinstance(target, LocalDirectory) else 1
+    target.publish(last[:first])
+    if check is not None:
+        check(target)
+    target.publish(last[first:])
 
 
 def _values_at(snapshot: ReadSnapshot, number: int, row: int) -> ShardContent:

@@ -459,18 +459,18 @@ class Reader(Closing):
         one_of("layout", layout, get_args(Layout))
         check_target(target, directories_above(target, **self._storage_options))
 
-        def look(contents: Contents) -> tuple[CheckpointState, ReadSnapshot]:
-            state = CheckpointState(
-                trajectory_format=self.trajectory_format,
-                trajectory_counter=self.trajectory_counter,
-                seed=self.seed,
-                rng_state=self._draws.rng_state,
-            )
-            return state, contents.snapshot()
-
         with self.live.steady, self._keeping_files():
-            state, snapshot = self.live.locked(look)
+            state, snapshot = self.live.locked(lambda contents: (self._state(), contents.snapshot()))
             save_checkpoint(target, snapshot, state, self._format, layout)
+
+    def _snapshot(self) -> ReadSnapshot:
+        return self.live.locked(lambda contents: contents.snapshot())
+
+    def _state(self, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
+        """Return the buffer's own state, with other draws or another format if given."""
+        draws = draws or self._draws
+        form = trajectory_format or self.trajectory_format
+        return CheckpointState(form, self.trajectory_counter, draws.seed, draws.rng_state)
 
     def _keeping_files(self) -> AbstractContextManager[object]:
         """Keep the files to be linked or copied."""

@@ -18,6 +18,7 @@ from trajstore.core.base.interrupts import uninterrupted
 from trajstore.core.files.descriptors import Descriptor
 from trajstore.core.files.held import HeldFolder
 from trajstore.core.files.local import LocalDirectory
+from trajstore.errors import CorruptStoreError
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -34,17 +35,19 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
         replace: False refuses a folder that has contents by then.
 
     Raises:
-        OSError: writing failed; an existing folder at ``path`` is unchanged. The message names ``path``, not the
-            temporary folder.
+        OSError, CorruptStoreError: those of the block, or writing failed; an existing folder at ``path`` is unchanged.
+            The message names ``path``, not the temporary folder.
     """
     where = Path(os.path.realpath(path))
+    if os.path.ismount(where):
+        raise OSError(errno.EBUSY, "a mount point cannot be replaced; choose a folder in it", str(path))
     parent = HeldFolder(where.parent)
     parent.make()
     _remove_abandoned(parent, where.name)
     temporary = f".{where.name}.{uuid.uuid4().hex}.tmp"
-    parent.make_folder(temporary)
-    staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
     try:
+        parent.make_folder(temporary)
+        staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
         # Locked while it is being made: another process that publishes to the same path leaves it alone.
         with _held(parent, temporary):
             staged.create()
@@ -55,11 +58,11 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
             else:
                 parent.rename(temporary, where.name)  # the target is absent or an empty folder
                 parent.sync()
-    except OSError as error:
+    except (OSError, CorruptStoreError) as error:
         error.args = tuple(
             part.replace(temporary, where.name) if isinstance(part, str) else part for part in error.args
         )
-        if error.filename is not None:
+        if isinstance(error, OSError) and error.filename is not None:
             error.filename = str(error.filename).replace(temporary, where.name)
         raise
     finally:
