@@ -192,6 +192,32 @@ def test_compact_reports_a_damaged_shard_that_stays(tmp_path: Path, run: Run) ->
     assert run.json("compact", path, code=DAMAGED)["damaged"] == 1
 
 
+def test_prune_and_compact_report_what_saved_points_keep(tmp_path: Path, run: Run) -> None:
+    path = tmp_path / "run"
+    for rank in range(2):
+        with opened(path / f"rank_{rank}") as buffer:
+            buffer.add_trajectories([rollout(number) for number in range(4)])
+            buffer.points.pin("a")
+            buffer.add_trajectories([rollout(number) for number in range(4)])
+            if rank:
+                buffer.points.save(1)
+            buffer.add_trajectories([rollout(number) for number in range(4)])
+    sizes = [nbytes for _, nbytes in sorted(asked(path, "trajectory_id", "bytes"))]
+    kept = sum(sizes[place] for place in (0, 2, 12, 14, 16, 18))
+    held = {"trajectories": 6, "bytes": kept, "names": ["a", "step-1.0"]}
+    words = ["prune", f"{path}/", "--where", "outcome = 0"]
+    for more in ([], ["--yes"]):
+        assert run.json(*words, *more)["held_by_points"] == held
+    for _ in range(2):
+        assert run.json("compact", f"{path}/")["held_by_points"] == held
+    assert "kept on disk for a, step-1.0 until `points.remove`: 6 trajectories (" in run.out("compact", path)
+    assert run.json(*words, "--yes")["held_by_points"] == {"trajectories": 0, "bytes": 0, "names": []}
+    with opened(path / "rank_0") as buffer:
+        buffer.points.remove("a")
+    assert run.json("compact", path / "rank_0")["held_by_points"]["names"] == []
+    assert "kept on disk" not in run.out("compact", path / "rank_0")
+
+
 def test_prune_and_compact(tmp_path: Path, run: Run) -> None:
     path = tmp_path / "run"
     for rank in range(2):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
@@ -11,8 +10,6 @@ from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range
 from trajstore.cli.trajectory import TURNS_BY_MESSAGES, TURNS_BY_TOKENS, write_trajectory
 from trajstore.errors import counted, listed, trajectories
-
-logger = logging.getLogger(__name__)
 
 KINDS = {
     "store": "trajectory store",
@@ -42,7 +39,7 @@ def _id(text: str) -> int:
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
-    parser.add_argument("--each", action="store_true", help="for a run directory, show every rank in full")
+    parser.add_argument("--each", action="store_true", help="show every rank of a run in full, as of a single store")
     parser.add_argument(
         "--trajectory",
         type=_id,
@@ -87,8 +84,6 @@ def _run(options: Namespace, out: Output) -> int:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
             report = inspect(options.path, measure, bar)
-    if options.each and report["kind"] != "run":
-        logger.warning("%s: is no run directory, --each has no effect", options.path)
     if options.json:
         out.json(report)
     elif options.trajectory is not None:

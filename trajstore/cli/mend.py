@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from typing import Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
-from trajstore.errors import trajectories
+from trajstore.errors import listed, trajectories
 
 
 def _configure_prune(parser: ArgumentParser) -> None:
-    _configure_path(parser)
+    _configure(parser)
     parser.add_argument(
         "--where", metavar="CONDITION", required=True, help='evict matching trajectories, e.g. "outcome = 0"'
     )
     parser.add_argument("--yes", action="store_true", help="evict; without it, nothing is changed")
-    parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
-def _configure_compact(parser: ArgumentParser) -> None:
-    _configure_path(parser)
-    parser.add_argument("--json", action="store_true", help="write the result as JSON")
-
-
-def _configure_path(parser: ArgumentParser) -> None:
+def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store or run directory without a running writer; path or URL")
+    parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
 def _prune(options: Namespace, out: Output) -> int:
@@ -38,6 +34,7 @@ def _prune(options: Namespace, out: Output) -> int:
     was = "was" if pruned.trajectories == 1 else "were"
     would = f"{was} evicted" if options.yes else "would be evicted"
     out.line(f"{pruned.path}: {summary} {would}, {pruned.kept:,} stay")
+    _write_held(pruned.held_by_points, out)
     if not options.yes:
         out.line("  nothing was changed; --yes does it")
     return int(pruned.damage is not None)
@@ -53,7 +50,14 @@ def _compact(options: Namespace, out: Output) -> int:
     held = f"; {format_bytes(done.held_bytes)} go when readers let go of them" if done.held_bytes else ""
     before, after = format_bytes(done.bytes_before), format_bytes(done.bytes_after)
     out.line(f"{done.path}: shards had {before}, have {after} now{held}")
+    _write_held(done.held_by_points, out)
     return int(done.damaged > 0)
+
+
+def _write_held(held: dict[str, Any], out: Output) -> None:
+    if held["trajectories"]:
+        summary = f"{trajectories(held['trajectories'])} ({format_bytes(held['bytes'])})"
+        out.line(f"  kept on disk for {listed(held['names'])} until `points.remove`: {summary}")
 
 
 PRUNE = Command(
@@ -76,7 +80,7 @@ COMPACT = Command(
         "Rewrite the shards of a store, or of each store of a run directory, until no row is dead and no two small "
         "shards are left. No writer may be running. An interrupted command loses nothing: run it again."
     ),
-    configure=_configure_compact,
+    configure=_configure,
     run=_compact,
     continues=True,
 )

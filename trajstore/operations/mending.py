@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.reading.places import Place, find_place, rank_number
+from trajstore.core.reading.sources import StoreSource
+from trajstore.core.sampling.base import IntArray
+from trajstore.core.store.catalog import Catalog
+from trajstore.core.store.log_records import lie_in
 from trajstore.core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore.operations.opening import open_readable
 from trajstore.operations.points import stores_of
@@ -25,18 +31,20 @@ class Pruned:
         nbytes: bytes of their columns. Files are deleted once no pin and no reader needs them.
         kept: number of trajectories kept.
         damage: damage of the store that leaves some trajectories unexamined; None if there is none.
+        held_by_points: of the evicted ones that snapshots (saved points, left heads, pins) keep on disk: the number of
+            ``trajectories``, the ``bytes`` of their columns, and the ``names`` of the snapshots.
     """
 
     path: str
     trajectories: int
     nbytes: int
     kept: int
-    damage: str | None = None
+    damage: str | None
+    held_by_points: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        names = {"path": self.path, "trajectories": self.trajectories, "bytes": self.nbytes, "kept": self.kept}
-        return {**names, "damage": self.damage}
+        return {"bytes" if name == "nbytes" else name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,15 @@ class Compacted:
         bytes_after: bytes of the shards needed now.
         held_bytes: bytes of files kept only until readers release them.
         damaged: number of damaged shards, which stay as they are.
+        held_by_points: evicted trajectories that snapshots keep, as in :class:`Pruned`.
     """
 
     path: str
     bytes_before: int
     bytes_after: int
     held_bytes: int
-    damaged: int = 0
+    damaged: int
+    held_by_points: dict[str, Any]
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -84,16 +94,21 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
     stores = stores_of(place)
     with ExitStack() as held:
         writers = {}
+        ranks = {store.url: rank_number(store.directory, place.directory) if place.parts else ALONE for store in stores}
         for store in () if dry_run else stores:  # lock all before changing any
-            rank = rank_number(store.directory, place.directory) if place.kind == "run" else ALONE
-            writers[rank] = held.enter_context(_written(store))
+            writers[ranks[store.url]] = held.enter_context(_written(store))
         reader, damage = open_readable(path)
         with reader:
             leaving = reader.query().where(where)
             ids, nbytes, total = leaving.ids(), int(leaving.table()["bytes"].sum()), len(reader)
+            by_points = _held_by_points(
+                (source.catalog, own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
+                for source in reader.live.contents.sources
+                if isinstance(source, StoreSource)
+            )
         for rank, writer in writers.items():
             writer.evict(own_id(ids[rank_of_id(ids) == rank]).tolist())
-    return Pruned(place.url, len(ids), nbytes, total - len(ids), damage)
+    return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points)
 
 
 def compact(path: str | Path) -> Compacted:
@@ -117,7 +132,24 @@ def compact(path: str | Path) -> Compacted:
             damaged += writer.sink.compact()
             stats = writer.get_stats()
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
-    return Compacted(place.url, int(before), int(after), int(held), damaged)
+    by_points = _held_by_points((Catalog.open(store.directory), None) for store in stores_of(place))
+    return Compacted(place.url, int(before), int(after), int(held), damaged, by_points)
+
+
+def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[str, Any]:
+    """Return which trajectories snapshots keep, see :class:`Pruned`: of live ones these ids, or all evicted ones."""
+    count = nbytes = 0
+    names = set()
+    for catalog, ids in stores:
+        index = catalog.pinned if ids is None else catalog.index
+        chosen = np.isin(index["trajectory_id"], index["trajectory_id"] if ids is None else ids)
+        kept = np.zeros(len(index), np.bool_)
+        for head in catalog.snapshots():
+            inside = lie_in(index["trajectory_id"], head.ids) & chosen
+            kept |= inside
+            names |= {head.name} if inside.any() else set()
+        count, nbytes = count + int(kept.sum()), nbytes + int(index["nbytes"][kept].sum())
+    return {"trajectories": count, "bytes": nbytes, "names": sorted(names)}
 
 
 @contextmanager
