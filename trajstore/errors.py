@@ -55,6 +55,10 @@ class ConfigurationError(TrajstoreError, ValueError):
     """An argument or configuration key has a value outside its range."""
 
 
+class UnknownColumnError(ConfigurationError):
+    """An SQL expression names a column that does not exist; late values become columns once there is one."""
+
+
 class SchemaMismatchError(TrajstoreError, ValueError):
     """The trajectories to be sampled together differ in their columns."""
 

@@ -183,3 +183,27 @@ def test_what_a_selection_refuses(caplog: pytest.LogCaptureFixture) -> None:
             buffer.sample_trajectories(2, **wrong)  # type: ignore[arg-type]
     with pytest.raises(EmptyBufferError, match=r"of 6 trajectories, none are among 1 id"):
         buffer.sample(2, ids=[99])
+
+
+@pytest.mark.parametrize(("make", "one"), [(ReplayLoader, block), (TokenLoader, rollout)])
+def test_a_loader_of_an_empty_store_refuses_conditions_that_can_never_match(
+    tmp_path: Path, make: Any, one: Any
+) -> None:
+    with writer_to(tmp_path / "store") as writer:
+        for wrong in ("outcome >", "nosuch(outcome) > 0", "outcome + 1", "sum(outcome) > 0"):
+            with make(writer, 8, where=wrong, timeout=60) as loader, pytest.raises(ConfigurationError, match="where: "):
+                next(loader)
+        with make(writer, 8, where="outcme = 1", timeout=0.1, min_size=2) as loader:
+            message = ""
+            while "did you mean 'outcome'" not in message:
+                with pytest.raises(TimeoutError) as raised:
+                    next(loader)
+                message = str(raised.value)
+            assert "0 of 2 trajectories (where: 'outcme = 1': there is no column 'outcme'" in message
+            writer.add_trajectories([one(1)])
+            annotate(writer, 0, {"outcme": 1.0})
+            writer.add_trajectories([one(3)])
+        with make(writer, 8, where="outcme = 1", timeout=60, min_size=2) as loader:
+            next(loader)
+        with make(writer, 8, where="outcome = 0", timeout=0.5) as loader, pytest.raises(TimeoutError):
+            next(loader)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from trajstore.core.base.arguments import whole
 from trajstore.core.store.run_ids import ID_LIMIT
-from trajstore.errors import ConfigurationError, listed
+from trajstore.errors import ConfigurationError, UnknownColumnError, listed
 from trajstore.query.engine import polars
 from trajstore.query.ids import ID, checked_ids, with_numbers
 from trajstore.query.metadata import keys_in, with_columns, with_metadata
@@ -453,4 +453,5 @@ def _refusal(
             reason += f"there are {listed(names, 40)}"
             if "trajectory_id" in names:
                 reason += "; keys of a rollout's metadata are written metadata.KEY"
-    return ConfigurationError(f"{where}: {text!r}: {reason}")
+    refusal = ConfigurationError if unknown is None else UnknownColumnError
+    return refusal(f"{where}: {text!r}: {reason}")

@@ -33,7 +33,7 @@ from trajstore.core.sampling.base import Drawn, Fits, IntArray, Sampler
 from trajstore.core.sampling.draws import Draws, Window
 from trajstore.core.sampling.selection import Selection
 from trajstore.core.store.run_ids import shown_id
-from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, UnknownColumnError
 
 if TYPE_CHECKING:
     from trajstore.query import Query
@@ -162,6 +162,18 @@ class Sampling:
             queries = import_module("trajstore.query.reader").Queries
             self._queries = cast("Queries", queries(self._view.locked, self._view.directories_by_rank))
         return self._queries.query(relation)
+
+    def unknown_column(self, selection: Selection) -> str:
+        """Return words on a column of the condition that does not exist, unless a late value gets its name; or "".
+
+        Raises:
+            ConfigurationError: the condition is invalid, whatever columns there will be.
+        """
+        try:
+            self._evaluate(selection)
+        except UnknownColumnError as error:
+            return f" ({error})"
+        return ""
 
     def _evaluate(self, selection: Selection) -> None:
         """Update the matching ids, unless the facts are the same. Without the lock: Polars' threads may need it."""

@@ -37,7 +37,7 @@ from trajstore.core.feeding.options import (
 )
 from trajstore.core.feeding.shares import Share, counts_of, parts_of, shares_of
 from trajstore.core.sampling.base import NO_TRAJECTORY, Drawn, Sampler
-from trajstore.core.sampling.selection import selected
+from trajstore.core.sampling.selection import Selection, selected
 from trajstore.core.sampling.states import check_state
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError, listed, trajectories
 
@@ -278,7 +278,7 @@ class BatchSource(Source[DrawnBatch]):
             buffer.sampling.continue_draws()
 
     def unfilled(self) -> str:
-        return unfilled(zip(self.names, self._buffers, self._min_sizes, strict=True))
+        return unfilled(zip(self.names, self._buffers, self._min_sizes, self._selected, strict=True))
 
     def draw(self) -> DrawnBatch:
         """Choose the rows of the next global batch; the first buffer provides the rows that others lack."""
@@ -477,21 +477,24 @@ def _copied(values: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor])
     return {name: out[name][: len(tensor)].copy_(tensor) for name, tensor in values.items()}
 
 
-def unfilled(buffers: Iterable[tuple[str, Replay, int]]) -> str:
-    """Return which buffers have too few trajectories; empty if none.
+def unfilled(buffers: Iterable[tuple[str, Replay, int, Sampler | None]]) -> str:
+    """Return which buffers have too few trajectories, and columns that an empty one lacks; empty if none.
 
     Args:
-        buffers: name, buffer and minimum number of trajectories of each.
+        buffers: name, buffer, minimum number of trajectories and sampler of each.
 
     Raises:
         EmptyBufferError: one shows a saved point, which gets no more.
+        ConfigurationError: the condition for an empty one is invalid, whatever columns there will be.
     """
     few = []
-    for name, buffer, least in buffers:
+    for name, buffer, least, sampler in buffers:
         if not buffer.is_ready(least):
             few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
             if not buffer.grows:
                 raise EmptyBufferError(f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size")
+            if not len(buffer) and isinstance(sampler, Selection) and isinstance(buffer, Reader):
+                few[-1] += buffer.sampling.unknown_column(sampler)
     return ", ".join(few)
 
 

@@ -118,7 +118,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         self._buffer.sampling.continue_draws()
 
     def unfilled(self) -> str:
-        return unfilled([("the buffer", self._buffer, self._min_size)])
+        return unfilled([("the buffer", self._buffer, self._min_size, self._sampler)])
 
     # -- drawing ----------------------------------------------------------------------------------
 
