@@ -114,3 +114,16 @@ def test_kernels_can_be_used_after_an_interrupt_while_they_were_loaded() -> None
 def test_kernels_can_be_used_whenever_the_interrupt_comes(seed: int, tmp_path: Path) -> None:
     cold = tmp_path / "cache" if seed % 3 else None
     assert bombarded(seed, (0.004, 0.02, 0.1)[seed % 3], 200, cold)[0] == "sound"
+
+
+def test_kernels_are_compiled_where_no_cache_can_be_written() -> None:
+    compiles = (
+        "import numba.core.caching as caching\n"
+        "for locator in (caching.FunctionCache, caching.CompileResultCacheImpl):\n"
+        "    locator._locator_classes = []\n"
+        "from trajstore.core.sampling import _tree_kernels\n"
+        "from trajstore.core.base import _kernels\n"
+    )
+    child = subprocess.run([sys.executable, "-c", compiles], capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.count("set NUMBA_CACHE_DIR to a folder") == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeAlias
 
 import numba
@@ -25,6 +27,12 @@ Array: TypeAlias = np.ndarray[Any, Any]
 _NUMBERS, _TABLE = "int64[::1]", "int64[:, ::1]"
 
 
+@cache
+def _warn_of_compiling() -> None:
+    text = "numba can write no cache, so each process compiles again; set NUMBA_CACHE_DIR to a folder for it"
+    warnings.warn(text, stacklevel=1)
+
+
 def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function for these arguments, or loads it from numba's cache.
 
@@ -34,7 +42,11 @@ def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable
     """
 
     def compile_now(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(nogil=nogil, cache=True)(function)
+        try:
+            dispatcher = numba.njit(nogil=nogil, cache=True)(function)
+        except RuntimeError:
+            _warn_of_compiling()
+            dispatcher = numba.njit(nogil=nogil)(function)
         dispatcher.compile(f"({', '.join(types_of_arguments)},)")
         return dispatcher
 
