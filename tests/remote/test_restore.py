@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,14 @@ from trajstore.cli import main
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.store.sealed import RESTORE_NAME
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, StoreWriteError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    TrajstoreError,
+)
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
@@ -122,6 +130,29 @@ def test_a_run_of_several_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "new ids begin at " in capsys.readouterr().out
     assert main(["restore", str(tmp_path / "mirrors"), str(tmp_path / "new")]) == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+def test_an_interrupted_restore_of_a_run_is_no_run_and_is_taken_up(tmp_path: Path) -> None:
+    for rank in range(3):
+        with make(tmp_path / "run" / f"rank_{rank}", tmp_path / "mirrors" / f"rank_{rank}") as buffer:
+            add(buffer, [10 * rank + 1, 10 * rank + 2])
+    shard = min((tmp_path / "mirrors" / "rank_1" / "shards").iterdir())
+    flip(shard)
+    for _ in range(2):
+        with pytest.raises(CorruptStoreError, match=shard.name):
+            restore(tmp_path / "mirrors", tmp_path / "new")
+        with pytest.raises(TrajstoreError, match="rank_1: an unfinished restore"):
+            keys_at(tmp_path / "new")
+    flip(shard)
+    assert restore(tmp_path / "mirrors", tmp_path / "new").trajectories == 6
+    assert sorted(keys_at(tmp_path / "new").values()) == [1, 2, 11, 12, 21, 22]
+    is_sound(tmp_path / "new")
+    assert not list((tmp_path / "new").rglob(RESTORE_NAME))
+
+
+def test_a_target_that_is_removed_meanwhile_is_not_damage_of_the_mirror(tmp_path: Path, mirror: Path) -> None:
+    with pytest.raises(StoreWriteError, match="is not complete; call restore again"):
+        restore(mirror, tmp_path / "new", lambda *_: shutil.rmtree(tmp_path / "new", ignore_errors=True))
 
 
 def test_two_stores_of_one_mirror_keep_apart(tmp_path: Path, mirror: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from trajstore.core.store.log_records import LOG_FOLDER
 from trajstore.core.store.saved_points import PINS_FOLDER, Snapshot, pin_name
 from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME, RESTORE_NAME
 from trajstore.core.writing.fencing import SHARDS_OF_A_WRITER
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed, written
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,8 @@ class Restored:
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
-        values: dict[str, Any] = {
-            "mirror": self.mirror,
-            "target": self.target,
-            "trajectories": self.trajectories,
-            "bytes": self.nbytes,
-            "copied_bytes": self.copied,
-        }
+        values: dict[str, Any] = {"mirror": self.mirror, "target": self.target, "trajectories": self.trajectories}
+        values |= {"bytes": self.nbytes, "copied_bytes": self.copied}
         if self.parts:
             return values | {"parts": [part.to_json() for part in self.parts]}
         return values | {"newest_id": self.newest_id, "next_id": self.next_id}
@@ -122,7 +117,7 @@ def restore(
     if kind == "store" and ranks.directories:
         raise ConfigurationError(mixed_sentence(source.url, ranks.names))
     if kind == "store":
-        return _restore(source, into, progress)
+        return _completed(_restore(source, into, progress), [into])
     if not ranks.directories:
         raise nothing_at(mirror, source)
     if ranks.lacking:
@@ -130,10 +125,19 @@ def restore(
             f"{source.url}: {listed(ranks.lacking)}; restore each rank that is there by its own path"
         )
     result = Restored(source.url, into.url)
-    for rank, name in zip(ranks.directories, ranks.names, strict=True):
-        result.parts.append(_restore(rank, into.inner(name), progress))
+    targets = [into.inner(name) for name in ranks.names]
+    for rank, part in reversed(list(zip(ranks.directories, targets, strict=True))):  # rank_0 makes it a run
+        result.parts.insert(0, _restore(rank, part, progress))
     for count in ("trajectories", "nbytes", "copied"):
         setattr(result, count, sum(getattr(part, count) for part in result.parts))
+    return _completed(result, targets)
+
+
+def _completed(result: Restored, targets: Sequence[Directory]) -> Restored:
+    """Remove the marks of an unfinished restore, once all stores are complete."""
+    with written(f": {result.target} is complete; call restore again to remove its {RESTORE_NAME}"):
+        for target in targets:
+            target.remove([RESTORE_NAME], durable=True)
     return result
 
 
@@ -147,8 +151,7 @@ def _check_mirror(source: Directory) -> None:
         return
     raise ConfigurationError(
         f"{source.url}: is not a mirror (it has no {LEDGER_NAME}) but a store or a copy of one: open it at this "
-        "path, or "
-        "`trajstore copy` it to another place"
+        "path, or `trajstore copy` it to another place"
     )
 
 
@@ -161,17 +164,17 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
             if _begin(catalog, target):
                 return _Copy(catalog, target, progress).run()
             return _ended(source, target)
-        except FileNotFoundError as error:
-            if isinstance(error, StoreNotFoundError):
+        except OSError as error:
+            if isinstance(error, StoreNotFoundError | StoreWriteError):
                 raise
+            if not isinstance(error, FileNotFoundError) or Path(str(error.filename)).is_relative_to(target.url):
+                raise StoreWriteError(
+                    f"{error}: {target.url} is not complete; call restore again to continue"
+                ) from error
             if attempt + 1 == _ATTEMPTS or not Catalog.open(source).generation > catalog.generation:
                 raise CorruptStoreError(
                     f"{error}: the mirror lacks it; `trajstore repair` makes a store of the intact part"
                 ) from error
-        except OSError as error:
-            if isinstance(error, StoreWriteError):
-                raise
-            raise StoreWriteError(f"{error}: {target.url} is not complete; call restore again to continue") from error
         finally:
             lease.release()
     raise CorruptStoreError(f"{source.url}: changes faster than it can be copied")
@@ -204,7 +207,6 @@ def _begin(catalog: Catalog, target: Directory) -> bool:
 
 def _ended(source: Directory, target: Directory) -> Restored:
     """Return the result of an attempt that was interrupted after its last file."""
-    target.remove([RESTORE_NAME], durable=True)
     made = Catalog.open(target)
     return Restored(
         source.url,
@@ -253,7 +255,6 @@ class _Copy:
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
         target.publish([catalog.metadata_file(**{name: metadata[name] for name in _KEPT_METADATA if name in metadata})])
-        target.remove([RESTORE_NAME], durable=True)
         return Restored(
             self._source.url,
             target.url,
