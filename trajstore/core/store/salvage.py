@@ -162,7 +162,7 @@ class SalvagedCatalog(Catalog):
             reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {detail}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
-                too = f"; {METADATA_NAME} is damaged too" if self.damage else ""
+                too = f"; {METADATA_NAME} is damaged too: rerun an interrupted copy to here" if self.damage else ""
                 raise CorruptStoreError(
                     f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
                     f"Without one, only the files in {SHARDS_FOLDER}/ are left, without ids{too}"
