@@ -36,9 +36,11 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.open(f"{address}/#/table")
         assert page.until(f"{ROWS}[0] === '399' && {ROWS}")[:3] == ["399", "398", "397"]
         assert page.run("return document.querySelectorAll('.row').length") < 100
+        page.run("window.head = document.querySelector('.heads button')")
         writer.add_trajectories([rollout(400)])
         writer.flush()
         page.until(f"{ROWS}[0] === '400'")  # at the top, new rows appear without a reload
+        assert page.run("return window.head.isConnected"), "a click on it would have been lost"
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
         page.until("document.querySelector('.total').textContent === '40 trajectories, newest commit first'")
         clicked(page, ".heads > div:nth-child(1) button", "document.querySelector('[aria-sort=descending] code')")

@@ -78,6 +78,7 @@ export async function show(main, { parameters, keep, signal }) {
   } });
   const refused = make("p", { class: "refused", id: "refused", role: "alert" });
   const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
+  let laid = null; // of what the heads are made
   const heads = make("div", { class: "heads", role: "row", "aria-rowindex": 1 });
   const body = make("div", { class: "rows", role: "rowgroup" });
   const grid = make("div", {
@@ -110,6 +111,13 @@ export async function show(main, { parameters, keep, signal }) {
     grid.style.setProperty("--columns", widths.map(([least, share]) => (share ? `minmax(${least}rem, ${share}fr)` : `${least}rem`)).join(" "));
     grid.style.setProperty("--least", `${widths.reduce((sum, [least]) => sum + least, 0)}rem`);
     grid.setAttribute("aria-colcount", visible.length);
+    const wanted = JSON.stringify([visible, columns, question.order]);
+    if (wanted !== laid) makeHeads(); // a click is lost if its button is replaced between press and release
+    laid = wanted;
+    draw();
+  }
+
+  function makeHeads() {
     const [by, way] = (question.order ?? NEWEST[0]).split(/\s+(?=desc$)/);
     keepingFocus(heads, () => fill(heads, visible.map((name) => {
       const column = columns.find((one) => one.name === name);
@@ -124,7 +132,6 @@ export async function show(main, { parameters, keep, signal }) {
         },
       }, title(name), make("span", { class: "way", "aria-hidden": "true" }, { none: "", ascending: " ↑", descending: " ↓" }[sorted]), factOf(name)));
     })));
-    draw();
   }
 
   /** Asks the question anew, of the present state. */
