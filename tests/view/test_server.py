@@ -309,7 +309,11 @@ def test_the_address_is_printed_when_the_server_handles_signals(
                 signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("sys.stdout", Terminal())
-    assert main(["view", str(stored(tmp_path, [rollout(0)])), "--port", "0"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        assert main(["view", str(stored(tmp_path, [rollout(0)])), "--port", "0"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert handlers[0] is not signal.default_int_handler
 
 
