@@ -156,7 +156,7 @@ def test_the_lost_index_of_a_closed_store_is_told_by_its_file(run: Run, store: P
     for name in ("metadata.json", "trajectory_index.json"):  # as an interrupted copy leaves them at a URL
         (store / name).unlink()
     (problem,) = verify(store).problems
-    assert "rerun an interrupted copy to here" in problem.message
+    assert "copy to here was interrupted, run it again" in problem.message
     code, out, _ = run("verify", store)
     assert (code, "trajectories that nobody can count" in out) == (DAMAGED, True)
 

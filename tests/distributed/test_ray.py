@@ -415,6 +415,7 @@ def test_what_is_added_arrives_without_another_call(shared: Path) -> None:
             handle.add_trajectories([witness(key)])
         learner = DistributedReplayBuffer.connect("shared", refresh_interval=0.0)
         until(lambda: learner.is_ready(5))
+        assert learner.size == 5
 
 
 def test_options_are_checked(cluster: Cluster, tmp_path: Path) -> None:

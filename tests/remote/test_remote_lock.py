@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -147,6 +148,7 @@ def test_a_writer_that_lost_its_lock_is_told_so_when_it_gives_values_by_row(memo
     wait_until(lost)
     with suppress(StoreError):
         buffer.close()
+    assert b"elsewhere" in other.read(LOCK_NAME), "the lock of the other writer must stay"
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -478,6 +480,8 @@ def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:
 
     lease = directory.announce_reader()
     wait_until(beating)
+    lease_of = weakref.ref(lease)
     del lease
     gc.collect()
     wait_until(lambda: not beating())
+    assert lease_of() is None

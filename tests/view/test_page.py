@@ -369,6 +369,7 @@ def test_a_number_of_a_run_is_shown_with_its_rank(tmp_path: Path, serve: Serve, 
         number = int(max(reader.trajectory_ids))
     page.open(f"{serve(tmp_path)}/#/trajectory/{number}")
     page.until("document.querySelector('h1').textContent === 'Trajectory 1/0'")
+    assert text_of(page, "h1") == "Trajectory 1/0"
 
 
 def test_a_curve_breaks_where_a_version_has_no_rollouts(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -445,6 +446,7 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     page.until(f"{says} === 'step 3 (0 to 8) · reward 10,step 3 (0 to 4) · reward 111'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "2\n")
     page.until("document.querySelector('main .trouble')?.textContent.includes('no episodes')")
+    assert "no episodes" in text_of(page, "main .trouble")
 
 
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -39,7 +39,7 @@ def _id(text: str) -> int:
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
-    parser.add_argument("--each", action="store_true", help="show every rank of a run in full, as of a single store")
+    parser.add_argument("--each", action="store_true", help="show every rank of a run as fully as a single store")
     parser.add_argument(
         "--trajectory",
         type=_id,

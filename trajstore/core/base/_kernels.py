@@ -36,6 +36,8 @@ def _warn_of_compiling() -> None:
 def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function for these arguments, or loads it from numba's cache.
 
+    Where no cache can be written it always compiles, with one warning.
+
     Args:
         types_of_arguments: in numba's notation.
         nogil: release the GIL while it runs.
@@ -44,7 +46,7 @@ def compiled(*types_of_arguments: str, nogil: bool = True) -> Callable[[Callable
     def compile_now(function: Callable[..., Any]) -> Any:
         try:
             dispatcher = numba.njit(nogil=nogil, cache=True)(function)
-        except RuntimeError:
+        except RuntimeError:  # numba finds no folder that it can write its cache to
             _warn_of_compiling()
             dispatcher = numba.njit(nogil=nogil)(function)
         dispatcher.compile(f"({', '.join(types_of_arguments)},)")

@@ -258,7 +258,7 @@ class LocalDirectory(Directory):
         return list(changed)
 
     def _sync(self, folders: Iterable[str]) -> None:
-        """Fsync the folders that :meth:`_make_folders` returned, and mark them durable; of a staged one, later."""
+        """Fsync the folders that :meth:`_make_folders` returned, and mark them durable; later, if staged."""
         if self._staged is not None:
             self._staged.update(dict.fromkeys(folders))
             return

@@ -162,7 +162,8 @@ class SalvagedCatalog(Catalog):
             reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {detail}"
             if not self._has_first_commits(segments):
                 self._check_not_overwritten()
-                too = f"; {METADATA_NAME} is damaged too: rerun an interrupted copy to here" if self.damage else ""
+                again = "if a copy to here was interrupted, run it again"
+                too = f"; {METADATA_NAME} is damaged too ({again})" if self.damage else ""
                 raise CorruptStoreError(
                     f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
                     f"Without one, only the files in {SHARDS_FOLDER}/ are left, without ids{too}"
