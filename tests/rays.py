@@ -43,7 +43,7 @@ def cluster() -> Any:
         system = {"health_check_period_ms": 500}
         head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
         _clusters.append(Cluster(initialize_head=True, head_node_args=head))
-        runtime_env = {"py_executable": executable("trajstore.distributed.server", "trajstore.testing.witness")}
+        runtime_env = {"py_executable": executable("trajstore.distributed.server", "tests.support.witness")}
         ray.init(address=_clusters[0].address, log_to_driver=False, runtime_env=runtime_env)
         atexit.register(stop)  # registered last, so that it runs before Ray's own handlers
     return _clusters[0]

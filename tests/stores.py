@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.copies import copy_live
+from tests.support.witness import check_trajectory, witness
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.files.local import LocalDirectory
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import AnyTrajectory
 
 

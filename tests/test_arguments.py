@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.stores import add_each
+from tests.support.witness import witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.store.sealed import unseal
 from trajstore.errors import ConfigurationError, SchemaMismatchError
-from trajstore.testing.witness import witness
 
 
 def test_a_number_as_retention_names_the_remedy() -> None:

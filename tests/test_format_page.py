@@ -15,11 +15,11 @@ import torch
 from tests import format_reader
 from tests.pages import blocks
 from tests.stores import LIVE, crashed_store, writer_to
+from tests.support.copies import copy_live
+from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.formats import FORMATS
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import witness
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:

@@ -38,7 +38,7 @@ import torch
 import trajstore.core.base.machine_code
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.sampling.tree import SumTree
-from trajstore.testing.witness import check_batch, witness
+from tests.support.witness import check_batch, witness
 
 assert "numba" not in sys.modules
 with trajstore.core.base.machine_code.MachineCode._lock:  # as if loading never ended

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from tests.stores import another_writer, nothing_can_be_deleted, writer_to
+from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.writing.inbox import Inbox
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
-from trajstore.testing.waiting import wait_until
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

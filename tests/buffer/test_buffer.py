@@ -16,14 +16,14 @@ import pytest
 import torch
 
 from tests.stores import add_each, contents_of, opened, writer_to
+from tests.support.formats import random_tensor, same_bytes
+from tests.support.witness import check_batch, check_trajectory, difference, witness
 from tools.mutate.pristine import agent_witness
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.core.columns.fields import join_name, walk
 from trajstore.core.columns.schema import dtypes
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
-from trajstore.testing.formats import random_tensor, same_bytes
-from trajstore.testing.witness import check_batch, check_trajectory, difference, witness
 
 
 def uncached(path: Path, fmt: str = "pt") -> TrajectoryReplayBuffer:

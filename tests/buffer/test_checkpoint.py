@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 
 from tests import stores
 from tests.stores import add_each, contents_of, keys_of, reader_of
+from tests.support.copies import copy_live
+from tests.support.faults import FaultPlan, failing_disk
+from tests.support.witness import check_batch, check_trajectory, key_of, witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.core.files import folders
 from trajstore.core.files.held import HeldFolder
@@ -27,9 +30,6 @@ from trajstore.core.store.run_ids import own_id
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
-from trajstore.testing.copies import copy_live
-from trajstore.testing.faults import FaultPlan, failing_disk
-from trajstore.testing.witness import check_batch, check_trajectory, key_of, witness
 
 
 def make(kind: str, fmt: str, path: Path, **options: Any) -> TrajectoryReplayBuffer:

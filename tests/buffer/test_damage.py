@@ -14,14 +14,14 @@ import pytest
 
 from tests.forging import forged_log
 from tests.stores import add_each, flip, opened
+from tests.support.copies import copy_live, tell_ids
+from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.core.reading import shard_access
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.witness import check_trajectory, witness
 
 
 def fill(path: Path, keys: range, commits: int = 1, trajectory_format: str = "pt") -> Path:

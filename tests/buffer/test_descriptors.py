@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.stores import filled, opened
+from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreLockedError
 from trajstore.operations.copying import copy_store
-from trajstore.testing.witness import witness
 
 
 def read(path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.stores import add_each, opened, reader_of, writer_to
+from tests.support.waiting import wait_until
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.core.base.machine_code import kernels
 from trajstore.core.buffer.sink import StoreSink
@@ -20,8 +22,6 @@ from trajstore.core.columns.fields import walk
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.reading import plan
 from trajstore.core.store.catalog import Catalog
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import add_each, filled, writer_to
+from tests.support.witness import witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.columns.conversion import flatten
@@ -18,7 +19,6 @@ from trajstore.core.columns.flat import FlatTrajectories
 from trajstore.core.columns.limits import UNKNOWN_VERSION
 from trajstore.core.store.additions import NewEntries, starts_of
 from trajstore.core.store.index import TrajectoryIndex
-from trajstore.testing.witness import witness
 
 
 def step(steps: int, version: int | None) -> Trajectory:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.witness import check_trajectory, witness
 from trajstore import SavedPoint, TrajectoryReplayBuffer, roll_back_run, run_points, save_run_point
 from trajstore.cli import main
 from trajstore.core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
@@ -21,7 +22,6 @@ from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError,
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_trajectory, witness
 
 RANKS = 3
 

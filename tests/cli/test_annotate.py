@@ -11,8 +11,8 @@ import torch
 
 from tests.cli.stores import Run
 from tests.stores import stored
+from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, notes_of
-from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -15,6 +15,8 @@ import pytest
 
 from tests.cli.stores import Run
 from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refused_to_all, stored, writer_to
+from tests.support.copies import copy_live
+from tests.support.witness import witness
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.buffer.runs import save_rank_point
@@ -25,8 +27,6 @@ from trajstore.operations import verify as verify_module
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.store_damage import check_store
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import witness
 
 
 @pytest.mark.parametrize("trajectory_format", ["pt", "zarr"])

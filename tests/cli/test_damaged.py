@@ -14,10 +14,10 @@ import torch
 
 from tests.cli.stores import Run
 from tests.stores import files_of, flip, opened, stored
+from tests.support.copies import copy_live
 from trajstore import AgentTrajectory, Reward
 from trajstore.cli import DAMAGED
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, keys_at, opened, stored
+from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED, main
 from trajstore.core.buffer import checkpoint
@@ -19,7 +20,6 @@ from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_trajectory, witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

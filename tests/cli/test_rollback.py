@@ -9,8 +9,8 @@ import pytest
 
 from tests.cli.stores import Run
 from tests.saved_points.stores import add, loaded, make
+from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import witness
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import pytest
 
 from tests.cli.stores import Run
 from tests.stores import filled, opened, stored
+from tests.support.witness import witness
 from tools.crash.forked import forking
 from trajstore.cli import FAILED, INTERRUPTED, main
 from trajstore.cli.output import Output
-from trajstore.testing.witness import witness
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -12,6 +12,7 @@ import torch
 
 from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
+from tests.support.witness import witness
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.cli import DAMAGED
 from trajstore.core.files.held import HeldFolder
@@ -20,7 +21,6 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing.inbox import Inbox, InboxView
 from trajstore.core.writing.unattended import held_log
 from trajstore.operations.copying import copy_store
-from trajstore.testing.witness import witness
 
 
 @pytest.fixture

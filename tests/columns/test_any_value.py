@@ -21,11 +21,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.witness import check_trajectory, difference, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.core.columns.schema import dtypes
 from trajstore.core.formats import FORMATS
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 
 

@@ -20,12 +20,12 @@ import torch
 
 from tests.forging import forged_index, forged_log
 from tests.stores import keys_of, refused_to_all
+from tests.support.copies import copy_live
+from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.store.packing import pack, unpack
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import get_model_weights_id
 
 Z = torch.zeros(1, 1, 1)

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.stores import opened
+from tests.support.witness import check_batch, check_trajectory, witness
 from tools.crash.forked import forking
 from tools.crash.interrupted import DESCRIPTORS
 from tools.soak.measure import Sample, growth
 from tools.soak.session import Plan, judge, soak
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
 @pytest.mark.parametrize("name", ["pt", "zarr"])

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.stores import add_each
+from tests.support.witness import witness
 from tools.crash.campaign import run_campaign
 from tools.crash.forked import forking
 from tools.crash.frozen.campaign import run_campaign as freeze
@@ -24,7 +25,6 @@ from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.sampling import EpochSampler
 from trajstore.core.sampling.base import Additions, IntArray
-from trajstore.testing.witness import witness
 
 LONG = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 

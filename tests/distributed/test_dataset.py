@@ -13,10 +13,10 @@ import orjson
 import pytest
 import torch
 
+from tests.support.witness import check_trajectory, difference, rows_of, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
 from trajstore.core.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
-from trajstore.testing.witness import check_trajectory, difference, rows_of, witness
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")

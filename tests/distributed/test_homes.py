@@ -6,8 +6,8 @@ import socket
 from pathlib import Path
 
 from tests.distributed.test_server import ids_of, parcel_of, server
+from tests.support.witness import witness
 from trajstore.distributed.starting import unserved_below
-from trajstore.testing.witness import witness
 
 
 def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:

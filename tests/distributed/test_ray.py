@@ -19,6 +19,7 @@ import torch
 
 from tests import rays
 from tests.stores import reader_of
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import (
     AgentTrajectory,
     Retention,
@@ -43,7 +44,6 @@ from trajstore.errors import (
 from trajstore.operations.tailing import Tail
 from trajstore.operations.verify import verify
 from trajstore.query import relations
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 ray = pytest.importorskip("ray")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
+from tests.support.witness import check_batch, witness
 from trajstore import WriterOptions
 from trajstore.core.columns.fields import nest
 from trajstore.core.sampling.base import Drawn
@@ -21,7 +22,6 @@ from trajstore.distributed.packed import Part, pack, pieces_of, request, request
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.server import ServedStore, StoreServer
 from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError, TrajectoryUnavailableError
-from trajstore.testing.witness import check_batch, witness
 
 
 class Here:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.buffer.content_watch import flatten_all
 from trajstore.core.columns.flat import NUMBERS, cut
@@ -27,7 +28,6 @@ from trajstore.errors import (
     ConfigurationError,
     StoreWriteError,
 )
-from trajstore.testing.witness import check_trajectory, witness
 from trajstore.trajectory import AnyTrajectory
 
 

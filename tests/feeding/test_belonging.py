@@ -14,12 +14,12 @@ import torch
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tests.sampling.makers import SAMPLERS
 from tests.stores import in_memory, writer_to
+from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 from trajstore.operations.copying import copy_store
-from trajstore.testing.waiting import wait_until
 
 OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.stores import in_memory
+from tests.support.waiting import wait_until
 from trajstore import Trajectory
 from trajstore.core.feeding import ReplayLoader, prefetch
-from trajstore.testing.waiting import wait_until
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.feeding.test_loader import block
+from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.core.feeding import RateLimiter, ReplayLoader, TokenLoader, limiter, prefetch
 from trajstore.core.feeding.limiter import Rate
 from trajstore.errors import ConfigurationError, StoreClosedError
-from trajstore.testing.waiting import wait_until
 
 ROWS = 8
 """Rows of a block."""

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.stores import in_memory
+from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.feeding import (
     PreloadReplayBufferDataset,
@@ -39,7 +40,6 @@ from trajstore.errors import (
     StoreClosedError,
     TrajectoryUnavailableError,
 )
-from trajstore.testing.waiting import wait_until
 
 Store = Callable[..., TrajectoryReplayBuffer]
 

@@ -14,14 +14,14 @@ from unittest import mock
 import pytest
 
 from tests.stores import add_each, contents_of, opened
+from tests.support.waiting import wait_until
+from tests.support.witness import witness
 from trainer_hooks.replay.persistence import POOL_FILES, PoolContents, read_pool, write_pool
 from trajstore import Retention, WriterOptions
 from trajstore.core.files import folders as folders_module
 from trajstore.core.files import held as held_module
 from trajstore.core.files import local as local_module
 from trajstore.operations.verify import verify
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import witness
 
 
 class Recorder:

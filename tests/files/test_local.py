@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from tests.remote.test_remote import around
+from tests.support.directory import DirectoryConformance
+from tests.support.faults import FaultPlan, failing_disk
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.files.opening import open_directory
 from trajstore.errors import StoreLockedError
-from trajstore.testing.directory import DirectoryConformance
-from trajstore.testing.faults import FaultPlan, failing_disk
 
 
 class TestLocalDirectory(DirectoryConformance):

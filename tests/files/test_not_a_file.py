@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.stores import add_each, filled, reader_of
+from tests.support.copies import copy_live
+from tests.support.witness import check_trajectory
 from trainer_hooks.replay.persistence import POOL_FILES, read_pool
 from trajstore import TrajectoryReplayBuffer, errors
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import check_trajectory
 
 
 def make_socket(path: Path) -> None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from tests.stores import filled
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.core.files import partial
 from trajstore.core.files.partial import BLOCK, JOINED, PartialMap, PartialMaps, Range, fetched
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.object_store import ObjectStore
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 CONTENT = np.random.default_rng(0).integers(0, 256, 40 * BLOCK + 17, np.uint8).tobytes()
 

@@ -15,14 +15,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.stores import add_each, filled, flip, reader_of
+from tests.support.directory import publish
+from tests.support.witness import check_trajectory
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.files.opening import open_directory
 from trajstore.core.files.read_cache import ReadCache
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.object_store import ObjectStore
-from trajstore.testing.directory import publish
-from trajstore.testing.witness import check_trajectory
 
 
 @pytest.fixture

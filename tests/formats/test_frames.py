@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import files_of, stored, writer_to
+from tests.support.formats import random_tensor, same_bytes
 from trajstore import Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
@@ -31,7 +32,6 @@ from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import convert, split
 from trajstore.operations.verify import verify
-from trajstore.testing.formats import random_tensor, same_bytes
 
 KINDS = [*((form, {}) for form in FORMATS), ("zarr", {"codec": "zstd"})]
 DTYPES = [torch.uint8, torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64]

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.formats import FormatConformance, random_tensor, same_bytes
 from trajstore.core.columns.flat import raw_bytes
 from trajstore.core.columns.schema import dtypes
 from trajstore.core.formats import zip_members
@@ -31,7 +32,6 @@ from trajstore.core.formats.torch_zip import (
     write_torch_zip,
 )
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, UnsafeContentError
-from trajstore.testing.formats import FormatConformance, random_tensor, same_bytes
 
 
 def slot(tensor: torch.Tensor, pieces: int = 1) -> TensorSlot:

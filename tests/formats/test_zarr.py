@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from tools.crash.forked import forking
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.fields import Axis
@@ -27,7 +28,6 @@ from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats.base import ShardContent, TrajectoryFormat
 from trajstore.core.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
-from trajstore.testing.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from trajstore.trajectory import Trajectory
 
 zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")

@@ -10,6 +10,7 @@ import pytest
 
 from tests.guidance.reme import ERROR_TEXT, FakeReMe
 from tests.guidance.rollouts import rollout
+from tests.support.waiting import wait_until
 from trainer_hooks.guidance import (
     EXPERIENCE_TEMPLATE,
     EMClient,
@@ -19,7 +20,6 @@ from trainer_hooks.guidance import (
     TrajExpConfig,
     UpdateQueue,
 )
-from trajstore.testing.waiting import wait_until
 
 FAST: dict[str, Any] = {"retrieve_timeout": 0.3, "summary_timeout": 0.3, "retries": 1, "backoff": 0.01, "rest": 0.0}
 # A generous timeout where an answer is expected, for busy machines.

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from tests.pages import blocks
+from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.integrations.trl import RecordingRollouts, RecordingWorker
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreClosedError, StoreWriteError
-from trajstore.testing.faults import FaultPlan, failing_disk
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 
 from tests.forging import spoil_document
 from tests.stores import stored, writer_to
+from tests.support.witness import witness
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.cli import main
@@ -23,7 +24,6 @@ from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.interop import convert
 from trajstore.operations.single import read_single
 from trajstore.query.messages import text_of
-from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

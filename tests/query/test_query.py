@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import in_memory, stored, writer_to
+from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.core.reading.contents import Contents
 from trajstore.core.sampling import GroupSampler
@@ -21,7 +22,6 @@ from trajstore.interop.convert import convert_to
 from trajstore.operations.mending import prune
 from trajstore.operations.moving import split
 from trajstore.query import FACTS, readable
-from trajstore.testing.witness import witness
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

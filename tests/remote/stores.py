@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import witness
 
 
 def make(path: str | Path, mirror: Any, **more: Any) -> TrajectoryReplayBuffer:

@@ -18,13 +18,13 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tests.support.witness import check_batch, witness
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.remote import bucket_ranges
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.object_store import ObjectStore
-from trajstore.testing.witness import check_batch, witness
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
 # Found without an import: forked children of a process that imported obstore do without it.

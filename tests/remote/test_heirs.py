@@ -12,6 +12,7 @@ import pytest
 
 from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at
+from tests.support.waiting import wait_until
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of, saved_points
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.opening import open_directory
@@ -23,7 +24,6 @@ from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.replica import Replica
 from trajstore.remote.mirror.restoring import restore
-from trajstore.testing.waiting import wait_until
 
 
 @pytest.fixture(params=["local", "remote"])

@@ -13,6 +13,8 @@ import pytest
 
 from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
+from tests.support.waiting import wait_until
+from tests.support.witness import witness
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.files.local import LocalDirectory
@@ -23,8 +25,6 @@ from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror import mirror as mirror_module
 from trajstore.remote.mirror.restoring import IDS_LEFT_OUT, restore
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import witness
 
 
 class Watched(LocalDirectory):

@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tests.stores import add_each, keys_of, writer_to
+from tests.support.directory import DirectoryConformance, publish
+from tests.support.witness import check_batch, witness
 from tools.crash.forked import forking
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory, EncodedFile
@@ -20,8 +22,6 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.formats.base import ShardContent
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.remote.directory import RemoteDirectory
-from trajstore.testing.directory import DirectoryConformance, publish
-from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
 
 

@@ -20,6 +20,9 @@ import pytest
 import torch
 
 from tests.stores import add_each, contents_of, keys_at, opened
+from tests.support.directory import publish
+from tests.support.waiting import wait_until
+from tests.support.witness import check_trajectory, witness
 from trajstore import annotate
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.files.base import Directory, EncodedFile
@@ -36,9 +39,6 @@ from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.leases import RemoteReaderLease
 from trajstore.remote.object_store import ObjectStore
 from trajstore.remote.uploads import upload
-from trajstore.testing.directory import publish
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_trajectory, witness
 
 
 def lock_text(**changes: Any) -> bytes:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.witness import check_trajectory, witness
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.remote import uploads
 from trajstore.remote.answers import ConflictError
 from trajstore.remote.object_store import ObjectStore
-from trajstore.testing.witness import check_trajectory, witness
 
 CONTENT = bytes(range(256)) * 44
 """11 KB, uploaded in three parts of at most 5 KB."""

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.replay.conftest import build
+from tests.support.waiting import wait_until
 from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules
 from trainer_hooks.replay.notices import why_nothing
 from trajstore import annotate
 from trajstore.errors import ConfigurationError
-from trajstore.testing.waiting import wait_until
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, seed=5, experience_lbound=0, experience_rbound=4)
 

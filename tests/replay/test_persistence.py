@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.replay.conftest import build, rollouts, row, step
+from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
 from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool
@@ -28,7 +29,6 @@ from trajstore.errors import (
     StoreWriteError,
     UnsafeContentError,
 )
-from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=8)

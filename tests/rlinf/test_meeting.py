@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.stores import reader_of, stored
+from tests.support.copies import copy_live
+from tests.support.waiting import wait_until
+from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_trajectory, witness
 
 from .test_layout import small
 

@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from tests.stores import in_memory
+from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
@@ -16,7 +17,6 @@ from trajstore.errors import IncompleteCheckpointError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_trajectory, witness
 
 
 def rlinf(path: Path, form: str = "pt") -> Path:

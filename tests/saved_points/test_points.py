@@ -14,6 +14,7 @@ import torch
 import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
+from tests.support.copies import copy_live
 from trajstore import TrajectoryReplayBuffer, annotate, saved_points
 from trajstore.core.sampling import EpochSampler
 from trajstore.errors import (
@@ -25,7 +26,6 @@ from trajstore.errors import (
 )
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])

@@ -11,8 +11,8 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
+from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import witness
 
 
 def short(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> Any:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.stateful.machines import Twinned, long, short
+from tests.support.witness import check_batch, check_trajectory, rows_of, witness
 from trajstore import Retention, TrajectoryReplayBuffer, errors
-from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
 

@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.stateful.machines import long, short
 from tests.stores import opened
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.formats import FORMATS
 from trajstore.core.sampling import EpochSampler, WeightedSampler
 from trajstore.core.store.run_ids import in_run, shown_id
 from trajstore.operations.trajectory_report import inspect_trajectory
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 WINDOW = 3
 RANKS = 4

@@ -24,6 +24,7 @@ from tests.remote.stores import level
 from tests.stateful.machines import long, short
 from tests.stateful.places import Place, Ranks
 from tests.stores import writer_to
+from tests.support.witness import check_trajectory, witness
 from trajstore import (
     Mirror,
     Retention,
@@ -45,7 +46,6 @@ from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
-from trajstore.testing.witness import check_trajectory, witness
 
 T = TypeVar("T")
 

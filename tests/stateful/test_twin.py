@@ -10,11 +10,11 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.stateful.machines import Twinned, long, short
 from tests.stores import keys_at, writer_to
+from tests.support.witness import check_batch, check_trajectory, rows_of, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.core.buffer.sink import StoreSink
 from trajstore.core.formats import FORMATS
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_batch, check_trajectory, rows_of, witness
 
 LIMIT = 10
 

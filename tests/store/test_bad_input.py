@@ -18,6 +18,8 @@ import torch
 
 from tests.forging import forged, forged_index, forged_log, forged_metadata
 from tests.stores import add_each, contents_of, keys_at, keys_of, opened, reader_of, refused_to_all, writer_to
+from tests.support.copies import copy_live, tell_ids
+from tests.support.witness import WitnessError, check_batch, witness
 from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, annotate, errors
@@ -29,8 +31,6 @@ from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.witness import WitnessError, check_batch, witness
 
 COUNT = 6
 

@@ -18,6 +18,8 @@ import pytest
 
 from tests.forging import forged_index, forged_log
 from tests.stores import opened, refused_to_all
+from tests.support.copies import copy_live
+from tests.support.witness import WitnessError, check_batch, check_trajectory, witness
 from tools.crash.forked import forking
 from tools.mutate import forgery
 from tools.mutate.pristine import files_of
@@ -30,8 +32,6 @@ from trajstore.core.store.packing import StringTable, pack
 from trajstore.core.store.sealed import INDEX_NAME, unseal
 from trajstore.core.store.shard_table import ShardTable
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
 
 def _shards_in(path: Path) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.witness import witness
 from trajstore.core.columns.conversion import flatten
 from trajstore.core.columns.flat import FlatTrajectories
 from trajstore.core.columns.schema import Extent
@@ -24,7 +25,6 @@ from trajstore.core.store.index_file import index_from_json, index_to_json
 from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore.core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
-from trajstore.testing.witness import witness
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.witness import witness
 from tools.mutate import pickles, worker
 from tools.mutate.campaign import run_campaign
 from tools.mutate.pristine import KINDS, Kind, build, files_of, kinds_of
@@ -19,7 +20,6 @@ from tools.mutate.probe import Report, probe
 from tools.mutate.rules import Files, Level, weigh
 from trajstore import TrajectoryReplayBuffer
 from trajstore.operations.verification import Verification
-from trajstore.testing.witness import witness
 from trajstore.trajectory import AnyTrajectory
 
 STORE, RLINF = kinds_of("store_pt")[0], kinds_of("rlinf_pt")[0]

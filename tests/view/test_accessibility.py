@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.stores import stored, writer_to
+from tests.support.witness import witness
 from tests.view.conftest import Serve
 from tests.view.rollouts import opened, rollout, text_of, trained_in
 from tools.browser import Page
-from trajstore.testing.witness import witness
 
 CONTROLS = {
     *("button", "link", "textbox", "searchbox", "combobox", "slider", "checkbox", "radio", "spinbutton"),

@@ -19,13 +19,13 @@ import pytest
 
 from tests.stores import files_of as files_below
 from tests.stores import stored, writer_to
+from tests.support.witness import witness
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from tools.crash.forked import forking
 from trajstore import Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
-from trajstore.testing.witness import witness
 from trajstore.view import bundle
 from trajstore.view.living import Living
 from trajstore.view.shown import shown_at

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.witness import witness
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_page import ROWS
 from tools.browser import Page
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
-from trajstore.testing.witness import witness
 from trajstore.view import serving
 
 ray = pytest.importorskip("ray")

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.stores import stored, writer_to
+from tests.support.witness import witness
 from tests.tokenizers_of_words import tokenizer_of
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.core.store.sealed import INDEX_NAME
-from trajstore.testing.witness import witness
 
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
 

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from tests.stores import stored, writer_to
+from tests.support.witness import witness
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout, trained_in
 from tools.browser import PATIENCE, serving
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.cli import main
-from trajstore.testing.witness import witness
 from trajstore.view.living import Living
 from trajstore.view.page import STATIC
 from trajstore.view.rollout import texts_of

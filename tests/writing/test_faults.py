@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from tests.stores import add_each, contents_of, keys_at, opened
+from tests.support.copies import copy_live, tell_ids
+from tests.support.faults import KINDS, FaultPlan, Kind, failing_disk
+from tests.support.waiting import wait_until
+from tests.support.witness import check_trajectory, witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.faults import KINDS, FaultPlan, Kind, failing_disk
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_trajectory, witness
 
 # A failed deletion is harmless: it is logged and repeated by the next writer.
 HOUSEKEEPING = {"unlink", "rmdir"}

@@ -12,12 +12,12 @@ from unittest.mock import patch
 import pytest
 
 from tests.stores import add_each
+from tests.support.witness import check_trajectory, witness
 from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.core.writing.options import WriterOptions
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 from trajstore.remote.object_store import ObjectStore
-from trajstore.testing.witness import check_trajectory, witness
 
 
 class Network:

@@ -11,13 +11,13 @@ import torch
 
 from tests.forging import forged_log
 from tests.stores import keys_at, opened, reader_of
+from tests.support.copies import copy_live, tell_ids
+from tests.support.witness import check_trajectory, witness
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.copies import copy_live, tell_ids
-from trajstore.testing.witness import check_trajectory, witness
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
 """Keys of witnesses; multiples of three have other columns than the rest."""

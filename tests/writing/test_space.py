@@ -17,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import add_each, contents_of, flip, reader_of, writer_to
+from tests.support.waiting import wait_until
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore.core.files.base import Directory, EncodedFile
 from trajstore.core.files.local import LocalDirectory
@@ -24,8 +26,6 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing.rewriting import Usage, choose
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
 def shard_files(path: Path) -> list[str]:

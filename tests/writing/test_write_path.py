@@ -16,6 +16,8 @@ from unittest import mock
 import pytest
 
 from tests.stores import add_each, contents_of, opened
+from tests.support.waiting import wait_until
+from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
@@ -25,8 +27,6 @@ from trajstore.core.writing.commit_log import CommitLog
 from trajstore.core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.operations.verify import verify
-from trajstore.testing.waiting import wait_until
-from trajstore.testing.witness import check_trajectory, witness
 
 # -- a failing add releases its resources ------------------------------------------------------------
 
@@ -195,7 +195,7 @@ import sys, threading
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.formats import FORMATS
 from trajstore.core.store.additions import NewEntries
-from trajstore.testing.witness import witness
+from tests.support.witness import witness
 path, how = sys.argv[1:]
 kinds = {name: {} for name in FORMATS}
 if how == "thread":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tests.support.witness import WitnessError, check_trajectory
 from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.files.opening import open_directory
@@ -12,7 +13,6 @@ from trajstore.core.store.catalog import Catalog
 from trajstore.core.writing.inbox import said_in, waiting
 from trajstore.errors import StoreNotFoundError, TrajstoreError
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import WitnessError, check_trajectory
 
 Tell = Callable[[str], None]
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.support.witness import WitnessError, check_batch, check_trajectory
 from tools.campaigns import PATIENCE, Asked, NoAnswerError, Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
-from trajstore.testing.witness import WitnessError, check_batch, check_trajectory
 
 _PAUSE = 0.2  # between two batches: the server is busy with those whom the campaign is about
 _ROWS = 16

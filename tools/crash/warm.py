@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore.core.formats import FORMATS, get_format
 from trajstore.core.sampling.tree import SumTree
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_batch, check_trajectory, witness
 
 
 def _use(folder: Path, form: str) -> None:

@@ -17,11 +17,11 @@ from unittest import mock
 
 import torch
 
+from tests.support.copies import copy_live
+from tests.support.witness import witness
 from trainer_hooks.replay import ExperienceManager, PoolRules
 from trainer_hooks.replay.store import BufferStore
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.testing.copies import copy_live
-from trajstore.testing.witness import witness
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Content = Literal["step", "agent", "pool"]

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 
+from tests.support.witness import WitnessError, check_batch, witness
 from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trainer_hooks.replay import ExperienceManager
 from trainer_hooks.replay.store import BufferStore
@@ -24,7 +25,6 @@ from trajstore.operations.inspect import inspect
 from trajstore.operations.verification import Problem, Verification
 from trajstore.operations.verify import verify
 from trajstore.query import FACTS
-from trajstore.testing.witness import WitnessError, check_batch, witness
 
 NEW = 99
 """Key of the trajectory that is added to a damaged store."""

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.support.witness import witness
 from tools.campaigns import Result
 from tools.crash.journal import Promises
 from tools.crash.look import look, read, verify_at
@@ -14,7 +15,6 @@ from tools.powerloss.sessions import POOL, contents_of, pool_of, record_pools, r
 from tools.powerloss.states import Case, build, digest, plan
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreNotFoundError, TrajstoreError
-from trajstore.testing.witness import witness
 
 _NEW_KEY = 1 << 39
 Tell = Callable[[str], None]

@@ -9,8 +9,8 @@ from multiprocessing.synchronize import Event, Semaphore
 
 import torch
 
+from tests.support.witness import check_batch, check_trajectory
 from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.witness import check_batch, check_trajectory
 
 
 def follow(path: str, scale: int, seed: int, begun: Semaphore, done: Event, told: Connection) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.witness import check_batch, witness
 from tools import campaigns
 from tools.campaigns import start
 from tools.crash.forked import forking
@@ -18,7 +19,6 @@ from tools.soak.measure import Sample, bytes_of, growth, taken_by
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
 from trajstore.core.columns.fields import walk
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import check_batch, witness
 from trajstore.trajectory import Trajectory
 
 _PATIENCE = 30.0

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from tests.support.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.core.feeding import ReplayLoader, TokenLoader
 from trajstore.core.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore.trajectory import AnyTrajectory
 
 ID_BITS = 20

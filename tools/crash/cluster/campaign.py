@@ -11,12 +11,12 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
+from tests.support.witness import WitnessError, check_batch, check_trajectory, witness
 from tools.campaigns import Result, heard
 from trajstore import TrajectoryReplayBuffer
 from trajstore.distributed import DistributedReplayBuffer
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import WitnessError, check_batch, check_trajectory, witness
 
 NAME = "campaign"
 _KEYS = 1 << 20  # of one producer

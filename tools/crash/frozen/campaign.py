@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests.support.witness import WitnessError
 from tools.campaigns import PATIENCE, Result, at_work, s3_server, wait_for
 from tools.crash.frozen.sleeper import Freeze, Writer, sleep_and_go_on
 from tools.crash.journal import Promises, entries
@@ -26,7 +27,6 @@ from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.operations.verify import verify
-from trajstore.testing.witness import WitnessError
 
 _LAST_REQUEST = 120
 

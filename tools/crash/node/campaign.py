@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.support.witness import WitnessError
 from tools.campaigns import Result, s3_server, start, wait_for
 from tools.crash.journal import entries
 from tools.crash.node.child import work
@@ -24,7 +25,6 @@ from trajstore.core.store.sealed import METADATA_NAME, RESTORE_NAME
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
-from trajstore.testing.witness import WitnessError
 
 _KEYS = 1 << 20  # of one round
 _LOCK_TTL = 1.0  # of the mirror: a node that is frozen for longer is taken for lost

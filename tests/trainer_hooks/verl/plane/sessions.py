@@ -19,6 +19,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests import rays
+from tests.support.faults import FaultPlan, failing_disk
 from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
@@ -33,7 +34,6 @@ from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
-from trajstore.testing.faults import FaultPlan, failing_disk
 from trajstore.trajectory import AgentTrajectory
 
 N = 4

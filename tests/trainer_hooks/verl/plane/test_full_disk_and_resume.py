@@ -14,6 +14,7 @@ import ray
 import torch
 import transfer_queue as tq
 
+from tests.support.faults import FaultPlan, failing_disk
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
@@ -26,7 +27,6 @@ from trainer_hooks.verl.trained import loss_terms
 from trajstore import TrajectoryReplayBuffer, ledger
 from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
-from trajstore.testing.faults import FaultPlan, failing_disk
 
 # ---- a disk that is full ----
 

@@ -6,9 +6,9 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.support.waiting import wait_until
 from trajstore.core.files.local import TEMPORARY_SUFFIX
 from trajstore.core.store.sealed import METADATA_NAME, metadata_json, parse_metadata
-from trajstore.testing.waiting import wait_until
 
 
 def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:

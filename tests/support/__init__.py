@@ -1,0 +1,1 @@
+"""Conformance suites, failing disks and fault injection, which tests and campaigns share."""
