@@ -21,10 +21,13 @@ from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 ENTRIES = ENTRY.findall(PAGE.read_text())
 PACKAGES = (
     "trajstore",
-    "trajstore.core.feeding",
-    "trajstore.core.sampling",
     "trajstore.distributed",
     "trajstore.interop.rlinf",
+    "trajstore.loader",
+    "trajstore.mirror",
+    "trajstore.points",
+    "trajstore.samplers",
+    "trajstore.stores",
     "trajstore.view",
     "trainer_hooks.guidance",
     "trainer_hooks.replay",

@@ -19,7 +19,7 @@ import trajstore.core.feeding
 import trajstore.core.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
-from trajstore import TrajectoryReplayBuffer, saved_points, saved_state
+from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.sequences import sample_n_step
 from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader, Share
 from trajstore.core.sampling import (
@@ -30,6 +30,7 @@ from trajstore.core.sampling import (
     sampler_of,
 )
 from trajstore.errors import TrajstoreError
+from trajstore.points import saved_points, saved_state
 
 WRONG: dict[str, Any] = {
     "None": None,

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
-    from trajstore.attachments import attach, attached, filled_rows
+    from trajstore.attachments import attach, attached
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.core.buffer.annotating import annotate, notes_of
     from trajstore.core.buffer.reader import Reader
     from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore.core.buffer.retention import Retention
-    from trajstore.core.buffer.runs import RunPoint, roll_back_run, run_points, save_run_point
-    from trajstore.core.buffer.saved_points import saved_points, saved_state
     from trajstore.core.store.notes import Note
-    from trajstore.core.store.saved_points import SavedPoint
     from trajstore.core.writing.options import WriterOptions
-    from trajstore.remote.mirror.options import Mirror, MirrorState
+    from trajstore.loader import ReplayLoader, TokenLoader
+    from trajstore.mirror import Mirror
+    from trajstore.samplers import EpochSampler, GroupSampler, WeightedSampler
+    from trajstore.stores import verify
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
 
 __version__ = "0.1.0"
@@ -30,55 +30,49 @@ __all__ = [
     "AgentTrajectory",
     "ChunkStepResult",
     "EmbodiedRolloutResult",
+    "EpochSampler",
+    "GroupSampler",
     "Mirror",
-    "MirrorState",
     "Note",
     "Reader",
+    "ReplayLoader",
     "Retention",
     "Reward",
-    "RunPoint",
-    "SavedPoint",
+    "TokenLoader",
     "Trajectory",
     "TrajectoryReplayBuffer",
+    "WeightedSampler",
     "WriterOptions",
     "annotate",
     "attach",
     "attached",
     "errors",
-    "filled_rows",
     "notes_of",
-    "roll_back_run",
-    "run_points",
-    "save_run_point",
-    "saved_points",
-    "saved_state",
+    "verify",
 ]
 
 _MODULES = {
     "AgentTrajectory": "trajectory",
     "ChunkStepResult": "trajectory",
     "EmbodiedRolloutResult": "builder",
-    "Mirror": "remote.mirror.options",
-    "MirrorState": "remote.mirror.options",
+    "EpochSampler": "samplers",
+    "GroupSampler": "samplers",
+    "Mirror": "mirror",
     "Note": "core.store.notes",
     "Reader": "core.buffer.reader",
+    "ReplayLoader": "loader",
     "Retention": "core.buffer.retention",
     "Reward": "trajectory",
-    "RunPoint": "core.buffer.runs",
-    "SavedPoint": "core.store.saved_points",
+    "TokenLoader": "loader",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "core.buffer.replay_buffer",
+    "WeightedSampler": "samplers",
     "WriterOptions": "core.writing.options",
     "annotate": "core.buffer.annotating",
     "attach": "attachments",
     "attached": "attachments",
-    "filled_rows": "attachments",
     "notes_of": "core.buffer.annotating",
-    "roll_back_run": "core.buffer.runs",
-    "run_points": "core.buffer.runs",
-    "save_run_point": "core.buffer.runs",
-    "saved_points": "core.buffer.saved_points",
-    "saved_state": "core.buffer.saved_points",
+    "verify": "stores",
 }
 
 
@@ -91,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return __all__

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 
 from tests.support.witness import check_trajectory, witness
-from trajstore import SavedPoint, TrajectoryReplayBuffer, roll_back_run, run_points, save_run_point
+from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
+from trajstore.points import SavedPoint, roll_back_run, run_points, save_run_point
 
 RANKS = 3
 

@@ -15,10 +15,10 @@ from tests.cli.stores import Run
 from tools.crash.forked import forking
 from trainer_hooks.demo import DEFAULT_TASK, SAMPLERS, TASKS, load_task
 from trainer_hooks.demo.dqn import DQNLearner, dump_state, parse_state
-from trajstore import saved_points, saved_state
 from trajstore.cli import DAMAGED, INTERRUPTED, main
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points, saved_state
 
 pytest.importorskip("gymnasium", reason="the demo needs  pip install 'trajstore[demo]'")
 

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, attach, attached, filled_rows
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, attach, attached
+from trajstore.attachments import filled_rows
 from trajstore.core.columns.schema import dtypes
 from trajstore.core.formats import FORMATS
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError

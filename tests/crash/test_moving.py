@@ -18,10 +18,11 @@ import torch
 from tests.stores import opened
 from tests.support.witness import check_trajectory, witness
 from tools.crash.forked import forking
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, saved_points
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.core.store.facts import NOTE
 from trajstore.interop import convert
+from trajstore.points import saved_points
 
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
 

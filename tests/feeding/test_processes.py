@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tools.crash.forked import forking
-from trajstore import saved_state
 from trajstore.core.feeding import ReplayLoader
 from trajstore.errors import StoreClosedError
+from trajstore.points import saved_state
 
 
 def opened(folder: Path) -> list[str]:

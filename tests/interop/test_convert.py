@@ -18,11 +18,12 @@ from tests.forging import spoil_document
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from tools.crash.forked import forking
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, saved_points
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.interop import convert
 from trajstore.operations.single import read_single
+from trajstore.points import saved_points
 from trajstore.query.messages import text_of
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")

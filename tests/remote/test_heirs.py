@@ -13,7 +13,7 @@ import pytest
 from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at
 from tests.support.waiting import wait_until
-from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of, saved_points
+from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.core.files.base import EncodedFile
 from trajstore.core.files.opening import open_directory
 from trajstore.core.store.log_records import id_ranges, segment_name
@@ -22,6 +22,7 @@ from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points
 from trajstore.remote.mirror.replica import Replica
 from trajstore.remote.mirror.restoring import restore
 

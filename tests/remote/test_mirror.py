@@ -15,7 +15,7 @@ from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
 from tests.support.waiting import wait_until
 from tests.support.witness import witness
-from trajstore import Mirror, TrajectoryReplayBuffer, annotate, saved_points
+from trajstore import Mirror, TrajectoryReplayBuffer, annotate
 from trajstore.core.files.base import Buffer, EncodedFile
 from trajstore.core.files.local import LocalDirectory
 from trajstore.core.formats import FORMATS
@@ -23,6 +23,7 @@ from trajstore.core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points
 from trajstore.remote.mirror import mirror as mirror_module
 from trajstore.remote.mirror.restoring import IDS_LEFT_OUT, restore
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
-from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore import TrajectoryReplayBuffer
 from trajstore.core.buffer.view import View
 from trajstore.core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points
 from trajstore.remote.directory import RemoteDirectory
 
 THEN = {number: number for number in range(4)}

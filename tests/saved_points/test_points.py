@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-import trajstore
 from tests.saved_points.stores import add, keys_of, loaded, make, names_in, state_files
 from tests.stores import flip
 from tests.support.copies import copy_live
-from trajstore import TrajectoryReplayBuffer, annotate, saved_points
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.core.sampling import EpochSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -26,6 +25,7 @@ from trajstore.errors import (
 )
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points, saved_state
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])
@@ -144,8 +144,8 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
         assert state_files(tmp_path) == 1
         with pytest.raises(StoreNotFoundError, match="no saved point of step 4; there are: 5"):
             buffer.points.rollback(4)
-    assert [point.step for point in trajstore.saved_points(tmp_path)] == [5]
-    assert trajstore.saved_state(tmp_path, 5) == {"step": 5}
+    assert [point.step for point in saved_points(tmp_path)] == [5]
+    assert saved_state(tmp_path, 5) == {"step": 5}
 
 
 def test_a_replaced_point_does_not_return_to_the_line_when_its_successor_is_released(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
             buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
     with pytest.raises(CorruptStoreError, match=file.name):
-        trajstore.saved_state(tmp_path, 1)
+        saved_state(tmp_path, 1)
     assert [problem.file for problem in verify(tmp_path).problems] == [f"pins/{file.name}"]
 
 

@@ -18,7 +18,8 @@ from trainer_hooks.transfer_queue.rows import pack_columns
 from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer
-from trajstore import TrajectoryReplayBuffer, attached, filled_rows
+from trajstore import TrajectoryReplayBuffer, attached
+from trajstore.attachments import filled_rows
 
 
 @settings(max_examples=8, deadline=None)

@@ -20,13 +20,14 @@ from tools.crash.frozen.sleeper import Freeze, Writer, sleep_and_go_on
 from tools.crash.journal import Promises, entries
 from tools.crash.range_reader import RangeReader, read_all
 from tools.proc import stat
-from trajstore import TrajectoryReplayBuffer, saved_points
+from trajstore import TrajectoryReplayBuffer
 from trajstore.core.files.holder import LOCK_NAME
 from trajstore.core.files.leases import READERS_FOLDER
 from trajstore.core.files.opening import open_directory
 from trajstore.core.store.catalog import Catalog
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points
 
 _LAST_REQUEST = 120
 

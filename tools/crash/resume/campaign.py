@@ -14,9 +14,9 @@ import torch
 
 from tools.campaigns import Result, start
 from tools.crash.resume.loop import EVERY, Loop
-from trajstore import saved_points
 from trajstore.core.files.local import LocalDirectory
 from trajstore.operations.verify import verify
+from trajstore.points import saved_points
 
 MOMENTS = ("between point and model", "in save_point", "in rollback", "in a step", "while the loader reads")
 _CALLS = 7  # changes of the directory in a save_point, or in a rollback; the k-th of these is the last

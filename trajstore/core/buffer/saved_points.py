@@ -69,7 +69,7 @@ class PointsOfBuffer:
 
     @property
     def saved(self) -> list[SavedPoint]:
-        """The saved points of the current line, lowest step first; :func:`trajstore.saved_points` reads any store's.
+        """The saved points of the current line, lowest step first; ``saved_points(path)`` lists those of any store.
 
         The current line is the history of the present state. Points saved after one to which the store went back are on
         other lines: :attr:`snapshots` has them.
