@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import rays
-from trajstore.core.base import locks
+from trajstore._core.base import locks
 
 # Deterministic examples without deadlines; the slow forms search anew on each run.
 settings.register_profile(

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from trajstore.core.store.log_records import decode_lines, encode_line
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
+from trajstore._core.store.log_records import decode_lines, encode_line
+from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME, metadata_json, seal, unseal
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.support.copies import copy_live
 from tests.support.witness import check_trajectory, witness
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.local import LocalDirectory
 from trajstore.trajectory import AnyTrajectory
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.stores import add_each
 from tests.support.witness import witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.store.sealed import unseal
+from trajstore._core.store.sealed import unseal
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 
@@ -99,7 +99,7 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
 
 
 def test_the_index_is_written_whole_after_many_records_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.core.writing.commit_log._MAX_RECORDS", 3)
+    monkeypatch.setattr("trajstore._core.writing.commit_log._MAX_RECORDS", 3)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         for _ in range(9):
             buffer.add_trajectories([rollout()])

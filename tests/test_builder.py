@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, walk
+from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, walk
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import get_model_weights_id
 

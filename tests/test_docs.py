@@ -181,6 +181,6 @@ def test_the_house_names_every_package(project_root: Path) -> None:
         for root in ("trajstore", "trainer_hooks")
         for path in (project_root / root).rglob("__init__.py")
     }
-    assert packages - named == {"trajstore/core/formats/pickles"}
+    assert packages - named == {"trajstore/_core/formats/pickles"}
     assert named - packages == set()
     assert len([name for name in packages if name.count("/") == 1 and name.startswith("trajstore")]) <= 12

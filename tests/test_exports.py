@@ -52,4 +52,4 @@ def test_a_local_buffer_loads_only_the_core(project_root: Path, tmp_path: Path) 
         [sys.executable, "-c", code, str(tmp_path / "store")],
         cwd=project_root, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.split() == ["trajstore", "trajstore.core", "trajstore.errors", "trajstore.trajectory"]
+    assert done.stdout.split() == ["trajstore", "trajstore._core", "trajstore.errors", "trajstore.trajectory"]

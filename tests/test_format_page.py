@@ -18,8 +18,8 @@ from tests.stores import LIVE, crashed_store, writer_to
 from tests.support.copies import copy_live
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.formats import FORMATS
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.formats import FORMATS
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:

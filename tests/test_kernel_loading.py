@@ -35,13 +35,13 @@ signal.signal(signal.SIGINT, interrupt)
 import numpy as np
 import torch
 
-import trajstore.core.base.machine_code
+import trajstore._core.base.machine_code
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.sampling.tree import SumTree
+from trajstore._core.sampling.tree import SumTree
 from tests.support.witness import check_batch, witness
 
 assert "numba" not in sys.modules
-with trajstore.core.base.machine_code.MachineCode._lock:  # as if loading never ended
+with trajstore._core.base.machine_code.MachineCode._lock:  # as if loading never ended
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
 interrupted = 0
 sent = threading.Event()
@@ -121,8 +121,8 @@ def test_kernels_are_compiled_where_no_cache_can_be_written() -> None:
         "import numba.core.caching as caching\n"
         "for locator in (caching.FunctionCache, caching.CompileResultCacheImpl):\n"
         "    locator._locator_classes = []\n"
-        "from trajstore.core.sampling import _tree_kernels\n"
-        "from trajstore.core.base import _kernels\n"
+        "from trajstore._core.sampling import _tree_kernels\n"
+        "from trajstore._core.base import _kernels\n"
     )
     child = subprocess.run([sys.executable, "-c", compiles], capture_output=True, text=True, timeout=300)
     assert child.returncode == 0, child.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.core.base import locks
+from trajstore._core.base import locks
 
 
 def test_a_lock_that_is_taken_out_of_order_is_told_with_both_places() -> None:
@@ -114,7 +114,7 @@ def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
         for path in (project_root / folder).rglob("*.py")
         if re.search(r"\b(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(", path.read_text())
     }
-    assert names <= allowed, "make it with trajstore.core.base.locks, and give it a place in its ORDER"
+    assert names <= allowed, "make it with trajstore._core.base.locks, and give it a place in its ORDER"
 
 
 def test_the_design_page_has_the_same_table(project_root: Path) -> None:

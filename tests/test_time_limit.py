@@ -11,7 +11,7 @@ import subprocess, threading, time
 
 import pytest
 
-from trajstore.core.base.interrupts import uninterrupted
+from trajstore._core.base.interrupts import uninterrupted
 
 
 def a_lock():

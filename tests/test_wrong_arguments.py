@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-import trajstore.core.buffer.sequences
-import trajstore.core.feeding
-import trajstore.core.sampling
+import trajstore._core.buffer.sequences
+import trajstore._core.feeding
+import trajstore._core.sampling
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.sequences import sample_n_step
-from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader, Share
-from trajstore.core.sampling import (
+from trajstore._core.buffer.sequences import sample_n_step
+from trajstore._core.feeding import ReplayBufferDataset, ReplayLoader, Share
+from trajstore._core.sampling import (
     Drawn,
     EpochSampler,
     Priorities,
@@ -137,7 +137,7 @@ GOOD: dict[str, Any] = {
     **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
     **{"columns": {"input_ids": torch.arange(3)}, "lengths": [3], "documents": [{}]},
 }
-MODULES = (trajstore, trajstore.core.feeding, trajstore.core.sampling, trajstore.core.buffer.sequences)
+MODULES = (trajstore, trajstore._core.feeding, trajstore._core.sampling, trajstore._core.buffer.sequences)
 ALSO: dict[str, dict[str, Any]] = {
     **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
     **{

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trajstore.core.base.arguments import finite, truth
+from trajstore._core.base.arguments import finite, truth
 from trajstore.errors import ConfigurationError
 
 Groups = Tensor | npt.NDArray[Any] | Sequence[object]

@@ -28,8 +28,8 @@ from trainer_hooks.replay import ExperienceManager as Pool
 from trainer_hooks.replay import ExperienceMixCollateFn as Mixer
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.rows import rows_of
-from trajstore.core.base.arguments import whole, whole_or_none
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import whole, whole_or_none
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 

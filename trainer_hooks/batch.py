@@ -31,7 +31,7 @@ from torch import Tensor
 
 from trainer_hooks.guidance import TrainMode
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
-from trajstore.core.base.arguments import one_of, truth, whole, whole_or_none
+from trajstore._core.base.arguments import one_of, truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 

@@ -14,8 +14,8 @@ from trainer_hooks.replay import PoolRules, RatioSchedule
 from trainer_hooks.replay.mixing import histories_per_task, history_problems, ratio_or_points
 from trainer_hooks.replay.rules import PoolOptions
 from trainer_hooks.replay.store import BufferStore, store_options
-from trajstore.core.base.arguments import finite, whole
-from trajstore.core.base.settings import Count, NotNegative, Share, Text, names_of, refuse
+from trajstore._core.base.arguments import finite, whole
+from trajstore._core.base.settings import Count, NotNegative, Share, Text, names_of, refuse
 from trajstore.errors import ConfigurationError, MissingDependencyError
 
 logger = logging.getLogger(__name__)

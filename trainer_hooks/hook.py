@@ -42,8 +42,8 @@ from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.trained import StepRecorder
-from trajstore.core.base.arguments import finite, path_or_url, share, whole
-from trajstore.core.base.closing import Closing, of_no_use_when_closed
+from trajstore._core.base.arguments import finite, path_or_url, share, whole
+from trajstore._core.base.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import LEDGER_FOLDER
 from trajstore.trajectory import AgentTrajectory

@@ -17,10 +17,10 @@ from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
 from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
 from trainer_hooks.replay.state import recover
 from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
-from trajstore.core.columns.schema import DOCUMENT
-from trajstore.core.files.base import Directory
-from trajstore.core.reading.shard_access import ShardAccess
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.columns.schema import DOCUMENT
+from trajstore._core.files.base import Directory
+from trajstore._core.reading.shard_access import ShardAccess
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import StoreError
 from trajstore.operations.measure import turns_of
 from trajstore.operations.statistics import agents_report, policy_report, range_of

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from trainer_hooks.masks import compute_response_mask
-from trajstore.core.base.arguments import one_of, truth
+from trajstore._core.base.arguments import one_of, truth
 from trajstore.errors import ConfigurationError
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

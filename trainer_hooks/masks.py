@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trajstore.core.base.arguments import whole
+from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError
 
 

@@ -12,7 +12,7 @@ from trainer_hooks.guidance import Guidance
 from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.outcomes import REPLAYED_ID
 from trainer_hooks.replay.rows import rows_of
-from trajstore.core.base.arguments import whole
+from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import whole, whole_numbers
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import whole, whole_numbers
 from trajstore.errors import ConfigurationError
 
 _WORD = re.compile(r"\w+")

@@ -13,8 +13,8 @@ from torch import Tensor
 from trainer_hooks.batch import Batch
 from trainer_hooks.completion import check_lengths
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.core.base.closing import Closing
-from trajstore.core.reading.contents import Contents
+from trajstore._core.base.closing import Closing
+from trajstore._core.reading.contents import Contents
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import ROW, Ledger, TrainedStep
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trajstore import errors
+    from trajstore._core.buffer.annotating import annotate, notes_of
+    from trajstore._core.buffer.reader import Reader
+    from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore._core.buffer.retention import Retention
+    from trajstore._core.store.notes import Note
+    from trajstore._core.writing.options import WriterOptions
     from trajstore.attachments import attach, attached
     from trajstore.builder import EmbodiedRolloutResult
-    from trajstore.core.buffer.annotating import annotate, notes_of
-    from trajstore.core.buffer.reader import Reader
-    from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-    from trajstore.core.buffer.retention import Retention
-    from trajstore.core.store.notes import Note
-    from trajstore.core.writing.options import WriterOptions
     from trajstore.loader import ReplayLoader, TokenLoader
     from trajstore.mirror import Mirror
     from trajstore.samplers import EpochSampler, GroupSampler, WeightedSampler

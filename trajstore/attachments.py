@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from trajstore.core.columns.limits import shown
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.columns.values import as_tensor, document_of, leaves_of
+from trajstore._core.columns.limits import shown
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.columns.values import as_tensor, document_of, leaves_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
 ATTACHED, FILLED = "attached", "filled"

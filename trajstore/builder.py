@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
+from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied, get_model_weights_id
 

@@ -1,6 +1,6 @@
 """Loaders that read batches ahead of a learner, and resume exactly."""
 
-from trajstore.core.feeding import (
+from trajstore._core.feeding import (
     BatchOptions,
     LoadedBatch,
     LoaderOptions,
@@ -13,7 +13,7 @@ from trajstore.core.feeding import (
     TokenOptions,
     replay_buffer_collate_fn,
 )
-from trajstore.core.feeding.packing import lay_out
+from trajstore._core.feeding.packing import lay_out
 
 __all__ = [
     "BatchOptions",

@@ -1,6 +1,6 @@
 """A copy that follows a store to another place, and stores restored from it."""
 
-from trajstore.core.buffer.mirroring import MirrorOfBuffer
+from trajstore._core.buffer.mirroring import MirrorOfBuffer
 from trajstore.remote.mirror.options import Mirror, MirrorState
 from trajstore.remote.mirror.restoring import Restored, restore
 

@@ -1,6 +1,6 @@
 """Samplers and their weights, and batches of consecutive steps."""
 
-from trajstore.core.buffer.sequences import (
+from trajstore._core.buffer.sequences import (
     Hindsight,
     NStep,
     Sequences,
@@ -8,7 +8,7 @@ from trajstore.core.buffer.sequences import (
     sample_n_step,
     sample_sequences,
 )
-from trajstore.core.sampling import (
+from trajstore._core.sampling import (
     Additions,
     Drawn,
     EpochSampler,

@@ -21,8 +21,8 @@ from tests.stores import another_writer, nothing_can_be_deleted, writer_to
 from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.writing.inbox import Inbox
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.writing.inbox import Inbox
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 

@@ -20,10 +20,10 @@ from tests.support.formats import random_tensor, same_bytes
 from tests.support.witness import check_batch, check_trajectory, difference, witness
 from tools.mutate.pristine import agent_witness
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.columns.fields import join_name, walk
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
+from trajstore._core.columns.fields import join_name, walk
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
 
 
 def uncached(path: Path, fmt: str = "pt") -> TrajectoryReplayBuffer:

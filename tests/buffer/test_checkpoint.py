@@ -23,10 +23,10 @@ from tests.support.copies import copy_live
 from tests.support.faults import FaultPlan, failing_disk
 from tests.support.witness import check_batch, check_trajectory, key_of, witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.files import folders
-from trajstore.core.files.held import HeldFolder
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.run_ids import own_id
+from trajstore._core.files import folders
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.run_ids import own_id
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore

@@ -17,7 +17,7 @@ from tests.stores import add_each, flip, opened
 from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.core.reading import shard_access
+from trajstore._core.reading import shard_access
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to

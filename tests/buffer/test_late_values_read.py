@@ -14,10 +14,10 @@ import torch
 from tests.stores import writer_to
 from tests.support.formats import same_bytes
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.columns.facts import GIVEN, RECORDED
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.feeding import TokenLoader
-from trajstore.core.formats import FORMATS
+from trajstore._core.columns.facts import GIVEN, RECORDED
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.feeding import TokenLoader
+from trajstore._core.formats import FORMATS
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 

@@ -16,9 +16,9 @@ import torch
 
 from tests.stores import reader_of, writer_to
 from trajstore import Reader, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import (
     ConfigurationError,
     DescriptorLimitError,

@@ -16,12 +16,12 @@ from tests.stores import add_each, opened, reader_of, writer_to
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.base.machine_code import kernels
-from trajstore.core.buffer.sink import StoreSink
-from trajstore.core.columns.fields import walk
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.reading import plan
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.buffer.sink import StoreSink
+from trajstore._core.columns.fields import walk
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.reading import plan
+from trajstore._core.store.catalog import Catalog
 
 
 def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def openings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return urls
 
 
-@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)  # the index is written several times
+@patch("trajstore._core.writing.commit_log.LOG_BYTES", 1 << 12)  # the index is written several times
 def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path, openings: list[str]) -> None:
     with writer_to(tmp_path, retention=Retention(max_trajectories=8)) as source:
         add_each(source, range(8))
@@ -86,7 +86,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         reader.close()
 
 
-@patch("trajstore.core.writing.commit_log.LOG_BYTES", 1 << 12)
+@patch("trajstore._core.writing.commit_log.LOG_BYTES", 1 << 12)
 def test_a_follower_that_comes_too_late_for_the_log_loads_again(tmp_path: Path, openings: list[str]) -> None:
     with writer_to(tmp_path) as source:
         add_each(source, [0])

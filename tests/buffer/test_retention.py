@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from tests.stores import add_each, filled, writer_to
 from tests.support.witness import witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sink import StoreSink
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectories
-from trajstore.core.columns.limits import UNKNOWN_VERSION
-from trajstore.core.store.additions import NewEntries, starts_of
-from trajstore.core.store.index import TrajectoryIndex
+from trajstore._core.buffer.sink import StoreSink
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.flat import FlatTrajectories
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.store.additions import NewEntries, starts_of
+from trajstore._core.store.index import TrajectoryIndex
 
 
 def step(steps: int, version: int | None) -> Trajectory:

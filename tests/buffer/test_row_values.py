@@ -14,11 +14,11 @@ import torch
 from tests.remote.stores import level
 from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
-from trajstore.core.buffer.sequences import sample_sequences
-from trajstore.core.feeding import ReplayLoader, TokenLoader
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import WeightedSampler
+from trajstore._core.buffer.sequences import sample_sequences
+from trajstore._core.feeding import ReplayLoader, TokenLoader
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

@@ -16,8 +16,8 @@ import pytest
 
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore._core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.cli import main
-from trajstore.core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
@@ -70,7 +70,7 @@ def go_on(run: Path, rank: int, results: Any) -> None:
 def start(target: Any, run: Path) -> tuple[list[Any], Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["torch.distributed", "trajstore.core.buffer.runs", __name__]
+        ["torch.distributed", "trajstore._core.buffer.runs", __name__]
     )  # saves six imports of torch
     results = context.Queue()
     children = [context.Process(target=target, args=(run, rank, results)) for rank in range(RANKS)]

@@ -18,9 +18,9 @@ from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refus
 from tests.support.copies import copy_live
 from tests.support.witness import witness
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore._core.buffer.runs import save_rank_point
+from trajstore._core.files.base import Directory
 from trajstore.cli import DAMAGED
-from trajstore.core.buffer.runs import save_rank_point
-from trajstore.core.files.base import Directory
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations import verify as verify_module

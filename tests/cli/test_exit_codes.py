@@ -21,8 +21,8 @@ from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
 from tests.stores import flip, stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
+from trajstore._core.store.sealed import INDEX_NAME
 from trajstore.cli import _BUILT_IN, DAMAGED, FAILED, commands
-from trajstore.core.store.sealed import INDEX_NAME
 from trajstore.errors import CorruptStoreError
 
 

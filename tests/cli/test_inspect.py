@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from tests.stores import in_memory, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
-from trajstore.core.formats import FORMATS
 from trajstore.operations.inspect import inspect
 from trajstore.operations.statistics import RewardStatistics, merge_rewards
 from trajstore.operations.verify import verify

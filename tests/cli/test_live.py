@@ -13,12 +13,12 @@ import pytest
 
 from tests.cli.stores import Run, make_rollout
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.files.base import ReaderLease
-from trajstore.core.files.held import HeldFolder
-from trajstore.core.files.holder import holder_document
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.saved_points import Pins
+from trajstore._core.files.base import ReaderLease
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.holder import holder_document
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.saved_points import Pins
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.trajectory_report import inspect_trajectory

@@ -13,10 +13,10 @@ from tests.cli.stores import Run
 from tests.stores import LIVE, contents_of, crashed_store, flip, keys_at, opened, stored
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore._core.buffer import checkpoint
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.cli import DAMAGED, main
-from trajstore.core.buffer import checkpoint
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.cli.stores import Run, write_store
 from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
-from trajstore.core.formats import FORMATS
 from trajstore.errors import StoreNotFoundError, UnsupportedVersionError
 from trajstore.operations.verify import verify
 

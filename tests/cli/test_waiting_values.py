@@ -14,12 +14,12 @@ from tests.cli.stores import Run
 from tests.stores import filled, nothing_can_be_deleted, writer_to
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.writing.inbox import Inbox, InboxView
+from trajstore._core.writing.unattended import held_log
 from trajstore.cli import DAMAGED
-from trajstore.core.files.held import HeldFolder
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.writing.inbox import Inbox, InboxView
-from trajstore.core.writing.unattended import held_log
 from trajstore.operations.copying import copy_store
 
 

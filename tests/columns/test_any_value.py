@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from tests.support.witness import check_trajectory, difference, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.formats import FORMATS
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.formats import FORMATS
 from trajstore.operations.verify import verify
 from trajstore.trajectory import AnyTrajectory
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.doubts import doubts
-from trajstore.core.columns.flat import FlatTrajectories, copied
-from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.schema import dtypes
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.doubts import doubts
+from trajstore._core.columns.flat import FlatTrajectories, copied
+from trajstore._core.columns.memory import Arena
+from trajstore._core.columns.schema import dtypes
 
 _WHOLE = [dtype for dtype in dtypes().values() if not dtype.is_floating_point and not dtype.is_complex]
 _EDGES = (0.0, -1.0, 1e-3, 0.1, 0.5, float("inf"), float("-inf"), float("nan"))

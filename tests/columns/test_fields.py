@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.core.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
-from trajstore.core.columns.memory import Arena, Lease
-from trajstore.core.columns.portions import portions
+from trajstore._core.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
+from trajstore._core.columns.memory import Arena, Lease
+from trajstore._core.columns.portions import portions
 
 KEYS = st.lists(st.text(max_size=4), min_size=1, max_size=4)
 

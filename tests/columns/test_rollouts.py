@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, attach, attached
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.formats import FORMATS
 from trajstore.attachments import filled_rows
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.formats import FORMATS
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS
 

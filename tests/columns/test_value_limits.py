@@ -23,8 +23,8 @@ from tests.stores import keys_of, refused_to_all
 from tests.support.copies import copy_live
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.store.packing import pack, unpack
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.store.packing import pack, unpack
 from trajstore.operations.verify import verify
 from trajstore.trajectory import get_model_weights_id
 

@@ -23,8 +23,8 @@ from tools.crash.node.campaign import s3
 from tools.crash.resume.campaign import MOMENTS
 from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.sampling import EpochSampler
-from trajstore.core.sampling.base import Additions, IntArray
+from trajstore._core.sampling import EpochSampler
+from trajstore._core.sampling.base import Additions, IntArray
 
 LONG = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
@@ -41,8 +41,8 @@ def _after_warming() -> None:
     import numba
 
     import tools.crash.warm  # noqa: F401
-    from trajstore.core.base import _kernels
-    from trajstore.core.sampling import _tree_kernels
+    from trajstore._core.base import _kernels
+    from trajstore._core.sampling import _tree_kernels
 
     kernels = [
         name

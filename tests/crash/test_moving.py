@@ -19,8 +19,8 @@ from tests.stores import opened
 from tests.support.witness import check_trajectory, witness
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore._core.store.facts import NOTE
 from trajstore.cli import main
-from trajstore.core.store.facts import NOTE
 from trajstore.interop import convert
 from trajstore.points import saved_points
 

@@ -19,11 +19,11 @@ from tools.crash.forked import forking
 from tools.threads.campaign import run_session
 from tools.threads.released import released_is_unreadable
 from tools.threads.session import REPLACERS
-from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.schema import Schema
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
-from trajstore.core.reading.address_table import AddressTable, MappedShard
+from trajstore._core.columns.memory import Arena
+from trajstore._core.columns.schema import Schema
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
+from trajstore._core.reading.address_table import AddressTable, MappedShard
 
 _SHORT = 1.0
 _LONG = 120.0

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.witness import check_trajectory, difference, rows_of, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
-from trajstore.core.columns.fields import join_name, walk
+from trajstore._core.columns.fields import join_name, walk
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajectoryUnavailableError
 
 ray = pytest.importorskip("ray")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.mirroring import MirrorOfBuffer
-from trajstore.core.buffer.saved_points import PointsOfBuffer
+from trajstore._core.buffer.mirroring import MirrorOfBuffer
+from trajstore._core.buffer.saved_points import PointsOfBuffer
 from trajstore.distributed.handle import DistributedReplayBuffer, MirrorsOfHandle
 from trajstore.distributed.saving import PointsOfHandle
 

@@ -30,9 +30,9 @@ from trajstore import (
     notes_of,
     run_points,
 )
-from trajstore.core.feeding import ReplayLoader, TokenLoader
-from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities
-from trajstore.core.sampling.weighted import WeightedSampler
+from trajstore._core.feeding import ReplayLoader, TokenLoader
+from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities
+from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -50,10 +50,10 @@ ray = pytest.importorskip("ray")
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
-from trajstore.core.buffer.content_watch import flatten_all  # noqa: E402
-from trajstore.core.columns.agents import DOCUMENT_FIELDS  # noqa: E402
-from trajstore.core.columns.memory import Arena  # noqa: E402
-from trajstore.core.store.run_ids import own_id  # noqa: E402
+from trajstore._core.buffer.content_watch import flatten_all  # noqa: E402
+from trajstore._core.columns.agents import DOCUMENT_FIELDS  # noqa: E402
+from trajstore._core.columns.memory import Arena  # noqa: E402
+from trajstore._core.store.run_ids import own_id  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
     DistributedReplayBuffer,

@@ -14,9 +14,9 @@ import torch
 from tests.distributed.test_server import equal, ids_of, parcel_of, server
 from tests.support.witness import check_batch, witness
 from trajstore import WriterOptions
-from trajstore.core.columns.fields import nest
-from trajstore.core.sampling.base import Drawn
-from trajstore.core.sampling.draws import Draws
+from trajstore._core.columns.fields import nest
+from trajstore._core.sampling.base import Drawn
+from trajstore._core.sampling.draws import Draws
 from trajstore.distributed.census import Census
 from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
 from trajstore.distributed.reads import Reads

@@ -14,10 +14,10 @@ import torch
 
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.content_watch import flatten_all
-from trajstore.core.columns.flat import NUMBERS, cut
-from trajstore.core.columns.memory import Arena
-from trajstore.core.store.given import Said
+from trajstore._core.buffer.content_watch import flatten_all
+from trajstore._core.columns.flat import NUMBERS, cut
+from trajstore._core.columns.memory import Arena
+from trajstore._core.store.given import Said
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known

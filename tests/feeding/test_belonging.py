@@ -16,8 +16,8 @@ from tests.sampling.makers import SAMPLERS
 from tests.stores import in_memory, writer_to
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.core.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
-from trajstore.core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
+from trajstore._core.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 from trajstore.operations.copying import copy_store
 

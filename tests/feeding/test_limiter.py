@@ -13,8 +13,8 @@ import torch
 from tests.feeding.test_loader import block
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.core.feeding import RateLimiter, ReplayLoader, TokenLoader, limiter, prefetch
-from trajstore.core.feeding.limiter import Rate
+from trajstore._core.feeding import RateLimiter, ReplayLoader, TokenLoader, limiter, prefetch
+from trajstore._core.feeding.limiter import Rate
 from trajstore.errors import ConfigurationError, StoreClosedError
 
 ROWS = 8

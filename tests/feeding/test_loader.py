@@ -23,7 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.stores import in_memory
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.feeding import (
+from trajstore._core.feeding import (
     PreloadReplayBufferDataset,
     ReplayBufferDataset,
     ReplayLoader,
@@ -32,7 +32,7 @@ from trajstore.core.feeding import (
     prefetch,
     replay_buffer_collate_fn,
 )
-from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,

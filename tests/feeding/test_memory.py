@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trajstore.core.feeding.device import Arrival
-from trajstore.core.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for
+from trajstore._core.feeding.device import Arrival
+from trajstore._core.feeding.memory import DeviceMemory, FreshMemory, ReusedMemory, memory_for
 from trajstore.errors import ConfigurationError
 
 

@@ -16,8 +16,8 @@ from tests.cli.stores import Run
 from tests.stores import in_memory, stored
 from tests.support.faults import FaultPlan, failing_disk
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.feeding import ReplayLoader, TokenLoader
-from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore._core.feeding import ReplayLoader, TokenLoader
+from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import Ledger, first_difference, read
 

@@ -13,7 +13,7 @@ import torch
 from tests.feeding.test_memory import Slow
 from tests.stores import stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sequences import (
+from trajstore._core.buffer.sequences import (
     Hindsight,
     NStep,
     Rows,
@@ -22,10 +22,10 @@ from trajstore.core.buffer.sequences import (
     sample_n_step,
     sample_sequences,
 )
-from trajstore.core.columns.fields import unnest
-from trajstore.core.feeding import ReplayLoader, Share
-from trajstore.core.feeding.memory import DeviceMemory
-from trajstore.core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore._core.columns.fields import unnest
+from trajstore._core.feeding import ReplayLoader, Share
+from trajstore._core.feeding.memory import DeviceMemory
+from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 
 SIZE = 12

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.feeding.test_loader import block, reader, rewards
 from tests.stores import in_memory, stored
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.feeding import ReplayLoader, Share
-from trajstore.core.sampling import EpochSampler
+from trajstore._core.feeding import ReplayLoader, Share
+from trajstore._core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, StoreClosedError
 from trajstore.ledger import Ledger, first_difference, read
 

@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 
 from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sampling import Sampling
-from trajstore.core.feeding import ReplayLoader, TokenLoader
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import EpochSampler, Priorities, WeightedSampler
+from trajstore._core.buffer.sampling import Sampling
+from trajstore._core.feeding import ReplayLoader, TokenLoader
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 
-MOST_WAITING = "trajstore.core.feeding.tokens._MOST_WAITING"
+MOST_WAITING = "trajstore._core.feeding.tokens._MOST_WAITING"
 
 
 def rollout(key: int, length: int, prompt: int, *, version: int | None = None, **more: Any) -> AgentTrajectory:

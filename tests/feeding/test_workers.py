@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from tests.feeding.test_loader import fill
 from tests.feeding.test_tokens import rollout, stored
 from trajstore import Reader, TrajectoryReplayBuffer
-from trajstore.core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore._core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 
 campaign = pytest.mark.campaign

@@ -18,7 +18,7 @@ from tests.stores import add_each, contents_of, opened, reader_of
 from tests.support.witness import check_batch, check_trajectory
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import StoreNotFoundError
 from trajstore.operations.verify import verify
 

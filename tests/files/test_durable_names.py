@@ -18,9 +18,9 @@ from tests.support.waiting import wait_until
 from tests.support.witness import witness
 from trainer_hooks.replay.persistence import POOL_FILES, PoolContents, read_pool, write_pool
 from trajstore import Retention, WriterOptions
-from trajstore.core.files import folders as folders_module
-from trajstore.core.files import held as held_module
-from trajstore.core.files import local as local_module
+from trajstore._core.files import folders as folders_module
+from trajstore._core.files import held as held_module
+from trajstore._core.files import local as local_module
 from trajstore.operations.verify import verify
 
 

@@ -16,9 +16,9 @@ from tests.remote.test_remote import around
 from tests.support.directory import DirectoryConformance
 from tests.support.faults import FaultPlan, failing_disk
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import open_directory
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import open_directory
 from trajstore.errors import StoreLockedError
 
 

@@ -19,8 +19,8 @@ import torch
 from tests.stores import filled
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.files import partial
-from trajstore.core.files.partial import BLOCK, JOINED, PartialMap, PartialMaps, Range, fetched
+from trajstore._core.files import partial
+from trajstore._core.files.partial import BLOCK, JOINED, PartialMap, PartialMaps, Range, fetched
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.object_store import ObjectStore
 

@@ -17,9 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.stores import add_each, filled, flip, reader_of
 from tests.support.directory import publish
 from tests.support.witness import check_trajectory
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.opening import open_directory
-from trajstore.core.files.read_cache import ReadCache
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.opening import open_directory
+from trajstore._core.files.read_cache import ReadCache
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.remote.object_store import ObjectStore

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from tests.stores import files_of, stored, writer_to
 from tests.support.formats import random_tensor, same_bytes
 from trajstore import Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.fields import Axis, walk
+from trajstore._core.columns.schema import Schema
+from trajstore._core.feeding import ReplayLoader
+from trajstore._core.formats import FORMATS, checksums, get_format, open_shard
+from trajstore._core.formats.base import ShardContent, ShardManifest
+from trajstore._core.formats.checksums import encoded_shard
+from trajstore._core.formats.frames import folded
 from trajstore.cli import main
-from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.fields import Axis, walk
-from trajstore.core.columns.schema import Schema
-from trajstore.core.feeding import ReplayLoader
-from trajstore.core.formats import FORMATS, checksums, get_format, open_shard
-from trajstore.core.formats.base import ShardContent, ShardManifest
-from trajstore.core.formats.checksums import encoded_shard
-from trajstore.core.formats.frames import folded
 from trajstore.errors import CorruptStoreError
 from trajstore.interop.convert import convert_from, convert_to
 from trajstore.operations.copying import copy_store

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.formats import random_tensor, same_bytes
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.formats.pickles.safe_pickle import safe_loads
-from trajstore.core.formats.pickles.safe_values import MAX_DEPTH, StorageType
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.formats.pickles.safe_pickle import safe_loads
+from trajstore._core.formats.pickles.safe_values import MAX_DEPTH, StorageType
 from trajstore.errors import CorruptStoreError, StoreError, UnsafeContentError
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)

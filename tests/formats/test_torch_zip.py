@@ -17,13 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.formats import FormatConformance, random_tensor, same_bytes
-from trajstore.core.columns.flat import raw_bytes
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.formats import zip_members
-from trajstore.core.formats.base import TrajectoryFormat
-from trajstore.core.formats.pkl import PklFormat
-from trajstore.core.formats.pt import PtFormat
-from trajstore.core.formats.torch_zip import (
+from trajstore._core.columns.flat import raw_bytes
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.formats import zip_members
+from trajstore._core.formats.base import TrajectoryFormat
+from trajstore._core.formats.pkl import PklFormat
+from trajstore._core.formats.pt import PtFormat
+from trajstore._core.formats.torch_zip import (
     ALIGNMENT,
     TensorPlace,
     TensorSlot,

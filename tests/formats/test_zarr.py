@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from tools.crash.forked import forking
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.core.columns.schema import Schema
-from trajstore.core.files.base import Buffer, EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats.base import ShardContent, TrajectoryFormat
-from trajstore.core.formats.zarr import ZarrFormat, _write_array, node_name
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
+from trajstore._core.columns.schema import Schema
+from trajstore._core.files.base import Buffer, EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats.base import ShardContent, TrajectoryFormat
+from trajstore._core.formats.zarr import ZarrFormat, _write_array, node_name
 from trajstore.errors import ConfigurationError, CorruptStoreError, MissingDependencyError
 from trajstore.trajectory import Trajectory
 

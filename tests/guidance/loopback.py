@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from trajstore.core.base.closing import Closing
+from trajstore._core.base.closing import Closing
 
 
 class Loopback(Closing):

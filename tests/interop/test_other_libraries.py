@@ -20,7 +20,7 @@ import torch
 from gymnasium.spaces import Box, Dict
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sequences import sample_n_step, sample_sequences
+from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 
 pytestmark = pytest.mark.campaign
 

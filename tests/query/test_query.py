@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.stores import in_memory, stored, writer_to
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
-from trajstore.core.reading.contents import Contents
-from trajstore.core.sampling import GroupSampler
+from trajstore._core.reading.contents import Contents
+from trajstore._core.sampling import GroupSampler
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.interop.convert import convert_to
 from trajstore.operations.mending import prune

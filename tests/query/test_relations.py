@@ -21,7 +21,7 @@ from tests.forging import spoil_document
 from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.formats import FORMATS
+from trajstore._core.formats import FORMATS
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.ledger import ROW, Ledger, TrainedStep
 from trajstore.query import RELATIONS, Stream, relations
@@ -459,7 +459,7 @@ import time
 import polars as pl
 import torch
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.core.formats import FORMATS
+from trajstore._core.formats import FORMATS
 from trajstore.query import Query, relations
 
 buffer = TrajectoryReplayBuffer(sample_window_size=0)

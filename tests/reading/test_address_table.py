@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from tests.interrupting import Tracer
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.schema import ColumnSpec, Extent, Schema
-from trajstore.core.files.partial import PartialMap
-from trajstore.core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, SlotTable
-from trajstore.core.reading.column_interner import ColumnInterner, axes_of
-from trajstore.core.reading.map_limit import MapLimit
-from trajstore.core.reading.plan import HeldRows
-from trajstore.core.reading.running_copies import RunningCopies
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
+from trajstore._core.files.partial import PartialMap
+from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, SlotTable
+from trajstore._core.reading.column_interner import ColumnInterner, axes_of
+from trajstore._core.reading.map_limit import MapLimit
+from trajstore._core.reading.plan import HeldRows
+from trajstore._core.reading.running_copies import RunningCopies
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
 EXTENT = Extent(1, 1, 1, 1)

@@ -14,11 +14,11 @@ from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at
 from tests.support.waiting import wait_until
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate, notes_of
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.log_records import id_ranges, segment_name
-from trajstore.core.store.saved_points import pin_file
-from trajstore.core.store.sealed import LEDGER_NAME
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.log_records import id_ranges, segment_name
+from trajstore._core.store.saved_points import pin_file
+from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify

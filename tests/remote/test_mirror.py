@@ -16,10 +16,10 @@ from tests.stores import keys_at, keys_of
 from tests.support.waiting import wait_until
 from tests.support.witness import witness
 from trajstore import Mirror, TrajectoryReplayBuffer, annotate
-from trajstore.core.files.base import Buffer, EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
-from trajstore.core.store.sealed import LEDGER_NAME
+from trajstore._core.files.base import Buffer, EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
+from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify

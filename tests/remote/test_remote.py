@@ -16,10 +16,10 @@ from tests.stores import add_each, keys_of, writer_to
 from tests.support.directory import DirectoryConformance, publish
 from tests.support.witness import check_batch, witness
 from tools.crash.forked import forking
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.files.opening import open_directory
-from trajstore.core.formats.base import ShardContent
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.opening import open_directory
+from trajstore._core.formats.base import ShardContent
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.trajectory import Trajectory
@@ -136,8 +136,8 @@ def test_child_processes_connect_anew(context: Any, s3_url: str, s3_options: dic
 
 def test_zarr_opens_a_published_shard_in_place(s3_url: str, s3_options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr", reason="needs the extra 'zarr'")
-    from trajstore.core.columns.conversion import flatten
-    from trajstore.core.formats.zarr import ZarrFormat
+    from trajstore._core.columns.conversion import flatten
+    from trajstore._core.formats.zarr import ZarrFormat
 
     rewards = torch.arange(24.0).reshape(4, 2, 3)
     encoded = ZarrFormat(codec="zstd").encode("shard_00000001", ShardContent.of([flatten(Trajectory(rewards=rewards))]))

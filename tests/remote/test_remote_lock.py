@@ -24,13 +24,13 @@ from tests.support.directory import publish
 from tests.support.waiting import wait_until
 from tests.support.witness import check_trajectory, witness
 from trajstore import annotate
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.files.holder import LOCK_NAME, holder_document
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.writing import commit_log
-from trajstore.core.writing.fencing import fence
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.holder import LOCK_NAME, holder_document
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.writing import commit_log
+from trajstore._core.writing.fencing import fence
 from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, StoreWriteError, WriterFencedError
 from trajstore.operations.verify import verify
 from trajstore.remote import object_store

@@ -12,10 +12,10 @@ import pytest
 
 from tests.remote.stores import add, is_sound, make
 from tests.stores import flip, keys_at, keys_of
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.sealed import RESTORE_NAME
 from trajstore.cli import main
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.sealed import RESTORE_NAME
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

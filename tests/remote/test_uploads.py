@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.witness import check_trajectory, witness
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.remote import uploads
 from trajstore.remote.answers import ConflictError
 from trajstore.remote.object_store import ObjectStore

@@ -14,7 +14,7 @@ import torch
 from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import Trajectory
 from trajstore.view.shown import OfReader

@@ -12,7 +12,7 @@ import torch
 
 from tests.replay.conftest import build
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore.core.formats import FORMATS
+from trajstore._core.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory
 
 RULES = PoolRules(n_rollout=4)

@@ -21,7 +21,7 @@ from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
 from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool
-from trajstore.core.reading.places import POOL_FILES
+from trajstore._core.reading.places import POOL_FILES
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,

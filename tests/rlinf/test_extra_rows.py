@@ -11,8 +11,8 @@ import torch
 
 from tests.stores import reader_of, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.columns.fields import join_name, walk
-from trajstore.core.formats import FORMATS
+from trajstore._core.columns.fields import join_name, walk
+from trajstore._core.formats import FORMATS
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify

@@ -9,10 +9,10 @@ import pytest
 
 from tests.stores import flip, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
-from trajstore.core.files.opening import open_directory
-from trajstore.core.formats import FORMATS
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.index import TrajectoryIndex
+from trajstore._core.files.opening import open_directory
+from trajstore._core.formats import FORMATS
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.verify import verify

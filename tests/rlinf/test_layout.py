@@ -15,7 +15,7 @@ import torch
 
 from tests.stores import in_memory, reader_of
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.columns.fields import walk
+from trajstore._core.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

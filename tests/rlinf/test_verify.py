@@ -11,8 +11,8 @@ import pytest
 from tests.stores import in_memory
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.cli import main
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.errors import IncompleteCheckpointError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trajstore.core.columns.limits import UNKNOWN_VERSION
-from trajstore.core.sampling import Additions
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.sampling import Additions
 
 
 def additions(

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sampling import Batch
-from trajstore.core.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
+from trajstore._core.buffer.sampling import Batch
+from trajstore._core.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 
 

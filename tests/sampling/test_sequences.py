@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
-from trajstore.core.buffer.sampling import Batch
-from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
+from trajstore._core.buffer.sampling import Batch
+from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
 
 GAMMA = 0.5

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.core.sampling.draws import Window
-from trajstore.core.sampling.tree import SumTree
-from trajstore.core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.sampling.draws import Window
+from trajstore._core.sampling.tree import SumTree
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.errors import ConfigurationError
 
 weight = st.one_of(st.just(0.0), st.floats(1e-9, 1e9))

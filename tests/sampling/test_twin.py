@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.sampling.additions import additions
 from tests.sampling.twins import SamplerTwin
-from trajstore.core.sampling import (
+from trajstore._core.sampling import (
     Additions,
     Drawn,
     EpochSampler,

@@ -15,10 +15,10 @@ from tests.sampling.chance import fits
 from tests.sampling.test_sequences import check_windows
 from tests.stores import writer_to
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore.core.feeding import ReplayLoader
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
+from trajstore._core.feeding import ReplayLoader
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
@@ -258,7 +258,7 @@ def test_a_builder_collects_it_and_a_buffer_without_valid_steps_is_empty() -> No
 
 
 def test_a_count_that_disagrees_with_the_field_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trajstore.core.columns.steps._valid_samples", lambda *_: 3)
+    monkeypatch.setattr("trajstore._core.columns.steps._valid_samples", lambda *_: 3)
     valid = torch.tensor([[True, False]] * 4)
     with writer_to(tmp_path) as buffer:
         buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])

@@ -11,8 +11,8 @@ import torch
 
 from tests.sampling.additions import additions
 from tests.sampling.chance import fits
-from trajstore.core.columns.limits import UNKNOWN_VERSION
-from trajstore.core.sampling import (
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.sampling import (
     Drawn,
     EpochSampler,
     Priorities,
@@ -22,7 +22,7 @@ from trajstore.core.sampling import (
     WeightedSampler,
     sampler_of,
 )
-from trajstore.core.sampling.permutation import permuted
+from trajstore._core.sampling.permutation import permuted
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.files.held import HeldFolder
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 
 
 def block(key: int, steps: int = 4) -> Trajectory:

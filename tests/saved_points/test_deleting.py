@@ -12,8 +12,8 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.view import View
-from trajstore.core.writing.commit_log import CommitLog
+from trajstore._core.buffer.view import View
+from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify

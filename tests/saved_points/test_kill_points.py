@@ -12,8 +12,8 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.saved_points import Snapshot
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import StoreError
 from trajstore.operations.verify import verify
 from trajstore.points import saved_points

@@ -14,8 +14,8 @@ import pytest
 
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.feeding import ReplayLoader
-from trajstore.core.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
+from trajstore._core.feeding import ReplayLoader
+from trajstore._core.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import StoreClosedError
 from trajstore.points import saved_state
 

@@ -19,7 +19,7 @@ import torch._dynamo  # an optimizer imports it: here once for all processes
 
 from trainer_hooks.hook import ReplayHook
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.saved_points import PointsOfBuffer
+from trajstore._core.buffer.saved_points import PointsOfBuffer
 
 
 def replacing(source, target):

@@ -15,7 +15,7 @@ from tests.saved_points.stores import add, keys_of, loaded, make, names_in, stat
 from tests.stores import flip
 from tests.support.copies import copy_live
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.core.sampling import EpochSampler
+from trajstore._core.sampling import EpochSampler
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

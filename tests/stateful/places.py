@@ -14,7 +14,7 @@ import pytest
 import torch.distributed
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from trajstore.core.files.held import HeldFolder
+from trajstore._core.files.held import HeldFolder
 
 HELD = ("rename", "unlink", "remove_folder")
 LEFT_OUT = ("readers", "writer.lock")

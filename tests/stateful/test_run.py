@@ -14,9 +14,9 @@ from tests.stateful.machines import long, short
 from tests.stores import opened
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.formats import FORMATS
-from trajstore.core.sampling import EpochSampler, WeightedSampler
-from trajstore.core.store.run_ids import in_run, shown_id
+from trajstore._core.formats import FORMATS
+from trajstore._core.sampling import EpochSampler, WeightedSampler
+from trajstore._core.store.run_ids import in_run, shown_id
 from trajstore.operations.trajectory_report import inspect_trajectory
 from trajstore.operations.verify import verify
 

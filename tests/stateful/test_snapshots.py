@@ -35,11 +35,11 @@ from trajstore import (
     run_points,
     save_run_point,
 )
-from trajstore.core.files.opening import open_directory
-from trajstore.core.formats import FORMATS
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.pin_names import STEP
-from trajstore.core.store.run_ids import in_run
+from trajstore._core.files.opening import open_directory
+from trajstore._core.formats import FORMATS
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.pin_names import STEP
+from trajstore._core.store.run_ids import in_run
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect

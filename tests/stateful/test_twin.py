@@ -12,8 +12,8 @@ from tests.stateful.machines import Twinned, long, short
 from tests.stores import keys_at, writer_to
 from tests.support.witness import check_batch, check_trajectory, rows_of, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
-from trajstore.core.buffer.sink import StoreSink
-from trajstore.core.formats import FORMATS
+from trajstore._core.buffer.sink import StoreSink
+from trajstore._core.formats import FORMATS
 from trajstore.operations.verify import verify
 
 LIMIT = 10

@@ -23,10 +23,10 @@ from tests.support.witness import WitnessError, check_batch, witness
 from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, annotate, errors
-from trajstore.core.store.log_records import encode_line
-from trajstore.core.store.lost_records import Damage, LostRecords
-from trajstore.core.store.packing import pack, unpack
-from trajstore.core.store.sealed import METADATA_NAME, seal
+from trajstore._core.store.log_records import encode_line
+from trajstore._core.store.lost_records import Damage, LostRecords
+from trajstore._core.store.packing import pack, unpack
+from trajstore._core.store.sealed import METADATA_NAME, seal
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import repair_store
 from trajstore.operations.inspect import inspect

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward
-from trajstore.core.columns.conversion import flatten, parse_document
-from trajstore.core.columns.facts import facts_of, facts_to_json
-from trajstore.core.columns.fields import Axis
-from trajstore.core.store.facts import fact_columns, is_fact
-from trajstore.core.store.index import COLUMNS, TrajectoryIndex
-from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.packing import StringTable
+from trajstore._core.columns.conversion import flatten, parse_document
+from trajstore._core.columns.facts import facts_of, facts_to_json
+from trajstore._core.columns.fields import Axis
+from trajstore._core.store.facts import fact_columns, is_fact
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.store.index_file import index_from_json, index_to_json
+from trajstore._core.store.packing import StringTable
 from trajstore.errors import CorruptStoreError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53) | st.booleans()

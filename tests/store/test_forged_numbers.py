@@ -24,13 +24,13 @@ from tools.crash.forked import forking
 from tools.mutate import forgery
 from tools.mutate.pristine import files_of
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.core.formats import FORMATS
-from trajstore.core.store.index import COLUMNS
-from trajstore.core.store.index_file import index_from_json
-from trajstore.core.store.log_records import decode_lines, lie_in
-from trajstore.core.store.packing import StringTable, pack
-from trajstore.core.store.sealed import INDEX_NAME, unseal
-from trajstore.core.store.shard_table import ShardTable
+from trajstore._core.formats import FORMATS
+from trajstore._core.store.index import COLUMNS
+from trajstore._core.store.index_file import index_from_json
+from trajstore._core.store.log_records import decode_lines, lie_in
+from trajstore._core.store.packing import StringTable, pack
+from trajstore._core.store.sealed import INDEX_NAME, unseal
+from trajstore._core.store.shard_table import ShardTable
 from trajstore.operations.verify import verify
 
 

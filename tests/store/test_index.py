@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.witness import witness
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectories
-from trajstore.core.columns.schema import Extent
-from trajstore.core.store.additions import NewEntries, starts_of
-from trajstore.core.store.entry_checks import in_blocks, shape_faults
-from trajstore.core.store.index import COLUMNS, TrajectoryIndex
-from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.packing import StringTable, declared_rows, pack, unpack
-from trajstore.core.store.row_location import RowLocation
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.flat import FlatTrajectories
+from trajstore._core.columns.schema import Extent
+from trajstore._core.store.additions import NewEntries, starts_of
+from trajstore._core.store.entry_checks import in_blocks, shape_faults
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.store.index_file import index_from_json, index_to_json
+from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore._core.store.row_location import RowLocation
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -303,7 +303,7 @@ def test_ends_that_do_not_fit_and_what_is_no_text_are_refused(text: bytes, ends:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-@patch("trajstore.core.store.index._FEW_TEXTS", 3)
+@patch("trajstore._core.store.index._FEW_TEXTS", 3)
 def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.DataObject) -> None:
     view, store, twin = TrajectoryIndex("slot"), TrajectoryIndex(), TrajectoryIndex()
     flats, number, pending = [flatten(witness(key)) for key in range(3)], 0, 0

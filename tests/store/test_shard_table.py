@@ -10,11 +10,11 @@ import numpy as np
 import orjson
 import pytest
 
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.schema import ColumnSpec, Schema
-from trajstore.core.formats.base import ColumnPlace, ShardManifest, StoredFile
-from trajstore.core.store.additions import AddedShard, entries_from_json
-from trajstore.core.store.log_records import (
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.schema import ColumnSpec, Schema
+from trajstore._core.formats.base import ColumnPlace, ShardManifest, StoredFile
+from trajstore._core.store.additions import AddedShard, entries_from_json
+from trajstore._core.store.log_records import (
     decode_lines,
     encode_line,
     manifest_from_json,
@@ -25,8 +25,8 @@ from trajstore.core.store.log_records import (
     segment_generation,
     segment_name,
 )
-from trajstore.core.store.packing import StringTable, pack
-from trajstore.core.store.shard_table import ShardTable, shard_name, shard_number
+from trajstore._core.store.packing import StringTable, pack
+from trajstore._core.store.shard_table import ShardTable, shard_name, shard_number
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 
 STEP = Schema(

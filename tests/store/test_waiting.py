@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from tests.forging import forged_index
 from tests.stores import reader_of, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
-from trajstore.core.columns.facts import facts_to_json
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store import waiting
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.facts import fact_columns
-from trajstore.core.store.index import COLUMNS, TrajectoryIndex
-from trajstore.core.store.index_file import index_from_json, index_to_json
-from trajstore.core.store.packing import pack
-from trajstore.core.store.sealed import INDEX_NAME
-from trajstore.core.store.waiting import Packed, Waiting
+from trajstore._core.columns.facts import facts_to_json
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store import waiting
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.facts import fact_columns
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.store.index_file import index_from_json, index_to_json
+from trajstore._core.store.packing import pack
+from trajstore._core.store.sealed import INDEX_NAME
+from trajstore._core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.verify import verify
 

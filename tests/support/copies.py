@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 from tests.support.waiting import wait_until
-from trajstore.core.files.local import TEMPORARY_SUFFIX
-from trajstore.core.store.sealed import METADATA_NAME, metadata_json, parse_metadata
+from trajstore._core.files.local import TEMPORARY_SUFFIX
+from trajstore._core.store.sealed import METADATA_NAME, metadata_json, parse_metadata
 
 
 def copy_live(live: Path, copy: Path, *leave_out: str) -> Path:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trajstore.core.files.base import Buffer, Directory, EncodedFile
+from trajstore._core.files.base import Buffer, Directory, EncodedFile
 from trajstore.errors import CorruptStoreError, StoreLockedError, UnsafeContentError
 
 UNSAFE_NAMES = ("", "/", "/etc/passwd", "..", "../x", "a/../../x", "a//b", "./a", "a/", "C:/x", "a\\b", "a\0b", "a\nb")

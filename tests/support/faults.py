@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
 
-from trajstore.core.files import descriptors, folders, held, local, local_locks
+from trajstore._core.files import descriptors, folders, held, local, local_locks
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """Kind of failure: this ``errno``; ``torn``: a write stores half of its bytes and then fails with ENOSPC;

@@ -13,15 +13,15 @@ from math import prod
 import pytest
 import torch
 
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.flat import FlatTrajectory, raw_bytes
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.files.base import Buffer, check_name
-from trajstore.core.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
-from trajstore.core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
-from trajstore.core.formats.frames import folded
-from trajstore.core.store.log_records import manifest_from_json, manifest_to_json
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.files.base import Buffer, check_name
+from trajstore._core.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
+from trajstore._core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
+from trajstore._core.formats.frames import folded
+from trajstore._core.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 

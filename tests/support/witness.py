@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trajstore.core.columns.fields import join_name, unnest, walk
+from trajstore._core.columns.fields import join_name, unnest, walk
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
 _ROW_BITS = 20

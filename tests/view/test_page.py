@@ -18,7 +18,7 @@ from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
 from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
-from trajstore.core.store.sealed import INDEX_NAME
+from trajstore._core.store.sealed import INDEX_NAME
 
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from tests.interrupting import Tracer, within
-from trajstore.core.base.background import Background
+from trajstore._core.base.background import Background
 
 
 @pytest.fixture

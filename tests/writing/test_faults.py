@@ -19,8 +19,8 @@ from tests.support.faults import KINDS, FaultPlan, Kind, failing_disk
 from tests.support.waiting import wait_until
 from tests.support.witness import check_trajectory, witness
 from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, annotate, notes_of
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.verify import verify
 
@@ -179,7 +179,7 @@ def test_a_write_error_that_another_attempt_overcomes_is_a_warning_and_a_figure(
 def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore._core.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
@@ -197,7 +197,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
 def test_an_add_without_room_does_not_wait_for_a_disk_that_stays_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore._core.writing.queue._PAUSES", (0.01,))
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     options = WriterOptions(commit_interval=0.0, max_pending_bytes=1)
     with opened(tmp_path / "store", writer=options) as buffer, failing_disk(plan):
@@ -225,7 +225,7 @@ def test_on_a_full_disk_what_is_committed_can_be_evicted(tmp_path: Path) -> None
         with pytest.raises(StoreWriteError, match="loses 1 trajectory from id 4 on"):
             buffer.close()
         assert contents_of(tmp_path / "store") == [2, 3]
-        with mock.patch("trajstore.core.files.local_locks.os.pwrite", side_effect=FULL):
+        with mock.patch("trajstore._core.files.local_locks.os.pwrite", side_effect=FULL):
             buffer = opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0))
         assert buffer.trajectory_ids.tolist() == [2, 3]
         buffer.evict([2])

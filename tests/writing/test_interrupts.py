@@ -19,10 +19,10 @@ from tests.stores import keys_at
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.base.interrupts import CHANGE_THREAD, uninterrupted
-from trajstore.core.buffer.sink import StoreSink
-from trajstore.core.store.index import COLUMNS, TrajectoryIndex
-from trajstore.core.store.moves import STARTS, Moved, move_entries
+from trajstore._core.base.interrupts import CHANGE_THREAD, uninterrupted
+from trajstore._core.buffer.sink import StoreSink
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.store.moves import STARTS, Moved, move_entries
 from trajstore.operations.verify import verify
 
 pytestmark = pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")

@@ -13,8 +13,8 @@ import pytest
 
 from tests.stores import add_each
 from tests.support.witness import check_trajectory, witness
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.writing.options import WriterOptions
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.writing.options import WriterOptions
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 from trajstore.remote.object_store import ObjectStore
@@ -78,7 +78,7 @@ def test_an_eviction_that_was_said_to_have_failed_keeps_no_other_commit_out(netw
 
 
 @pytest.mark.parametrize("seed", range(2))
-@patch("trajstore.core.writing.commit_log.LOG_BYTES", 2048)
+@patch("trajstore._core.writing.commit_log.LOG_BYTES", 2048)
 def test_whatever_is_not_heard_of_nothing_is_there_twice_and_nothing_lost(
     network: Network, memory_url: str, seed: int
 ) -> None:

@@ -115,7 +115,7 @@ def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
 def test_a_kind_that_comes_to_nothing_leaves_no_gap_in_the_numbers_of_kinds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.core.writing import commits
+    from trajstore._core.writing import commits
 
     real = commits.manifest_to_json
 

@@ -20,10 +20,10 @@ from tests.stores import add_each, contents_of, flip, reader_of, writer_to
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.writing.rewriting import Usage, choose
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.writing.rewriting import Usage, choose
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 
@@ -204,7 +204,7 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
 
     with writer_to(tmp_path) as source:
         add_each(source, range(2))
-        monkeypatch.setattr("trajstore.core.writing.rewriting.choose", look)
+        monkeypatch.setattr("trajstore._core.writing.rewriting.choose", look)
         source.compact()
     assert set(held) == {0}
 

@@ -19,25 +19,25 @@ from tests.stores import add_each, contents_of, opened
 from tests.support.waiting import wait_until
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats import FORMATS
-from trajstore.core.reading.contents import Contents
-from trajstore.core.store.additions import NewEntries
-from trajstore.core.writing.commit_log import CommitLog
-from trajstore.core.writing.queue import WriteQueue
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats import FORMATS
+from trajstore._core.reading.contents import Contents
+from trajstore._core.store.additions import NewEntries
+from trajstore._core.writing.commit_log import CommitLog
+from trajstore._core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.operations.verify import verify
 
 # -- a failing add releases its resources ------------------------------------------------------------
 
 STEPS = [
-    "trajstore.core.writing.queue.WriteQueue.reserve",
-    "trajstore.core.writing.queue.WriteQueue.take_ids",
-    "trajstore.core.reading.contents.Contents.add",
-    "trajstore.core.reading.contents.Contents._trim",
-    "trajstore.core.writing.queue.WriteQueue.submit",
-    "trajstore.core.buffer.sink.copied",
-    "trajstore.core.store.additions.columns_of",
+    "trajstore._core.writing.queue.WriteQueue.reserve",
+    "trajstore._core.writing.queue.WriteQueue.take_ids",
+    "trajstore._core.reading.contents.Contents.add",
+    "trajstore._core.reading.contents.Contents._trim",
+    "trajstore._core.writing.queue.WriteQueue.submit",
+    "trajstore._core.buffer.sink.copied",
+    "trajstore._core.store.additions.columns_of",
 ]
 
 
@@ -60,7 +60,7 @@ def test_whatever_a_step_of_add_raises_the_store_goes_on(tmp_path: Path, step: s
 
 def poison(monkeypatch: pytest.MonkeyPatch, bad: set[int], error: Exception) -> None:
     """Make the format refuse the trajectories with these ids."""
-    from trajstore.core.writing import publishing
+    from trajstore._core.writing import publishing
 
     real = publishing.entries_to_json
 
@@ -156,7 +156,7 @@ def test_a_listener_that_fails_makes_no_append_happen_again(tmp_path: Path, capl
 
 def test_what_is_on_disk_and_not_in_memory_is_never_written_over(tmp_path: Path) -> None:
     buffer = opened(tmp_path / "store")
-    with mock.patch("trajstore.core.store.catalog.Catalog.add", side_effect=MemoryError):
+    with mock.patch("trajstore._core.store.catalog.Catalog.add", side_effect=MemoryError):
         add_each(buffer, [0])
     buffer.add_trajectories([witness(1)])
     with pytest.raises(StoreWriteError, match="open it again"):
@@ -193,8 +193,8 @@ def test_metadata_of_a_live_store_tells_what_is_flushed(tmp_path: Path) -> None:
 EXIT = """
 import sys, threading
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.formats import FORMATS
-from trajstore.core.store.additions import NewEntries
+from trajstore._core.formats import FORMATS
+from trajstore._core.store.additions import NewEntries
 from tests.support.witness import witness
 path, how = sys.argv[1:]
 kinds = {name: {} for name in FORMATS}

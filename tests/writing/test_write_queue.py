@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectories, FlatTrajectory, copied
-from trajstore.core.columns.memory import Arena
-from trajstore.core.columns.schema import Schema
-from trajstore.core.store.additions import NewEntries
-from trajstore.core.store.packing import StringTable
-from trajstore.core.writing.groups import Batch, Group, Run, random_uuids
-from trajstore.core.writing.options import WriterOptions
-from trajstore.core.writing.queue import WriteQueue
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.flat import FlatTrajectories, FlatTrajectory, copied
+from trajstore._core.columns.memory import Arena
+from trajstore._core.columns.schema import Schema
+from trajstore._core.store.additions import NewEntries
+from trajstore._core.store.packing import StringTable
+from trajstore._core.writing.groups import Batch, Group, Run, random_uuids
+from trajstore._core.writing.options import WriterOptions
+from trajstore._core.writing.queue import WriteQueue
 from trajstore.errors import StoreClosedError, StoreWriteError
 from trajstore.trajectory import Trajectory
 

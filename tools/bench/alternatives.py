@@ -23,7 +23,7 @@ import torch
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, processor_ratio, ratio, torch_threads
 from tools.bench.workloads import LIST, add_all, agents, filled, nbytes, opened, raw_columns, state
-from trajstore.core.columns.conversion import flatten
+from trajstore._core.columns.conversion import flatten
 
 Columns = dict[str, torch.Tensor]
 

@@ -16,8 +16,8 @@ import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, ratio, seconds
-from trajstore.core import sampling
-from trajstore.core.sampling import Additions, Priorities, Sampler, WeightedSampler
+from trajstore._core import sampling
+from trajstore._core.sampling import Additions, Priorities, Sampler, WeightedSampler
 
 BATCH = 1024
 SAMPLES = 1000

@@ -14,7 +14,7 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, ratio, torch_threads
 from tools.bench.workloads import RawGather, Workload, filled, image, raw_columns, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.columns.fields import walk
+from trajstore._core.columns.fields import walk
 
 SEED = 5
 _CALLS = 10

@@ -15,8 +15,8 @@ import torch
 
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.workloads import Workload, filled, image, opened, state
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 
 TARGET = 1.1
 SEED = 3

@@ -24,19 +24,19 @@ from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
 from tools.bench.workloads import opened, smalls
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.base.machine_code import kernels
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.flat import FlatTrajectories
-from trajstore.core.files.opening import open_directory
-from trajstore.core.formats import get_format
-from trajstore.core.formats.base import ShardContent, ShardManifest
-from trajstore.core.formats.checksums import manifest_of
-from trajstore.core.store.additions import NewEntries, starts_of
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.packing import StringTable
-from trajstore.core.store.sealed import INDEX_NAME
-from trajstore.core.store.shard_table import shard_name
-from trajstore.core.writing.queue import random_uuids
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.flat import FlatTrajectories
+from trajstore._core.files.opening import open_directory
+from trajstore._core.formats import get_format
+from trajstore._core.formats.base import ShardContent, ShardManifest
+from trajstore._core.formats.checksums import manifest_of
+from trajstore._core.store.additions import NewEntries, starts_of
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.packing import StringTable
+from trajstore._core.store.sealed import INDEX_NAME
+from trajstore._core.store.shard_table import shard_name
+from trajstore._core.writing.queue import random_uuids
 
 RANKS = 8
 CASES = ((1_000_000, 100, 2.0, 0.5), (1_000_000, 1, 2.0, 0.5), (10_000_000, 100, 4.0, 1.0))

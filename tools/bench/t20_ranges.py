@@ -24,7 +24,7 @@ from tools.bench.workloads import Workload, filled, image, state
 from tools.campaigns import at_work, s3_server
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.columns.fields import walk
+from trajstore._core.columns.fields import walk
 from trajstore.remote.object_store import ObjectStore
 
 BUCKET = "bench"

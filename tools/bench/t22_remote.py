@@ -136,7 +136,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         torchrl = _torchrl(columns)
         if torchrl is not None:
             works["torchrl"] = torchrl.sample
-        from trajstore.core.feeding import ReplayLoader
+        from trajstore._core.feeding import ReplayLoader
         from trajstore.distributed import DistributedReplayBuffer
         from trajstore.distributed.server import MOST_STORES
 

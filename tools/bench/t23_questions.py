@@ -26,9 +26,9 @@ from tools.bench.timing import Times, in_child, in_turn, status_bytes
 from tools.bench.workloads import agent_trajectory, opened
 from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.packing import StringTable
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.packing import StringTable
 from trajstore.query import Query
 
 _TASKS = 1000

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tools.bench.report import Options
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.fields import Axis
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.fields import Axis
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 PROMPT, RESPONSE, TURNS = 300, 700, 3

@@ -12,7 +12,7 @@ import torch
 from tests.support.witness import check_batch, check_trajectory, witness
 from tools.crash.journal import KEEP, Journal
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
-from trajstore.core.writing import commit_log
+from trajstore._core.writing import commit_log
 
 FORMATS = ("pt", "zarr", "pt", "pkl")
 _KEYS_PER_ROUND = 1 << 20

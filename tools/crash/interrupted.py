@@ -17,7 +17,7 @@ import torch
 
 from tools.crash.child import Child
 from tools.crash.journal import Journal
-from trajstore.core.base.interrupts import CHANGE_THREAD
+from trajstore._core.base.interrupts import CHANGE_THREAD
 
 DESCRIPTORS = 256
 """That a child may have open."""

@@ -8,9 +8,9 @@ from pathlib import Path
 from tests.support.witness import WitnessError, check_trajectory
 from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.writing.inbox import said_in, waiting
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.writing.inbox import said_in, waiting
 from trajstore.errors import StoreNotFoundError, TrajstoreError
 from trajstore.operations.verify import verify
 

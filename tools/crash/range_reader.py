@@ -119,10 +119,10 @@ def detours_told(rows: RangeRows) -> AbstractContextManager[None]:
 
 def _serve(options: dict[str, Any], orders: Connection) -> None:
     torch.set_num_threads(1)
-    logging.getLogger("trajstore.core.sampling").setLevel(
+    logging.getLogger("trajstore._core.sampling").setLevel(
         logging.ERROR
     )  # stores with fewer rows than a batch are in order
-    logging.getLogger("trajstore.core.reading").setLevel(logging.ERROR)  # as are formats without ranges
+    logging.getLogger("trajstore._core.reading").setLevel(logging.ERROR)  # as are formats without ranges
     rows = RangeRows(options)
     with detours_told(rows):
         _obey(rows, orders)

@@ -14,8 +14,8 @@ import torch
 
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.formats import FORMATS, get_format
-from trajstore.core.sampling.tree import SumTree
+from trajstore._core.formats import FORMATS, get_format
+from trajstore._core.sampling.tree import SumTree
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 

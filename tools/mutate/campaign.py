@@ -22,9 +22,9 @@ from tools.mutate.pristine import Kind, build, files_of
 from tools.mutate.probe import Report
 from tools.mutate.rules import Files, Pristine, judge, next_id, outcome, pins_beyond, weigh
 from tools.mutate.worker import Worker
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.sealed import METADATA_NAME, metadata_json
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.sealed import METADATA_NAME, metadata_json
 
 _FORGED = 0.35
 """How many of the mutations are made by somebody who knows the layout."""

@@ -17,13 +17,13 @@ import orjson
 
 from tools.mutate import pickles
 from tools.mutate.damage import Files
-from trajstore.core.columns.schema import DOCUMENT
-from trajstore.core.files.opening import open_directory
-from trajstore.core.formats.checksums import column_region
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.log_records import encode_line
-from trajstore.core.store.packing import pack, unpack
-from trajstore.core.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, metadata_json, seal, unseal
+from trajstore._core.columns.schema import DOCUMENT
+from trajstore._core.files.opening import open_directory
+from trajstore._core.formats.checksums import column_region
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.log_records import encode_line
+from trajstore._core.store.packing import pack, unpack
+from trajstore._core.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, metadata_json, seal, unseal
 from trajstore.errors import TrajstoreError
 
 NUMBERS = (-1, 0, 1, 2, 7, 255, 1 << 20, 1 << 31, (1 << 31) - 1, 1 << 40, 1 << 53, 1 << 62, (1 << 63) - 1, -(1 << 63))

@@ -19,7 +19,7 @@ from tools.mutate.pristine import RULES, Kind, agent_witness, files_of
 from trainer_hooks.replay import ExperienceManager
 from trainer_hooks.replay.store import BufferStore
 from trajstore import TrajectoryReplayBuffer, errors
-from trajstore.core.columns.facts import SCORE
+from trajstore._core.columns.facts import SCORE
 from trajstore.operations.copying import repair_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verification import Problem, Verification
@@ -187,7 +187,7 @@ def _trajectories(buffer: TrajectoryReplayBuffer, report: Report) -> dict[str, s
     for number in buffer.trajectory_ids.tolist():
         get = partial(buffer.get, number)
         with mock.patch(
-            "trajstore.core.reading.contents.Contents._late_rows_of", return_value={}
+            "trajstore._core.reading.contents.Contents._late_rows_of", return_value={}
         ):  # values by row are facts of their own
             found, error = _call("get", get, report)
         facts[f"trajectory {number}"] = digest(found) if error is None else REFUSED + error

@@ -17,7 +17,7 @@ from tools.crash.forked import forking
 from tools.soak.follower import follow
 from tools.soak.measure import Sample, bytes_of, growth, taken_by
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.columns.fields import walk
+from trajstore._core.columns.fields import walk
 from trajstore.operations.verify import verify
 from trajstore.trajectory import Trajectory
 

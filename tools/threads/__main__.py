@@ -7,7 +7,7 @@ import sys
 from tools.campaigns import command, main
 from tools.threads.campaign import run_campaign
 from tools.threads.session import REPLACERS
-from trajstore.core.formats import FORMATS
+from trajstore._core.formats import FORMATS
 
 if __name__ == "__main__":
     parser = command("tools.threads", __doc__, "what is replaced, changed and read")

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.memory import Arena, Lease
-from trajstore.core.files.filemap import FileMap
-from trajstore.core.reading.address_table import AddressTable, MappedShard, Rows
-from trajstore.core.reading.running_copies import RunningCopies
+from trajstore._core.columns.memory import Arena, Lease
+from trajstore._core.files.filemap import FileMap
+from trajstore._core.reading.address_table import AddressTable, MappedShard, Rows
+from trajstore._core.reading.running_copies import RunningCopies
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap

@@ -18,8 +18,8 @@ from tools.campaigns import Result
 from tools.threads.readers import ID_BITS, READERS, check, made
 from tools.threads.released import released_is_unreadable
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import EmptyBufferError, StoreClosedError, TrajectoryUnavailableError
 
 REPLACERS = ("rollback", "go_to", "load", "refresh", "close")

@@ -20,12 +20,12 @@ import torch
 from trainer_hooks.demo import SAMPLERS, DemoSettings, Progress
 from trainer_hooks.demo.dqn import DQNLearner, dump_state, parse_state
 from trainer_hooks.demo.threads import one_thread
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.buffer.sampling import Batch
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.sampling import WeightedSampler, sampler_of
 from trajstore.builder import EmbodiedRolloutResult
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.buffer.sampling import Batch
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.sampling import WeightedSampler, sampler_of
 from trajstore.errors import MissingDependencyError, trajectories
 from trajstore.trajectory import ChunkStepResult, Trajectory
 

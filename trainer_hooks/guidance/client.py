@@ -21,10 +21,10 @@ from trainer_hooks.guidance.experience import Experience
 from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
 from trainer_hooks.guidance.summary import query_of, text_of, unicode_of
 from trainer_hooks.replay.outcomes import known_outcome
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import one_of, seconds, whole
-from trajstore.core.base.closing import Closing
-from trajstore.core.base.interrupts import start_thread
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import one_of, seconds, whole
+from trajstore._core.base.closing import Closing
+from trajstore._core.base.interrupts import start_thread
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 

@@ -17,9 +17,9 @@ from trainer_hooks.guidance.context import EXPERIENCE_TEMPLATE, ExperienceTempla
 from trainer_hooks.guidance.manager import AllocationRules
 from trainer_hooks.replay import BufferStore
 from trainer_hooks.replay.store import store_options
-from trajstore.core.base.arguments import one_of
-from trajstore.core.base.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import one_of
+from trajstore._core.base.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
 MAKER = "experience_maker"

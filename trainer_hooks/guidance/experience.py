@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from trajstore.core.base.arguments import finite
+from trajstore._core.base.arguments import finite
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 

@@ -39,8 +39,8 @@ from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.control_tokens import ControlTokens
 from trainer_hooks.replay.conversation import ChatTemplate, with_prompt
 from trainer_hooks.replay.outcomes import known_outcome
-from trajstore.core.base.arguments import seconds, whole
-from trajstore.core.base.closing import Closing, of_no_use_when_closed
+from trajstore._core.base.arguments import seconds, whole
+from trajstore._core.base.closing import Closing, of_no_use_when_closed
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -10,9 +10,9 @@ from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
 from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer, by_task
 from trainer_hooks.replay import MemoryStore, PoolStore
 from trainer_hooks.retrieval import RetrievalIndex
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import whole
-from trajstore.core.base.closing import Closing
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import whole
+from trajstore._core.base.closing import Closing
 from trajstore.errors import InvalidTrajectoryError, StoreError, TrajectoryUnavailableError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from trajstore.core.base import locks
+from trajstore._core.base import locks
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 

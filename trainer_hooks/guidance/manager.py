@@ -10,8 +10,8 @@ import numpy as np
 
 from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.guidance.updates import UpdateQueue
-from trajstore.core.base.arguments import one_of, whole
-from trajstore.core.base.settings import Settings, Share
+from trajstore._core.base.arguments import one_of, whole
+from trajstore._core.base.settings import Settings, Share
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.trajectory import AgentTrajectory
 

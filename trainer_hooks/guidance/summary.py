@@ -9,7 +9,7 @@ from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_m
 from trainer_hooks.guidance.experience import Experience
 from trainer_hooks.replay import is_success
 from trainer_hooks.replay.outcomes import known_outcome
-from trajstore.core.base.arguments import finite
+from trajstore._core.base.arguments import finite
 from trajstore.trajectory import AgentTrajectory
 
 _MOST_CHARACTERS = 1200

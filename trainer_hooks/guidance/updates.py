@@ -9,9 +9,9 @@ from functools import partial
 from trainer_hooks.guidance.context import ExperienceTemplate
 from trainer_hooks.guidance.maker import ExperienceMaker, MakerError, Trouble
 from trainer_hooks.guidance.summary import by_task, unguided
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import seconds, whole
-from trajstore.core.base.background import Background
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import seconds, whole
+from trajstore._core.base.background import Background
 from trajstore.errors import counted
 from trajstore.trajectory import AgentTrajectory
 

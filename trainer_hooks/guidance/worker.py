@@ -13,8 +13,8 @@ from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, Inserti
 from trainer_hooks.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved, Trouble
 from trainer_hooks.guidance.summary import text_of, unicode_of
 from trainer_hooks.replay.control_tokens import ControlTokens
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import one_of, whole
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import one_of, whole
 from trajstore.errors import InvalidTrajectoryError
 
 logger = logging.getLogger(__name__)

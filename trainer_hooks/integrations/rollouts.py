@@ -13,9 +13,9 @@ import orjson
 import torch
 
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.base.arguments import check_instance, whole_or_none
-from trajstore.core.sampling import Additions, Drawn, Sampler
-from trajstore.core.sampling.base import Fits, IntArray
+from trajstore._core.base.arguments import check_instance, whole_or_none
+from trajstore._core.sampling import Additions, Drawn, Sampler
+from trajstore._core.sampling.base import Fits, IntArray
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 

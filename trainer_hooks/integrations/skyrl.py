@@ -9,7 +9,7 @@ import torch
 
 from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, prompt_key
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.base.arguments import whole
+from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

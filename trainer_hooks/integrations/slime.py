@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, known, prompt_key
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.core.base.arguments import whole, whole_or_none
+from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

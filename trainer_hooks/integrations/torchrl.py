@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.core.base.arguments import whole
-from trajstore.core.sampling import Drawn
+from trajstore._core.base.arguments import whole
+from trajstore._core.sampling import Drawn
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 try:

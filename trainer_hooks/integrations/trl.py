@@ -15,7 +15,7 @@ import torch
 
 from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.core.base.arguments import finite, whole
+from trajstore._core.base.arguments import finite, whole
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

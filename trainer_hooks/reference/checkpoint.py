@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from trainer_hooks.reference.trainer import ReferenceTrainer
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.store.states import read_plain
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.store.states import read_plain
 from trajstore.errors import StoreNotFoundError
 
 _NAME = re.compile(r"step_(\d{8})\.pt")

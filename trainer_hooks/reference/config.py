@@ -12,8 +12,8 @@ from msgspec import Meta
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.reference.model import ModelConfig
-from trajstore.core.base.settings import Count, NotNegative, Positive, Settings, Whole
-from trajstore.core.files.opening import is_url
+from trajstore._core.base.settings import Count, NotNegative, Positive, Settings, Whole
+from trajstore._core.files.opening import is_url
 from trajstore.ledger import LEDGER_FOLDER
 
 Rows = Literal["rollout", "turns"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer_hooks.reference.config import CurvePoint
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import MissingDependencyError
 
 

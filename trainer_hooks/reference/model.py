@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trajstore.core.base.arguments import whole
+from trajstore._core.base.arguments import whole
 from trajstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.reference.model import ModelConfig, build_model, response_log_probs
-from trajstore.core.store.states import read_plain
+from trajstore._core.store.states import read_plain
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 
 

@@ -31,7 +31,7 @@ from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
 from trainer_hooks.replay.rows import turns_as_rows
-from trajstore.core.base.closing import Closing
+from trajstore._core.base.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer_hooks.replay.rules import PoolRules
-from trajstore.core.columns.limits import shown
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from trainer_hooks.replay.rows import over_rows, pack_rows, rows_of
-from trajstore.core.base.arguments import one_of, whole
+from trajstore._core.base.arguments import one_of, whole
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

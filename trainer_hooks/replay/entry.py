@@ -13,7 +13,7 @@ from trainer_hooks.replay.outcomes import outcome_of
 from trainer_hooks.replay.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
 from trainer_hooks.replay.rows import row_lengths
 from trainer_hooks.replay.wellformed import as_recorded, field_problem, record_problem
-from trajstore.core.columns.facts import RECORDED
+from trajstore._core.columns.facts import RECORDED
 from trajstore.trajectory import AgentTrajectory
 
 REWARD_FINGERPRINT = "reward_fingerprint"

@@ -18,9 +18,9 @@ from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
 from trainer_hooks.replay.store import POOL_KEY, BufferStore
-from trajstore.core.files.opening import open_directory
-from trajstore.core.reading.places import POOL_FILES, find_place
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.opening import open_directory
+from trajstore._core.reading.places import POOL_FILES, find_place
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -244,7 +244,7 @@ class _Reader(BufferStore):
     """A store of agent trajectories, loaded into a buffer that does not write."""
 
     def __init__(self, path: str | Path) -> None:
-        from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
+        from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 
         if "://" not in str(path) and not Path(path).is_dir():
             raise StoreNotFoundError(f"{path}: no such directory")

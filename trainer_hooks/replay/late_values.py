@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_hooks.replay.entry import mean_entropy
-from trajstore.core.columns.facts import GIVEN
+from trajstore._core.columns.facts import GIVEN
 from trajstore.trajectory import AgentTrajectory
 
 TRAINED_STEP, DROPPED_STEP, TASK_ROLLOUTS = "trained_step", "dropped_step", "task_rollouts"

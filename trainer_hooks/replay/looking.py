@@ -13,12 +13,12 @@ from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.replay.state import PoolState, recover, trajectory_of_entry
 from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.run_ids import id_from
-from trajstore.core.store.saved_points import PINS_FOLDER
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.base import Directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.run_ids import id_from
+from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError, listed, trajectories
 from trajstore.trajectory import AgentTrajectory
 

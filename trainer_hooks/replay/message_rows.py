@@ -14,8 +14,8 @@ from trainer_hooks.replay.control_tokens import ControlTokens
 from trainer_hooks.replay.conversation import ChatTemplate, Context, with_tokens
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.wellformed import field_problem
-from trajstore.core.base.arguments import one_of
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import one_of
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, trajectories
 from trajstore.trajectory import AgentTrajectory
 

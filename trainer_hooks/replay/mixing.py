@@ -17,9 +17,9 @@ from trainer_hooks.replay.buckets import TaskSampling
 from trainer_hooks.replay.contract import task_id_of, task_ids_of
 from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.retrieval import RetrievalIndex
-from trajstore.core.base.arguments import is_number, share, truth, whole
-from trajstore.core.base.settings import refuse
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import is_number, share, truth, whole
+from trajstore._core.base.settings import refuse
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, counted, listed
 from trajstore.trajectory import AgentTrajectory
 

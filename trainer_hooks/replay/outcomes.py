@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajstore.core.base.arguments import is_number
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import is_number
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -28,13 +28,13 @@ import torch
 
 from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
 from trainer_hooks.replay.outcomes import outcome_of
-from trajstore.core.columns.limits import shown
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.folders import publish_folder
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.formats.pickles.safe_pickle import safe_loads
-from trajstore.core.reading.places import POOL_FILES
+from trajstore._core.columns.limits import shown
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.folders import publish_folder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.formats.pickles.safe_pickle import safe_loads
+from trajstore._core.reading.places import POOL_FILES
 from trajstore.errors import (
     CorruptStoreError,
     IncompleteCheckpointError,

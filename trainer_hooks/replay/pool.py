@@ -51,7 +51,7 @@ from trainer_hooks.replay.selection import (
 )
 from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy, trajectory_of_entry
 from trainer_hooks.replay.store import MemoryStore, PoolStore
-from trajstore.core.base.arguments import truth, whole, whole_or_none
+from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
 

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.core.columns.document import encode_document
+from trajstore._core.columns.document import encode_document
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

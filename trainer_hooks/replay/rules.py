@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from trainer_hooks.replay.buckets import TaskSampling
-from trajstore.core.base.settings import Count, Finite, Number, Settings, Whole
+from trajstore._core.base.settings import Count, Finite, Number, Settings, Whole
 
 SelectMode = Literal["argmin", "argmax", "random", "reward"]
 

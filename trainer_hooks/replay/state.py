@@ -27,7 +27,7 @@ from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
 from trainer_hooks.replay.store import POOL_KEY, PoolRecords
-from trajstore.core.columns.limits import shown
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, trajectories
 from trajstore.trajectory import AgentTrajectory
 

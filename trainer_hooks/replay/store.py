@@ -15,10 +15,10 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.core.base.arguments import path_or_url, text, whole_or_none
-from trajstore.core.base.closing import Closing
-from trajstore.core.base.settings import unknown
-from trajstore.core.columns.limits import shown
+from trajstore._core.base.arguments import path_or_url, text, whole_or_none
+from trajstore._core.base.closing import Closing
+from trajstore._core.base.settings import unknown
+from trajstore._core.columns.limits import shown
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -29,9 +29,9 @@ from trajstore.errors import (
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
-    from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-    from trajstore.core.reading.contents import Contents
-    from trajstore.core.store.catalog import Catalog
+    from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+    from trajstore._core.reading.contents import Contents
+    from trajstore._core.store.catalog import Catalog
     from trajstore.query import Query
 
 POOL_KEY = "experience_pool"
@@ -235,8 +235,8 @@ class BufferStore(Closing):
             CorruptStoreError: the existing store cannot be continued.
             ConfigurationError: an argument is out of range.
         """
-        from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-        from trajstore.core.buffer.retention import Retention
+        from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+        from trajstore._core.buffer.retention import Retention
 
         retention = Retention(max_trajectories=capacity)
         return cls(
@@ -281,7 +281,7 @@ class BufferStore(Closing):
 
     def outcomes_given(self) -> Mapping[int, float]:
         """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
-        from trajstore.core.reading.late import outcomes_given  # not needed by a pool in memory
+        from trajstore._core.reading.late import outcomes_given  # not needed by a pool in memory
 
         def look(contents: Contents) -> dict[int, float]:
             index = contents.index
@@ -313,8 +313,8 @@ class BufferStore(Closing):
         return point
 
     def _catalog(self) -> Catalog:
-        from trajstore.core.files.opening import open_directory
-        from trajstore.core.store.catalog import Catalog
+        from trajstore._core.files.opening import open_directory
+        from trajstore._core.store.catalog import Catalog
 
         return Catalog.open(open_directory(str(self._buffer.auto_save_path)))
 

@@ -46,7 +46,7 @@ from trainer_hooks.replay.rows import turns_as_rows
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import is_worth_keeping
 from trainer_hooks.replay.store import BufferStore
-from trajstore.core.base.arguments import finite
+from trajstore._core.base.arguments import finite
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,

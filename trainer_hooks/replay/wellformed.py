@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from trainer_hooks.replay.rows import row_count, rows_of
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.limits import shown
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.columns.values import as_tensor
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.limits import shown
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.columns.values import as_tensor
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from trainer_hooks.steps.inputs import StepInputs
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, UnsupportedVersionError
 from trajstore.ledger import TrainedStep
 

@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pad_sequence
 from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.plan import rows_of_rollout
 from trainer_hooks.replay.late_values import SCORE, with_training
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.facts import GIVEN, RECORDED
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, counted
 from trajstore.ledger import LEDGER_FOLDER, TrainedStep, read
 from trajstore.trajectory import AgentTrajectory

@@ -18,9 +18,9 @@ from torch import Tensor
 from trainer_hooks.replay.rows import join_responses, lengths_of_rows
 from trainer_hooks.transfer_queue.rows import Row, unpack_columns
 from trajstore import Retention, TrajectoryReplayBuffer, annotate
-from trajstore.core.base import exits
-from trajstore.core.base.background import Background
-from trajstore.core.reading.contents import Contents
+from trajstore._core.base import exits
+from trajstore._core.base.background import Background
+from trajstore._core.reading.contents import Contents
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,

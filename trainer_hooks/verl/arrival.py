@@ -27,7 +27,7 @@ from trainer_hooks.verl.rows import (
     trajectories_of,
 )
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.reader import Reader
+from trajstore._core.buffer.reader import Reader
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

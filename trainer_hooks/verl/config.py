@@ -19,9 +19,9 @@ from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
 from trainer_hooks.replay import is_success
-from trajstore.core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
-from trajstore.core.files.opening import is_url
-from trajstore.core.formats import get_format
+from trajstore._core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
+from trajstore._core.files.opening import is_url
+from trajstore._core.formats import get_format
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
 from trajstore.ledger import LEDGER_FOLDER
 

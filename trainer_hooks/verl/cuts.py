@@ -14,8 +14,8 @@ from typing import Any
 
 import orjson
 
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
 
 CUT_FILE = "trajstore.json"

@@ -21,8 +21,8 @@ from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl.asking import column_of
 from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
 from trainer_hooks.verl.tasks import task_name
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.reading.contents import Contents
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.reading.contents import Contents
 from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 

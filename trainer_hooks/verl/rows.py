@@ -29,8 +29,8 @@ from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, scores_of, tokens_of
+from trajstore._core.columns.schema import dtypes
 from trajstore.attachments import ATTACHED, FILLED, attach, attached
-from trajstore.core.columns.schema import dtypes
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 

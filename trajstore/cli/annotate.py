@@ -42,7 +42,7 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.core.buffer.annotating import annotate
+    from trajstore._core.buffer.annotating import annotate
 
     if bool(options.ids) == bool(options.file) or bool(options.ids) != bool(options.set):
         raise ConfigurationError("annotate: give ids with --set NAME=VALUE, or --file")

@@ -23,7 +23,7 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
-    from trajstore.core.store.run_ids import ALONE
+    from trajstore._core.store.run_ids import ALONE
     from trajstore.errors import StoreNotFoundError
     from trajstore.ledger import audit, read
     from trajstore.operations.training import audit_store, difference_of
@@ -68,7 +68,7 @@ def _write(out: Output, where: str, result: Audit) -> None:
 
 
 def _write_difference(out: Output, other: str, difference: Difference | None) -> None:
-    from trajstore.core.store.run_ids import shown_id
+    from trajstore._core.store.run_ids import shown_id
 
     if difference is None:
         out.line(f"{other}: equal in every step and row")

@@ -27,7 +27,7 @@ MOST_REFUSED = 10
 
 def _id(text: str) -> int:
     """Parse a trajectory id as displayed."""
-    from trajstore.core.store.run_ids import id_from
+    from trajstore._core.store.run_ids import id_from
     from trajstore.errors import ConfigurationError
 
     try:

@@ -116,7 +116,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         below = [(f"{name}.{column}", meaning) for name, own in relations for column, meaning in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
         return code()
-    from trajstore.core.base.arguments import whole
+    from trajstore._core.base.arguments import whole
     from trajstore.query.metadata import keys_in
     from trajstore.query.words import split
 

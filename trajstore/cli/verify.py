@@ -32,7 +32,7 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _said(path: str, problem: Problem) -> str:
-    from trajstore.core.store.lost_records import lost_in_words
+    from trajstore._core.store.lost_records import lost_in_words
 
     above = "" if path in problem.message else f"{'/'.join(filter(None, (path, problem.file)))}: "
     lost = lost_in_words(problem.lost, problem.uncounted)

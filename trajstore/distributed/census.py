@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.sampling.base import Additions, Drawn, IntArray, Sampler
-from trajstore.core.sampling.draws import Draws, Window
+from trajstore._core.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore._core.sampling.draws import Draws, Window
 from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, without
 from trajstore.errors import EmptyBufferError, listed

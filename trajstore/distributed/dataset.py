@@ -17,13 +17,13 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.buffer.loading import LoadRequest, load_sources
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.fields import VALID, unnest
-from trajstore.core.files.opening import open_directory
-from trajstore.core.reading.sources import StoreSource
-from trajstore.core.sampling.base import Drawn
-from trajstore.core.store.run_ids import own_id, shown_id
+from trajstore._core.buffer.loading import LoadRequest, load_sources
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.columns.fields import VALID, unnest
+from trajstore._core.files.opening import open_directory
+from trajstore._core.reading.sources import StoreSource
+from trajstore._core.sampling.base import Drawn
+from trajstore._core.store.run_ids import own_id, shown_id
 from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import columns_or_none, whole
-from trajstore.core.buffer.sampling import Batch
-from trajstore.core.columns.fields import nest
-from trajstore.core.sampling.base import Drawn, Ids, Sampler, Unit
-from trajstore.core.sampling.draws import Draws
-from trajstore.core.sampling.selection import Selection, selected
-from trajstore.core.sampling.weighted import WeightedSampler
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import columns_or_none, whole
+from trajstore._core.buffer.sampling import Batch
+from trajstore._core.columns.fields import nest
+from trajstore._core.sampling.base import Drawn, Ids, Sampler, Unit
+from trajstore._core.sampling.draws import Draws
+from trajstore._core.sampling.selection import Selection, selected
+from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.census import Census
 from trajstore.distributed.options import HandleOptions
@@ -484,7 +484,7 @@ class DrawingHandle:
 
 @dataclass(frozen=True, slots=True)
 class SamplingOfHandle:
-    """Facts of trajectories by arrays of ids, like :class:`~trajstore.core.buffer.sampling.Sampling`.
+    """Facts of trajectories by arrays of ids, like :class:`~trajstore._core.buffer.sampling.Sampling`.
 
     Args:
         _handle: the handle.

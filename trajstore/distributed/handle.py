@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from trajstore.core.base.arguments import check_kind, one_of
-from trajstore.core.base.closing import Closing
-from trajstore.core.buffer.adding_again import add_with_values, has_late_values
-from trajstore.core.buffer.content_watch import as_list, flatten_all
-from trajstore.core.columns.flat import FlatTrajectories
-from trajstore.core.columns.rollouts import flatten_rollouts
+from trajstore._core.base.arguments import check_kind, one_of
+from trajstore._core.base.closing import Closing
+from trajstore._core.buffer.adding_again import add_with_values, has_late_values
+from trajstore._core.buffer.content_watch import as_list, flatten_all
+from trajstore._core.columns.flat import FlatTrajectories
+from trajstore._core.columns.rollouts import flatten_rollouts
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.receipts import Outbox, Receipt

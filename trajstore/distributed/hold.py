@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from trajstore.core.base import locks
+from trajstore._core.base import locks
 from trajstore.errors import StoreWriteError
 
 _LOOK_AGAIN = 60.0  # seconds; `Condition.wait` rejects an infinite timeout

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trajstore.core.buffer.positions import Positions
-from trajstore.core.sampling.base import Drawn, IntArray
+from trajstore._core.buffer.positions import Positions
+from trajstore._core.sampling.base import Drawn, IntArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trajstore.core.base.settings import Count, Positive, Seconds, Settings, Whole, names_of, unknown
+from trajstore._core.base.settings import Count, Positive, Seconds, Settings, Whole, names_of, unknown
 from trajstore.errors import ConfigurationError
 
 

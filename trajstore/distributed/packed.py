@@ -18,12 +18,12 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from trajstore.core.base.machine_code import kernels
-from trajstore.core.columns.memory import aligned
-from trajstore.core.columns.schema import ColumnSpec
-from trajstore.core.reading.column_interner import ColumnSet
-from trajstore.core.reading.plan import allocate
-from trajstore.core.sampling.base import Drawn
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.columns.memory import aligned
+from trajstore._core.columns.schema import ColumnSpec
+from trajstore._core.reading.column_interner import ColumnSet
+from trajstore._core.reading.plan import allocate
+from trajstore._core.sampling.base import Drawn
 from trajstore.errors import SchemaMismatchError, StoreError, counted
 
 Block = bytes | npt.NDArray[np.uint8]

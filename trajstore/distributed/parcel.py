@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.columns.flat import Copied, FlatTrajectories, copied_together, lay_out
-from trajstore.core.columns.memory import Arena, Lease, aligned
-from trajstore.core.columns.schema import Schema, intern_schema
+from trajstore._core.columns.flat import Copied, FlatTrajectories, copied_together, lay_out
+from trajstore._core.columns.memory import Arena, Lease, aligned
+from trajstore._core.columns.schema import Schema, intern_schema
 from trajstore.errors import ConfigurationError
 
 KEY_BYTES = 16

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore.core.base import locks
-from trajstore.core.base.interrupts import start_thread
-from trajstore.core.buffer.content_watch import ContentWatch
-from trajstore.core.columns.flat import FlatTrajectories, cut
-from trajstore.core.columns.memory import Arena
+from trajstore._core.base import locks
+from trajstore._core.base.interrupts import start_thread
+from trajstore._core.buffer.content_watch import ContentWatch
+from trajstore._core.columns.flat import FlatTrajectories, cut
+from trajstore._core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import pack

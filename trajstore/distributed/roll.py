@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
+from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 from trajstore.errors import EmptyBufferError
 
 _KEPT = 10_000

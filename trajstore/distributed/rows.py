@@ -10,8 +10,8 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.core.columns.fields import join_name, nest, walk
-from trajstore.core.columns.schema import dtypes as known_dtypes
+from trajstore._core.columns.fields import join_name, nest, walk
+from trajstore._core.columns.schema import dtypes as known_dtypes
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward, Trajectory
 

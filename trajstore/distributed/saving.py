@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.base.arguments import check_kind, text, truth, whole, whole_or_none
-from trajstore.core.buffer.runs import RunPoint, incomplete_sentence, unite_points
-from trajstore.core.buffer.saved_points import KEPT
-from trajstore.core.store.pin_names import STEP, point_name
-from trajstore.core.store.saved_points import SavedPoint
-from trajstore.core.store.states import asked
+from trajstore._core.base.arguments import check_kind, text, truth, whole, whole_or_none
+from trajstore._core.buffer.runs import RunPoint, incomplete_sentence, unite_points
+from trajstore._core.buffer.saved_points import KEPT
+from trajstore._core.store.pin_names import STEP, point_name
+from trajstore._core.store.saved_points import SavedPoint
+from trajstore._core.store.states import asked
 from trajstore.distributed.drawing import DrawingHandle
 from trajstore.distributed.starting import everywhere
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreUnreachableError, counted, listed

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import whole
-from trajstore.core.buffer.checkpoint import check_target
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.buffer.runs import save_rank_point
-from trajstore.core.columns.fields import unnest
-from trajstore.core.columns.limits import MAX_ID
-from trajstore.core.files.folders import put_in_place
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import directories_above, open_directory
-from trajstore.core.sampling.base import IntArray
-from trajstore.core.store.given import Said
-from trajstore.core.store.notes import Note
-from trajstore.core.store.row_notes import Rows
-from trajstore.core.store.saved_points import SavedPoint
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import whole
+from trajstore._core.buffer.checkpoint import check_target
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.buffer.runs import save_rank_point
+from trajstore._core.columns.fields import unnest
+from trajstore._core.columns.limits import MAX_ID
+from trajstore._core.files.folders import put_in_place
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import directories_above, open_directory
+from trajstore._core.sampling.base import IntArray
+from trajstore._core.store.given import Said
+from trajstore._core.store.notes import Note
+from trajstore._core.store.row_notes import Rows
+from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested

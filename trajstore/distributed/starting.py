@@ -15,8 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.distributed.actors import Stores, actor_name, away, first_line, ray
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, StoreError, StoreUnreachableError, listed, trajectories

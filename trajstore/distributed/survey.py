@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from trajstore.core.sampling.base import Sampler
+from trajstore._core.sampling.base import Sampler
 from trajstore.distributed import actors
 from trajstore.distributed.census import Census
 from trajstore.distributed.routes import Routes

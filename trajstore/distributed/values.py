@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trajstore.core.sampling.base import IntArray
-from trajstore.core.store.given import Said
-from trajstore.core.store.notes import Note
-from trajstore.core.store.row_notes import Rows
-from trajstore.core.store.run_ids import own_id
+from trajstore._core.sampling.base import IntArray
+from trajstore._core.store.given import Said
+from trajstore._core.store.notes import Note
+from trajstore._core.store.row_notes import Rows
+from trajstore._core.store.run_ids import own_id
 from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import TrajectoryUnavailableError
 

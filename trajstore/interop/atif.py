@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.core.columns.facts import GIVEN
+from trajstore._core.columns.facts import GIVEN
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged
 from trajstore.interop.rollouts import rollout_of, row_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from trajstore.core.columns.facts import GIVEN, RECORDED
+from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, read_lines, read_parquet
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type

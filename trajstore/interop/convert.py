@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 
-from trajstore.core.base.arguments import one_of
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.columns.conversion import flatten
-from trajstore.core.columns.facts import GIVEN, RECORDED
-from trajstore.core.columns.portions import portions
-from trajstore.core.columns.steps import NothingToStoreError
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import local_target, nested, open_directory
-from trajstore.core.formats import FORMATS as SHARD_FORMATS
-from trajstore.core.store.run_ids import shown_id, written_id
+from trajstore._core.base.arguments import one_of
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.facts import GIVEN, RECORDED
+from trajstore._core.columns.portions import portions
+from trajstore._core.columns.steps import NothingToStoreError
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import local_target, nested, open_directory
+from trajstore._core.formats import FORMATS as SHARD_FORMATS
+from trajstore._core.store.run_ids import shown_id, written_id
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
+from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
 from trajstore.trajectory import Trajectory, get_model_weights_id

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import orjson
 
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.files.base import Buffer
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.files.base import Buffer
 from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajstoreError
 from trajstore.query.engine import polars
 from trajstore.query.query import Query

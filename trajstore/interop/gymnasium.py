@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore._core.base.arguments import one_of, text, whole_or_none
+from trajstore._core.columns.limits import shown
 from trajstore.builder import EmbodiedRolloutResult
-from trajstore.core.base.arguments import one_of, text, whole_or_none
-from trajstore.core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import torch
 
-from trajstore.core.columns.facts import GIVEN, SCORE
-from trajstore.core.columns.schema import dtypes
-from trajstore.core.reading.late import COLUMNS, with_notes
-from trajstore.core.store.facts import FACTS
-from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore._core.columns.facts import GIVEN, SCORE
+from trajstore._core.columns.schema import dtypes
+from trajstore._core.reading.late import COLUMNS, with_notes
+from trajstore._core.store.facts import FACTS
+from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, Selection, read_lines, read_parquet
 from trajstore.query.engine import polars

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.store.run_ids import shown_id
+from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import counted, listed
 from trajstore.ledger.contents import LedgerContents
 from trajstore.ledger.step import ROW, TrainedStep

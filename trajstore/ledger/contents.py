@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.files.base import Directory
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.log_records import LogTail, decode_each, decode_lines
-from trajstore.core.store.sealed import without_advice
+from trajstore._core.files.base import Directory
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.log_records import LogTail, decode_each, decode_lines
+from trajstore._core.store.sealed import without_advice
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.ledger.step import ROW, TrainedStep
 

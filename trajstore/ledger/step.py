@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.base.arguments import INT64_MAX, whole, whole_or_none
-from trajstore.core.store.packing import pack, unpack
+from trajstore._core.base.arguments import INT64_MAX, whole, whole_or_none
+from trajstore._core.store.packing import pack, unpack
 from trajstore.errors import ConfigurationError, CorruptStoreError, listed
 
 ROW = np.dtype(

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.base import locks
-from trajstore.core.base.arguments import INT64_MAX, whole, whole_or_none
-from trajstore.core.base.closing import Closing, of_no_use_when_closed
-from trajstore.core.base.interrupts import uninterrupted
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import local_target
-from trajstore.core.store.log_records import encode_line
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import INT64_MAX, whole, whole_or_none
+from trajstore._core.base.closing import Closing, of_no_use_when_closed
+from trajstore._core.base.interrupts import uninterrupted
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import local_target
+from trajstore._core.store.log_records import encode_line
 from trajstore.errors import ConfigurationError, counted
 from trajstore.ledger.contents import Segment, contents_of, segments_of
 from trajstore.ledger.step import ROW, TrainedStep

@@ -10,25 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.core.buffer.checkpoint import CheckpointState, check_target, renumbered, save_checkpoint
-from trajstore.core.buffer.loading import LoadRequest, left_out_in_words
-from trajstore.core.buffer.reader import Reader, load_reader
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.files.base import Directory
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import directories_above, nested, open_directory
-from trajstore.core.formats import get_format
-from trajstore.core.formats.base import SHARDS_FOLDER
-from trajstore.core.reading.places import Place, find_place, is_of_rank, mixed_sentence
-from trajstore.core.reading.read_snapshot import ReadSnapshot
-from trajstore.core.reading.rlinf_source import RLinfSource
-from trajstore.core.reading.sources import StoreSource
-from trajstore.core.store.log_records import ranges_of
-from trajstore.core.store.lost_records import lost_in_words
-from trajstore.core.store.run_ids import ALONE
-from trajstore.core.store.saved_points import PINS_FOLDER
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME, without_advice
-from trajstore.core.store.shard_table import shard_number
+from trajstore._core.buffer.checkpoint import CheckpointState, check_target, renumbered, save_checkpoint
+from trajstore._core.buffer.loading import LoadRequest, left_out_in_words
+from trajstore._core.buffer.reader import Reader, load_reader
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.files.base import Directory
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import directories_above, nested, open_directory
+from trajstore._core.formats import get_format
+from trajstore._core.formats.base import SHARDS_FOLDER
+from trajstore._core.reading.places import Place, find_place, is_of_rank, mixed_sentence
+from trajstore._core.reading.read_snapshot import ReadSnapshot
+from trajstore._core.reading.rlinf_source import RLinfSource
+from trajstore._core.reading.sources import StoreSource
+from trajstore._core.store.log_records import ranges_of
+from trajstore._core.store.lost_records import lost_in_words
+from trajstore._core.store.run_ids import ALONE
+from trajstore._core.store.saved_points import PINS_FOLDER
+from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME, without_advice
+from trajstore._core.store.shard_table import shard_number
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

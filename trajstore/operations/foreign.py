@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.columns.flat import FlatTrajectory
-from trajstore.core.files.base import Directory
-from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore._core.columns.flat import FlatTrajectory
+from trajstore._core.files.base import Directory
+from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.operations.measure import broken_epochs, row_keys, seam_names
 from trajstore.operations.statistics import (

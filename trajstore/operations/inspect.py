@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.fields import Axis
-from trajstore.core.columns.limits import UNKNOWN_VERSION
-from trajstore.core.files.base import Directory, Reader
-from trajstore.core.files.leases import READERS_FOLDER
-from trajstore.core.formats.base import SHARDS_FOLDER
-from trajstore.core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.salvage import open_leniently
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.files.base import Directory, Reader
+from trajstore._core.files.leases import READERS_FOLDER
+from trajstore._core.formats.base import SHARDS_FOLDER
+from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.lost_records import Damage
+from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.operations.late_values import waiting_values
 from trajstore.operations.live import announced, needed_now

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.given import Said
-from trajstore.core.store.salvage import open_leniently
-from trajstore.core.writing.inbox import GIVE_ANEW, refused_in_words, said_in, waiting_or_refused
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.given import Said
+from trajstore._core.store.salvage import open_leniently
+from trajstore._core.writing.inbox import GIVE_ANEW, refused_in_words, said_in, waiting_or_refused
 from trajstore.errors import CorruptStoreError
 
 

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from trajstore.core.files.base import Directory, ReaderLease
-from trajstore.core.store.catalog import Catalog, oldest_generation
-from trajstore.core.store.salvage import open_leniently
-from trajstore.core.store.saved_points import Pins
+from trajstore._core.files.base import Directory, ReaderLease
+from trajstore._core.store.catalog import Catalog, oldest_generation
+from trajstore._core.store.salvage import open_leniently
+from trajstore._core.store.saved_points import Pins
 from trajstore.errors import CorruptStoreError, StoreError
 
 

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import VALID, Axis
-from trajstore.core.columns.schema import DOCUMENT, Extent, Schema
-from trajstore.core.reading.late import outcomes_given
-from trajstore.core.reading.shard_access import ShardAccess
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.index import TrajectoryIndex
+from trajstore._core.columns.fields import VALID, Axis
+from trajstore._core.columns.schema import DOCUMENT, Extent, Schema
+from trajstore._core.reading.late import outcomes_given
+from trajstore._core.reading.shard_access import ShardAccess
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.statistics import RewardStatistics, Seam, agents_report
 from trajstore.operations.verification import Progress

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.core.reading.places import Place, find_place, rank_number
-from trajstore.core.reading.sources import StoreSource
-from trajstore.core.sampling.base import IntArray
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.log_records import lie_in
-from trajstore.core.store.run_ids import ALONE, own_id, rank_of_id
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.reading.places import Place, find_place, rank_number
+from trajstore._core.reading.sources import StoreSource
+from trajstore._core.sampling.base import IntArray
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.log_records import lie_in
+from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore.operations.opening import open_readable
 from trajstore.operations.points import stores_of
 

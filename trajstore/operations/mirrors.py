@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from trajstore.core.files.base import Directory
+from trajstore._core.files.base import Directory
 from trajstore.errors import CorruptStoreError
 from trajstore.remote.mirror.options import MIRRORED_NAME
 

@@ -13,21 +13,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.base.arguments import one_of, truth, whole
-from trajstore.core.buffer.checkpoint import CheckpointState, check_target
-from trajstore.core.buffer.loading import LoadRequest
-from trajstore.core.buffer.reader import Reader, load_reader
-from trajstore.core.files.base import Directory
-from trajstore.core.files.folders import publish_folder
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import directories_above, nested, open_directory
-from trajstore.core.formats import FORMATS
-from trajstore.core.reading.places import Place, find_place, is_of_rank, rank_of
-from trajstore.core.reading.read_snapshot import ReadSnapshot
-from trajstore.core.reading.sources import StoreSource
-from trajstore.core.sampling.draws import Draws
-from trajstore.core.store.partition import share_of
-from trajstore.core.store.run_ids import ALONE, in_run
+from trajstore._core.base.arguments import one_of, truth, whole
+from trajstore._core.buffer.checkpoint import CheckpointState, check_target
+from trajstore._core.buffer.loading import LoadRequest
+from trajstore._core.buffer.reader import Reader, load_reader
+from trajstore._core.files.base import Directory
+from trajstore._core.files.folders import publish_folder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import directories_above, nested, open_directory
+from trajstore._core.formats import FORMATS
+from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
+from trajstore._core.reading.read_snapshot import ReadSnapshot
+from trajstore._core.reading.sources import StoreSource
+from trajstore._core.sampling.draws import Draws
+from trajstore._core.store.partition import share_of
+from trajstore._core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, trajectories, written
 from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, publish, verified
 from trajstore.operations.points import absent_ranks

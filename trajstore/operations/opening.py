@@ -6,10 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from trajstore.core.buffer.loading import LoadRequest
-from trajstore.core.buffer.reader import Reader, load_reader
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.sealed import without_advice
+from trajstore._core.buffer.loading import LoadRequest
+from trajstore._core.buffer.reader import Reader, load_reader
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.sealed import without_advice
 from trajstore.errors import StoreError, StoreNotFoundError, UnsupportedVersionError
 
 _ADVICE = re.compile(r"[,;] (or )?load with strict=False[^;]*")

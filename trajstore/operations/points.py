@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.buffer.runs import incomplete_sentence, unite_points
-from trajstore.core.reading.places import Place, absent_above, find_place, is_of_rank, rank_of, ranks_above
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.pin_names import aside_name
-from trajstore.core.store.rollback import has_a_name, plan_change
-from trajstore.core.store.saved_points import SavedPoint
-from trajstore.core.writing.inbox import Pending
-from trajstore.core.writing.unattended import held_points
+from trajstore._core.buffer.runs import incomplete_sentence, unite_points
+from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, rank_of, ranks_above
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.pin_names import aside_name
+from trajstore._core.store.rollback import has_a_name, plan_change
+from trajstore._core.store.saved_points import SavedPoint
+from trajstore._core.writing.inbox import Pending
+from trajstore._core.writing.unattended import held_points
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, counted
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.files.base import Directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.files.base import Directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import ConfigurationError
 from trajstore.operations.verification import Progress, Verification
 from trajstore.trajectory import AgentTrajectory

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trajstore.core.files.base import Directory
-from trajstore.core.formats.base import ShardManifest
-from trajstore.core.formats.checksums import check_file
-from trajstore.core.formats.frames import samples_of
-from trajstore.core.reading.shard_access import fetch_file, reader_of
+from trajstore._core.files.base import Directory
+from trajstore._core.formats.base import ShardManifest
+from trajstore._core.formats.checksums import check_file
+from trajstore._core.formats.frames import samples_of
+from trajstore._core.reading.shard_access import fetch_file, reader_of
 from trajstore.errors import StoreError
 
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from trajstore.core.columns.facts import RECORDED, SCORE
-from trajstore.core.columns.schema import DOCUMENT
-from trajstore.core.files.base import Directory
-from trajstore.core.reading.late import with_notes
-from trajstore.core.reading.places import find_place, is_of_rank, rank_of
-from trajstore.core.reading.shard_access import ShardAccess, damage_of
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.given import OVER_FACTS
-from trajstore.core.store.index import TrajectoryEntry
-from trajstore.core.store.notes import Note
-from trajstore.core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id
-from trajstore.core.store.salvage import open_leniently
+from trajstore._core.columns.facts import RECORDED, SCORE
+from trajstore._core.columns.schema import DOCUMENT
+from trajstore._core.files.base import Directory
+from trajstore._core.reading.late import with_notes
+from trajstore._core.reading.places import find_place, is_of_rank, rank_of
+from trajstore._core.reading.shard_access import ShardAccess, damage_of
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.given import OVER_FACTS
+from trajstore._core.store.index import TrajectoryEntry
+from trajstore._core.store.notes import Note
+from trajstore._core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id
+from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, listed
 from trajstore.operations.live import announced, needed_now
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import Axis, axis_of, skip_extra_rows
+from trajstore._core.columns.fields import Axis, axis_of, skip_extra_rows
 
 Range = dict[str, float]
 

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.buffer.checkpoint import CheckpointState
-from trajstore.core.columns.fields import VALID
-from trajstore.core.columns.schema import Schema
-from trajstore.core.files.base import SEE_VERIFY, Directory
-from trajstore.core.files.holder import LOCK_NAME
-from trajstore.core.formats.base import SHARDS_FOLDER
-from trajstore.core.reading.shard_access import ShardAccess
-from trajstore.core.store.catalog import Catalog, log_segments
-from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.log_records import decode_lines, ids_in_words, ranges_of
-from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.salvage import SalvagedCatalog
-from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore._core.buffer.checkpoint import CheckpointState
+from trajstore._core.columns.fields import VALID
+from trajstore._core.columns.schema import Schema
+from trajstore._core.files.base import SEE_VERIFY, Directory
+from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.formats.base import SHARDS_FOLDER
+from trajstore._core.reading.shard_access import ShardAccess
+from trajstore._core.store.catalog import Catalog, log_segments
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.log_records import decode_lines, ids_in_words, ranges_of
+from trajstore._core.store.lost_records import Damage
+from trajstore._core.store.salvage import SalvagedCatalog
+from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
+from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME
 from trajstore.errors import (
     CorruptStoreError,
     DescriptorLimitError,

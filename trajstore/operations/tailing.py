@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
 from trajstore.errors import ConfigurationError, counted, trajectories
 from trajstore.operations.opening import open_readable
 from trajstore.query.engine import polars

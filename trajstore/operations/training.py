@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.columns.limits import UNKNOWN_VERSION
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.run_ids import ALONE
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.run_ids import ALONE
 from trajstore.errors import StoreNotFoundError, counted
 from trajstore.ledger import (
     LEDGER_FOLDER,

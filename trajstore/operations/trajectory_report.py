@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.core.store.notes import Note
-from trajstore.core.store.run_ids import shown_id, written_id
+from trajstore._core.store.notes import Note
+from trajstore._core.store.run_ids import shown_id, written_id
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.operations.measure import turns_of
 from trajstore.operations.single import read_single

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from trajstore.core.files.base import Directory
-from trajstore.core.store.lost_records import Damage
+from trajstore._core.files.base import Directory
+from trajstore._core.store.lost_records import Damage
 
 Progress = Callable[[int, int], None]
 """Called with (done, total) shards, files or trajectories."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from trajstore.core.files.base import Directory
-from trajstore.core.reading.places import Place, find_place, mixed_sentence
-from trajstore.core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
-from trajstore.core.store.lost_records import Damage
-from trajstore.core.store.sealed import METADATA_NAME
+from trajstore._core.files.base import Directory
+from trajstore._core.reading.places import Place, find_place, mixed_sentence
+from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore._core.store.lost_records import Damage
+from trajstore._core.store.sealed import METADATA_NAME
 from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, counted, listed, trajectories
 from trajstore.operations.foreign import MISSING, iterate_rlinf
 from trajstore.operations.points import absent_ranks, incomplete_points

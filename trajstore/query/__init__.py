@@ -1,6 +1,6 @@
 """Queries over trajectories: facts, messages, tokens and steps, with SQL expressions."""
 
-from trajstore.core.store.facts import FACTS
+from trajstore._core.store.facts import FACTS
 from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.relations import RELATIONS

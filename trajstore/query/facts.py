@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.facts import DOCUMENT_FACTS, SCORE
-from trajstore.core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
-from trajstore.core.reading.address_table import UNAVAILABLE
-from trajstore.core.reading.contents import Contents
-from trajstore.core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
-from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.packing import StringTable
-from trajstore.core.store.run_ids import rank_of_id
+from trajstore._core.columns.facts import DOCUMENT_FACTS, SCORE
+from trajstore._core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
+from trajstore._core.reading.address_table import UNAVAILABLE
+from trajstore._core.reading.contents import Contents
+from trajstore._core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.packing import StringTable
+from trajstore._core.store.run_ids import rank_of_id
 from trajstore.query.engine import polars
 from trajstore.query.readable import Locked
 

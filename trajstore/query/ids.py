@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trajstore.core.store.run_ids import ID_LIMIT, RUN_EXAMPLE, SINGLE_EXAMPLE, parsed_id, shown_id
+from trajstore._core.store.run_ids import ID_LIMIT, RUN_EXAMPLE, SINGLE_EXAMPLE, parsed_id, shown_id
 from trajstore.errors import ConfigurationError
 from trajstore.query.words import parts
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from trajstore.core.store.run_ids import shown_id
+from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, listed
 from trajstore.query.engine import polars
 from trajstore.query.readable import IntArray, Locked, of_documents

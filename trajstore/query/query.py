@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.base.arguments import whole
-from trajstore.core.store.run_ids import ID_LIMIT
+from trajstore._core.base.arguments import whole
+from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, UnknownColumnError, listed
 from trajstore.query.engine import polars
 from trajstore.query.ids import ID, checked_ids, with_numbers

@@ -9,11 +9,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.schema import DOCUMENT
-from trajstore.core.reading.address_table import UNAVAILABLE
-from trajstore.core.reading.contents import Contents
-from trajstore.core.reading.tokens import TokenRows, token_rows
-from trajstore.core.store.run_ids import shown_id
+from trajstore._core.columns.schema import DOCUMENT
+from trajstore._core.reading.address_table import UNAVAILABLE
+from trajstore._core.reading.contents import Contents
+from trajstore._core.reading.tokens import TokenRows, token_rows
+from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError, listed, trajectories
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from trajstore.core.base.arguments import one_of
-from trajstore.core.files.base import Directory
+from trajstore._core.base.arguments import one_of
+from trajstore._core.files.base import Directory
 from trajstore.query.facts import Facts
 from trajstore.query.query import Query
 from trajstore.query.readable import Locked

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trajstore.core.base import exits, locks
-from trajstore.core.columns.portions import portions
+from trajstore._core.base import exits, locks
+from trajstore._core.columns.portions import portions
 from trajstore.query import messages, metadata, rows
 from trajstore.query.engine import polars
 from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, log_faults, readable

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.core.columns.fields import VALID
-from trajstore.core.reading.address_table import UNAVAILABLE
-from trajstore.core.reading.contents import Contents
-from trajstore.core.reading.late import COLUMNS, without_notes
-from trajstore.core.reading.late_rows import column_named
-from trajstore.core.reading.plan import RowPlan
-from trajstore.core.reading.tokens import TokenRows, token_rows
-from trajstore.core.store.facts import NOTE_ROWS
+from trajstore._core.columns.fields import VALID
+from trajstore._core.reading.address_table import UNAVAILABLE
+from trajstore._core.reading.contents import Contents
+from trajstore._core.reading.late import COLUMNS, without_notes
+from trajstore._core.reading.late_rows import column_named
+from trajstore._core.reading.plan import RowPlan
+from trajstore._core.reading.tokens import TokenRows, token_rows
+from trajstore._core.store.facts import NOTE_ROWS
 from trajstore.query.engine import polars
 from trajstore.query.readable import IntArray, Locked, positions_of
 

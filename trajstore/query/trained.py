@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.files.base import Directory
-from trajstore.core.store.run_ids import in_run
+from trajstore._core.files.base import Directory
+from trajstore._core.store.run_ids import in_run
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.ledger import LEDGER_FOLDER, ROW, LedgerContents
 from trajstore.ledger.contents import read_directory

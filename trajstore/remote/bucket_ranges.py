@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.files.base import Buffer
+from trajstore._core.files.base import Buffer
 from trajstore.errors import MissingDependencyError
 
 _IN_ONE_CALL = 10

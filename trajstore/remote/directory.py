@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from trajstore.core.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
-from trajstore.core.files.filemap import FileMap
-from trajstore.core.files.holder import LOCK_NAME
-from trajstore.core.files.partial import PartialMaps, Range
-from trajstore.core.files.read_cache import ReadCache
+from trajstore._core.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
+from trajstore._core.files.filemap import FileMap
+from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.files.partial import PartialMaps, Range
+from trajstore._core.files.read_cache import ReadCache
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.remote.answers import ConflictError, ObjectInfo
 from trajstore.remote.leases import RemoteReaderLease, RemoteReaders

@@ -10,11 +10,11 @@ import weakref
 
 import orjson
 
-from trajstore.core.base import exits, locks
-from trajstore.core.base.interrupts import start_thread
-from trajstore.core.files.base import Reader, ReaderLease
-from trajstore.core.files.holder import LOCK_NAME, holder_document, parse_holder
-from trajstore.core.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
+from trajstore._core.base import exits, locks
+from trajstore._core.base.interrupts import start_thread
+from trajstore._core.files.base import Reader, ReaderLease
+from trajstore._core.files.holder import LOCK_NAME, holder_document, parse_holder
+from trajstore._core.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
 from trajstore.remote.answers import ObjectInfo
 from trajstore.remote.object_store import ObjectStore
 

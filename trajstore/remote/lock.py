@@ -11,10 +11,10 @@ import uuid
 
 import orjson
 
-from trajstore.core.base import locks
-from trajstore.core.base.interrupts import start_thread
-from trajstore.core.files.base import WriterLock
-from trajstore.core.files.holder import LOCK_NAME, describe_holder, holder_document, parse_holder, process_may_live
+from trajstore._core.base import locks
+from trajstore._core.base.interrupts import start_thread
+from trajstore._core.files.base import WriterLock
+from trajstore._core.files.holder import LOCK_NAME, describe_holder, holder_document, parse_holder, process_may_live
 from trajstore.errors import StoreLockedError, WriterFencedError
 from trajstore.remote.answers import ConflictError, Stamped
 from trajstore.remote.object_store import ObjectStore

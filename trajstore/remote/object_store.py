@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trajstore.core.files.base import Buffer
+from trajstore._core.files.base import Buffer
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.remote.answers import NEVER, ConflictError, ObjectInfo, Stamped, conflicts, info_of, refuses, unix_time
 from trajstore.remote.bucket_ranges import BucketRanges, lost_by_fork

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.facts import SCORE
-from trajstore.core.store.run_ids import shown_id
+from trajstore._core.columns.facts import SCORE
+from trajstore._core.store.run_ids import shown_id
 from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
 from trajstore.query.engine import polars

@@ -17,10 +17,10 @@ from typing import Any
 import orjson
 import torch
 
-from trajstore.core.files.base import EncodedFile
-from trajstore.core.files.folders import publish_folder
-from trajstore.core.files.local import LocalDirectory
-from trajstore.core.files.opening import local_target, nested, open_directory
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.folders import publish_folder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows

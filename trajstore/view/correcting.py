@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from trajstore.core.buffer.annotating import annotate
-from trajstore.core.columns.limits import shown
+from trajstore._core.buffer.annotating import annotate
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
 MOST_BYTES = 1 << 19

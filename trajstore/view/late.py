@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore.core.store.given import Said, Value
-from trajstore.core.store.notes import Note, Notes
+from trajstore._core.store.given import Said, Value
+from trajstore._core.store.notes import Note, Notes
 
 Answer = dict[str, Any]
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.columns.fields import walk
-from trajstore.core.sampling import Drawn
-from trajstore.core.store.notes import Notes
-from trajstore.core.store.run_ids import id_from, own_id, rank_of_id, shown_id
-from trajstore.core.writing.inbox import InboxView
+from trajstore._core.columns.fields import walk
+from trajstore._core.sampling import Drawn
+from trajstore._core.store.notes import Notes
+from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore._core.writing.inbox import InboxView
 from trajstore.errors import (
     ConfigurationError,
     SchemaMismatchError,
@@ -40,7 +40,7 @@ from trajstore.view.training import Training, curves, rows_of, steps_of
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trajstore.core.files.base import Directory
+    from trajstore._core.files.base import Directory
 
 logger = logging.getLogger(__name__)
 

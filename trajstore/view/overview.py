@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trajstore.core.store.run_ids import compared_id, shown_id
+from trajstore._core.store.run_ids import compared_id, shown_id
 from trajstore.query.engine import polars
 from trajstore.view.answers import plain
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore._core.columns.fields import join_name, walk
 from trajstore.attachments import summarized
-from trajstore.core.columns.fields import join_name, walk
 from trajstore.operations.statistics import sampled_rows
 from trajstore.operations.trajectory_report import token_parts
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory

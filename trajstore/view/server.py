@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from trajstore.core.base.arguments import INT64_MAX, whole
+from trajstore._core.base.arguments import INT64_MAX, whole
 from trajstore.errors import ConfigurationError, SchemaMismatchError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.view.answers import Answer
 from trajstore.view.correcting import MOST_BYTES, Correcting

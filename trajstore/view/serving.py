@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trajstore.core.base.arguments import check_instance
+from trajstore._core.base.arguments import check_instance
 from trajstore.errors import MissingDependencyError
 
 if TYPE_CHECKING:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from trajstore.core.buffer.reader import Reader
-from trajstore.core.files.opening import open_directory
-from trajstore.core.reading.places import kind_of, ranks_of
-from trajstore.core.sampling import Drawn
-from trajstore.core.sampling.base import IntArray
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.run_ids import id_from
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.files.opening import open_directory
+from trajstore._core.reading.places import kind_of, ranks_of
+from trajstore._core.sampling import Drawn
+from trajstore._core.sampling.base import IntArray
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.run_ids import id_from
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,

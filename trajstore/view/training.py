@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.files.base import Directory
-from trajstore.core.store.run_ids import in_run, shown_id
+from trajstore._core.files.base import Directory
+from trajstore._core.store.run_ids import in_run, shown_id
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.ledger import LEDGER_FOLDER, LedgerContents
 from trajstore.ledger.contents import contents_of, segments_of

@@ -19,7 +19,7 @@ from trainer_hooks.verl.reuse import REUSE_LOOP, Finished, Reuse
 from trainer_hooks.verl.reused_loop import outputs_of
 from trainer_hooks.verl.rows import REUSE
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.reader import Reader
+from trajstore._core.buffer.reader import Reader
 from trajstore.errors import CorruptStoreError
 from trajstore.trajectory import AnyTrajectory
 

@@ -21,10 +21,10 @@ from tools.crash.journal import Promises, entries
 from tools.crash.range_reader import RangeReader, read_all
 from tools.proc import stat
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.files.holder import LOCK_NAME
-from trajstore.core.files.leases import READERS_FOLDER
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.files.leases import READERS_FOLDER
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.operations.verify import verify
 from trajstore.points import saved_points

@@ -16,7 +16,7 @@ import torch
 from tools.crash.child import User
 from tools.crash.journal import Journal
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore.core.writing import commit_log
+from trajstore._core.writing import commit_log
 from trajstore.remote import lock as remote_lock
 from trajstore.remote.object_store import ObjectStore
 

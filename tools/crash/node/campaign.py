@@ -21,7 +21,7 @@ from tools.crash.journal import entries
 from tools.crash.node.child import work
 from tools.crash.range_reader import RangeReader, Seen, read_all
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.store.sealed import METADATA_NAME, RESTORE_NAME
+from trajstore._core.store.sealed import METADATA_NAME, RESTORE_NAME
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore

@@ -14,7 +14,7 @@ import torch
 
 from tools.campaigns import Result, start
 from tools.crash.resume.loop import EVERY, Loop
-from trajstore.core.files.local import LocalDirectory
+from trajstore._core.files.local import LocalDirectory
 from trajstore.operations.verify import verify
 from trajstore.points import saved_points
 

@@ -30,8 +30,8 @@ from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
 from trainer_hooks.verl.config import OnResume
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore.core.files.opening import open_directory
-from trajstore.core.store.catalog import Catalog
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
 

@@ -25,7 +25,7 @@ from tools.crash.verl.digest import digest
 from tools.crash.verl.layout import ASSETS, SAVE_EVERY, calls_path, journal_path, pool_files_path
 from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import TrajectoryReplayBuffer
-from trajstore.core.buffer.reader import Reader
+from trajstore._core.buffer.reader import Reader
 
 NEVER = 1_000_000
 """Steps and epochs of a training that ends by being killed."""

@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trajstore._core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
     from trajstore.builder import EmbodiedRolloutResult
-    from trajstore.core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
     from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
     from trajstore.interop.rlinf.priority_store import PriorityStore
     from trajstore.interop.rlinf.trajectory import EmbodiedTrajectoryBuilder, Trajectory, convert_trajectories_to_batch
@@ -38,14 +38,14 @@ _MODULES = {
     "ChunkStepResult": "trajstore.trajectory",
     "EmbodiedRolloutResult": "trajstore.builder",
     "EmbodiedTrajectoryBuilder": "trajstore.interop.rlinf.trajectory",
-    "PreloadReplayBufferDataset": "trajstore.core.feeding",
+    "PreloadReplayBufferDataset": "trajstore._core.feeding",
     "PriorityStore": "trajstore.interop.rlinf.priority_store",
-    "ReplayBufferDataset": "trajstore.core.feeding",
+    "ReplayBufferDataset": "trajstore._core.feeding",
     "Trajectory": "trajstore.interop.rlinf.trajectory",
     "TrajectoryReplayBuffer": "trajstore.interop.rlinf.buffer",
     "convert_trajectories_to_batch": "trajstore.interop.rlinf.trajectory",
     "get_model_weights_id": "trajstore.trajectory",
-    "replay_buffer_collate_fn": "trajstore.core.feeding",
+    "replay_buffer_collate_fn": "trajstore._core.feeding",
 }
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from trajstore.core.buffer import replay_buffer as plain
-from trajstore.core.store.index import TrajectoryIndex
+from trajstore._core.buffer import replay_buffer as plain
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore.interop.rlinf.trajectory import Trajectory, flatten_trajectory
 from trajstore.trajectory import AgentTrajectory
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 
 from trajstore import trajectory as plain
+from trajstore._core.columns.fields import DICT_FIELDS, FIRST_ROW_EXTRA, TENSOR_FIELDS, axis_of, join_name
 from trajstore.builder import EmbodiedRolloutResult
-from trajstore.core.columns.fields import DICT_FIELDS, FIRST_ROW_EXTRA, TENSOR_FIELDS, axis_of, join_name
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import orjson
 
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.files.holder import holder_document
-from trajstore.core.formats.base import ShardManifest
-from trajstore.core.store.log_records import manifest_to_json
-from trajstore.core.store.sealed import LEDGER_NAME
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.holder import holder_document
+from trajstore._core.formats.base import ShardManifest
+from trajstore._core.store.log_records import manifest_to_json
+from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import CorruptStoreError
 
 logger = logging.getLogger(__name__)

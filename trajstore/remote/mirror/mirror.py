@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trajstore.core.base import locks
-from trajstore.core.base.interrupts import WaitList, start_thread
-from trajstore.core.files.base import Directory, EncodedFile, ReaderLease
-from trajstore.core.files.opening import nested, open_directory
-from trajstore.core.writing.commit_log import CommitLog
+from trajstore._core.base import locks
+from trajstore._core.base.interrupts import WaitList, start_thread
+from trajstore._core.files.base import Directory, EncodedFile, ReaderLease
+from trajstore._core.files.opening import nested, open_directory
+from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError, trajectories
 from trajstore.remote.mirror.ledger import as_text
 from trajstore.remote.mirror.options import MIRRORED_NAME, Mirror, MirrorState

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.files.base import Directory, EncodedFile, WriterLock
-from trajstore.core.files.filemap import FileMap
-from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
-from trajstore.core.formats.checksums import check_file
-from trajstore.core.store.catalog import Catalog
-from trajstore.core.store.log_records import LOG_FOLDER, segment_generation, segment_name
-from trajstore.core.store.saved_points import PINS_FOLDER, pin_name
-from trajstore.core.store.sealed import INDEX_NAME, METADATA_NAME
-from trajstore.core.writing.commit_log import CommitLog
+from trajstore._core.files.base import Directory, EncodedFile, WriterLock
+from trajstore._core.files.filemap import FileMap
+from trajstore._core.formats.base import SHARDS_FOLDER, ShardManifest
+from trajstore._core.formats.checksums import check_file
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
+from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, StoreError, counted, listed
 from trajstore.remote.mirror.ledger import Ledger, crc_of
 from trajstore.remote.mirror.source import Line, Picture, strange_id

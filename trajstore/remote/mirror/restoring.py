@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import orjson
 
-from trajstore.core.files.base import Buffer, Directory, EncodedFile
-from trajstore.core.files.local import TEMPORARY_SUFFIX
-from trajstore.core.files.opening import nested, open_directory
-from trajstore.core.formats.base import SHARDS_FOLDER, ShardManifest
-from trajstore.core.formats.checksums import check_file
-from trajstore.core.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
-from trajstore.core.store.catalog import Catalog, oldest_generation
-from trajstore.core.store.log_records import LOG_FOLDER
-from trajstore.core.store.saved_points import PINS_FOLDER, Snapshot, pin_name
-from trajstore.core.store.sealed import LEDGER_NAME, METADATA_NAME, RESTORE_NAME
-from trajstore.core.writing.fencing import SHARDS_OF_A_WRITER
+from trajstore._core.files.base import Buffer, Directory, EncodedFile
+from trajstore._core.files.local import TEMPORARY_SUFFIX
+from trajstore._core.files.opening import nested, open_directory
+from trajstore._core.formats.base import SHARDS_FOLDER, ShardManifest
+from trajstore._core.formats.checksums import check_file
+from trajstore._core.reading.places import kind_of, mixed_sentence, nothing_at, ranks_of
+from trajstore._core.store.catalog import Catalog, oldest_generation
+from trajstore._core.store.log_records import LOG_FOLDER
+from trajstore._core.store.saved_points import PINS_FOLDER, Snapshot, pin_name
+from trajstore._core.store.sealed import LEDGER_NAME, METADATA_NAME, RESTORE_NAME
+from trajstore._core.writing.fencing import SHARDS_OF_A_WRITER
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, StoreWriteError, listed, written
 
 logger = logging.getLogger(__name__)

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.core.files.base import Directory, EncodedFile
-from trajstore.core.store.additions import added_in
-from trajstore.core.store.catalog import Catalog, log_segments
-from trajstore.core.store.index import TrajectoryIndex
-from trajstore.core.store.log_records import decode_each, parse_ranges
-from trajstore.core.store.saved_points import Snapshot, pin_name
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.store.additions import added_in
+from trajstore._core.store.catalog import Catalog, log_segments
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.log_records import decode_each, parse_ranges
+from trajstore._core.store.saved_points import Snapshot, pin_name
 from trajstore.errors import CorruptStoreError
 
 

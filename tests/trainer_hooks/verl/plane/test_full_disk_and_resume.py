@@ -34,7 +34,7 @@ from trajstore.ledger import TrainedStep
 def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again(
     make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trajstore.core.writing.queue._PAUSES", (0.01,))
+    monkeypatch.setattr("trajstore._core.writing.queue._PAUSES", (0.01,))
     session = make_session(on_error="warn", store={"path": str(tmp_path / "pool")})
     recorder = RecorderHandle().actor
     plan = FaultPlan(0, "ENOSPC", lasting=True)

@@ -1,0 +1,172 @@
+"""Warns of rollouts that are certainly wrong or duplicates, and of additions unlike earlier ones. No I/O.
+
+Takes no lock: two threads that add at once may both give the same warning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.doubts import doubts
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.flat import NUMBERS, Copied, FlatTrajectories
+from trajstore._core.columns.limits import shown
+from trajstore._core.columns.schema import Schema
+from trajstore._core.columns.steps import NothingToStoreError
+from trajstore.errors import InvalidTrajectoryError, listed
+from trajstore.trajectory import AnyTrajectory
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 1 << 16
+
+
+def as_list(trajectories: Iterable[AnyTrajectory]) -> list[AnyTrajectory]:
+    """Return the trajectories given to ``add_trajectories``.
+
+    Raises:
+        InvalidTrajectoryError: they are no list.
+    """
+    if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+        raise InvalidTrajectoryError(
+            f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
+            "write add_trajectories([trajectory])"
+        )
+    return list(trajectories)
+
+
+def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectories]:
+    """Return trajectories as columns, all checked; empty ones are skipped with a warning.
+
+    Raises:
+        InvalidTrajectoryError: one of them cannot be stored and read back; names its position and the field.
+    """
+    flats, empty = [], []
+    for place, trajectory in enumerate(as_list(trajectories)):
+        try:
+            flats.append(flatten(trajectory))
+        except NothingToStoreError:
+            empty.append(place)
+        except InvalidTrajectoryError as error:
+            raise InvalidTrajectoryError(f"trajectory {place} of the list: {error}", place) from error
+    if empty:
+        logger.warning(
+            "add_trajectories: positions %s of %d are empty (no fields, or T * B = 0) and were not stored",
+            listed(str(place) for place in empty),
+            len(empty) + len(flats),
+        )
+    return FlatTrajectories.runs(flats)
+
+
+class ContentWatch:
+    """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem.
+
+    A rollout is a duplicate if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict would scan past deleted entries for its first
+
+    def look(self, copies: Iterable[Copied]) -> None:
+        """Check trajectories that are about to be added."""
+        for run, block in copies:
+            if run.facts is None:
+                continue
+            unknown = [None] * len(run)
+            starts, tasks, names = (run.facts.get(name, unknown) for name in ("response_start", "task", "rollout_id"))
+            versions = run.numbers[:, NUMBERS.index("version_low")].tolist()
+            found = doubts(block, run.extents, starts)
+            for at, (task, name, version) in enumerate(zip(tasks, names, versions, strict=True)):
+                problems = found.get(at, [])
+                if name is not None and self._was_added(hash((task, name, version))):
+                    problems = [*problems, "the task_id, rollout_id and policy_version of another one"]
+                if problems:
+                    self._count(problems, name or "", task or "")
+
+    def _count(self, problems: Sequence[str], name: str, task: str) -> None:
+        for problem in problems:
+            count = self._counts[problem] = self._counts.get(problem, 0) + 1
+            if count == 10 ** (len(str(count)) - 1):
+                logger.warning(
+                    "%d added so far: rollouts with %s; the newest is rollout %s of task %s. They are stored unchanged",
+                    count,
+                    problem,
+                    shown(name),
+                    shown(task),
+                )
+
+    def _was_added(self, key: int) -> bool:
+        if key in self._newest:
+            return True
+        self._newest[key] = None
+        if len(self._newest) > _REMEMBERED:
+            self._newest.popitem(last=False)
+        return False
+
+
+class ColumnWatch:
+    """Compares the columns of step trajectories with those before, and warns once of each difference.
+
+    Warns once, too, when a store gets both blocks of steps and rollouts of agents.
+    """
+
+    def __init__(self) -> None:
+        self._kind: str | None = None
+        self._last: Schema | None = None
+        self._told: set[str] = set()
+
+    def begin(self, schema: Schema) -> None:
+        """Set the columns of the newest existing trajectory."""
+        self._kind = schema.kind
+        if schema.kind == "step":
+            self._last = schema
+
+    def look(self, runs: Iterable[FlatTrajectories]) -> None:
+        """Compare trajectories that are about to be added."""
+        for run in runs:
+            schema = run.schema
+            if schema.kind != self._kind:
+                self._compare_kinds(schema.kind)
+            if schema is not self._last and schema.kind == "step":
+                if self._last is not None:
+                    self._compare(self._last, schema)
+                self._last = schema
+
+    def _compare_kinds(self, kind: str) -> None:
+        before, self._kind = self._kind, kind
+        if before is not None and "kind" not in self._told:
+            self._told.add("kind")
+            logger.warning(
+                "this buffer has %s trajectories, and %s trajectories are added: sample() fails if it draws an "
+                "agent trajectory, and sample_trajectories() draws both kinds; use a store for each kind",
+                before,
+                kind,
+            )
+
+    def _compare(self, before: Schema, after: Schema) -> None:
+        old, new = _shapes(before), _shapes(after)
+        differing = [f"{name} (absent before)" for name in new.keys() - old.keys()]
+        differing += [f"{name} (absent now)" for name in old.keys() - new.keys()]
+        differing += [
+            f"{name} (rows {list(old[name])} before, {list(new[name])} now)"
+            for name in old.keys() & new.keys()
+            if old[name] != new[name]
+        ]
+        fresh = sorted(set(differing) - self._told)
+        if fresh:
+            self._told.update(fresh)
+            logger.warning(
+                "trajectories added now have other columns than earlier ones: %s; a sample() that "
+                "draws rows of both raises an error: name the columns (columns=...)",
+                ", ".join(fresh),
+            )
+
+
+def _shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
+    return {column.name: column.row_shape for column in schema.columns if column.axis is not Axis.DOCUMENT}

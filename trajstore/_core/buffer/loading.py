@@ -1,0 +1,404 @@
+"""Opens the sources at a path: a store, a checkpoint, RLinf's, or a folder of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore._core.buffer.checkpoint import CheckpointState
+from trajstore._core.columns.limits import UNKNOWN_TIME
+from trajstore._core.files.base import Directory, ReaderLease
+from trajstore._core.reading.places import (
+    absent_above,
+    kind_of,
+    loadable_in,
+    mixed_sentence,
+    name_of,
+    nothing_at,
+    place_in,
+    rank_number,
+    ranks_of,
+)
+from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
+from trajstore._core.reading.sources import Source, StoreSource
+from trajstore._core.store.catalog import Catalog, ReadersCatalog, oldest_generation
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.partition import share_of
+from trajstore._core.store.run_ids import ALONE, in_run, own_id
+from trajstore._core.store.salvage import open_leniently
+from trajstore._core.store.sealed import METADATA_NAME
+from trajstore._core.writing.inbox import Pending
+from trajstore.errors import (
+    CorruptStoreError,
+    IncompleteCheckpointError,
+    StoreError,
+    StoreNotFoundError,
+    UnsafeContentError,
+    UnsupportedVersionError,
+    counted,
+    listed,
+    trajectories,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """Arguments of ``load_checkpoint``, kept for ``refresh``.
+
+    Attributes:
+        directory: to load; held open, so that it is found again after it or the process moves.
+        share: (local_rank, world_size), or None to load everything.
+        strict: refuse an index that names absent files; None = unless it is RLinf's.
+        pin: name of a pin of the store.
+        united: load these in place of the content of ``directory``, by rank, with ids of a run; one store by ``ALONE``.
+        quiet: no warnings; the caller reports all damage.
+        pending: show late values that wait in the stores' inboxes; a pin never shows them.
+    """
+
+    directory: Directory
+    share: tuple[int, int] | None = None
+    strict: bool | None = None
+    pin: str | None = None
+    united: Mapping[int, Directory] | None = None
+    quiet: bool = False
+    pending: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Distance between ids of one rank's additions, which keeps them unique over ranks."""
+        return 1 if self.share is None else self.share[1]
+
+    def first_id(self, next_id: int) -> int:
+        """Return the lowest id of this rank that is at least ``next_id``."""
+        return next_id if self.share is None else next_id + (self.share[0] - next_id) % self.share[1]
+
+
+@dataclass
+class Loaded:
+    """Result of ``load_sources``.
+
+    Attributes:
+        parts: every source with its entries to show, possibly none, each oldest first.
+        order: of the entries of all parts, the oldest first; None if parts follow each other.
+        leases: keep writers from deleting files in use.
+        state: of the buffer that saved it; with several ranks, that of the same rank, or of the first.
+        new_rank: (rank, number of ranks) if the number of ranks has changed, so that each starts its draws anew.
+        counter: one more than the highest id of the share.
+        next_id: one more than the highest id that any of the stores has given out.
+        ranks: names of a run's ``rank_*`` folders, including those left out; None for a single directory.
+        skipped: trajectories left out because their files are absent or damaged.
+        warnings: a sentence for each kind of damage, omission or reconstruction (``strict=False``).
+    """
+
+    parts: list[tuple[Source, TrajectoryIndex]]
+    leases: list[ReaderLease]
+    state: CheckpointState
+    order: npt.NDArray[np.intp] | None = None
+    new_rank: tuple[int, int] | None = None
+    counter: int = 0
+    next_id: int = 0
+    skipped: int = 0
+    ranks: frozenset[str] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Opened:
+    """One directory: its entries, the buffer's state, the number of entries left out, and the reasons."""
+
+    source: Source
+    index: TrajectoryIndex
+    state: CheckpointState
+    skipped: int = 0
+    warnings: tuple[str, ...] = ()
+
+
+_UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
+
+
+def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
+    """Open a store, a checkpoint, a directory of RLinf, or a folder of ``rank_*`` ones."""
+    place, share, strict, united = request.directory, request.share, request.strict, request.united
+    if share is not None:
+        share_of(0, *share)
+    path = place.url
+    directories, lacking = _directories(place) if united is None else (list(united.values()), [])
+    leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
+    try:
+        whole_place = united is None and directories != [place]
+        ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
+        opened, kept, errors = _open_all(directories, ranks, leases, request)
+        lacking += _absent_above(place, [item.source for item in opened]) if whole_place else []
+        above = _above_point(opened, errors, place, request.pin)
+        if (strict is not False and (lacking or errors)) or not opened:
+            raise _all_of([*lacking, *errors], path)
+        whole = not lacking and not errors
+        same_ranks = share is not None and whole and len(opened) == share[1]
+        state = opened[share[0] if share is not None and same_ranks else 0].state
+        # Every rank draws the same from a single directory of RLinf, as in RLinf.
+        as_rlinf = len(directories) == 1 and isinstance(opened[0].source, RLinfSource)
+        new_rank = None if same_ranks or as_rlinf else share
+        for item in opened:
+            item.source.checked = verify_shards
+        loaded = Loaded([], kept, state, new_rank=new_rank, skipped=sum(item.skipped for item in opened))
+        loaded.warnings = [*above, *map(str, lacking), *(text for item in opened for text in item.warnings)]
+        for error, directory in errors.items():
+            loaded.skipped += count_told(directory) or 0
+            loaded.warnings.append(f"{directory.url} {left_out_in_words(directory, error)}")
+        if whole_place:
+            loaded.ranks = frozenset(name_of(directory) for directory in directories)
+        _unite(loaded, opened, share, path)
+        if strict is not False:
+            _check_present(loaded, path)
+        return loaded
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+
+
+def _open_all(
+    directories: Sequence[Directory],
+    ranks: Sequence[int],
+    leases: Sequence[ReaderLease],
+    request: LoadRequest,
+) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
+    """Open each directory; return the results with their reader leases, and the errors of the rest."""
+    found: list[_Opened] = []
+    kept: list[ReaderLease] = []
+    errors: dict[Exception, Directory] = {}
+    for directory, rank, lease in zip(directories, ranks, leases, strict=True):
+        try:
+            opened = _open(directory, request)
+            if rank != ALONE and len(opened.index):
+                opened.index = opened.index.slice(0, len(opened.index))
+                opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
+        except _UNREADABLE as error:
+            errors[error] = directory
+            lease.release()
+            continue
+        lease.settle(opened.source.generation)
+        found.append(opened)
+        kept.append(lease)
+    return found, kept, errors
+
+
+def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
+    """Merge errors into one, of their class if they share one."""
+    if len(errors) == 1:
+        return errors[0]
+    kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
+    return kind(
+        f"{path}: {len(errors)} things are wrong: {'; '.join(str(error) for error in errors)}; "
+        "load with strict=False to read the rest without them"
+    )
+
+
+def left_out_in_words(directory: Directory, error: Exception) -> str:
+    """Describe an unreadable directory, with its number of trajectories if known."""
+    count = count_told(directory)
+    lost = "an unknown number of trajectories" if count is None else trajectories(count)
+    return f"is left out with {lost}: {error}"
+
+
+def count_told(directory: Directory) -> int | None:
+    """Return the number of trajectories recorded in an unreadable directory; None if unknown."""
+    try:
+        size = orjson.loads(directory.read(METADATA_NAME))["size"]
+    except (OSError, KeyError, TypeError, ValueError):
+        return None
+    return size if isinstance(size, int) and size >= 0 else None
+
+
+def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
+    """Return the directories to open, and an error for each unexpected or missing one."""
+    path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
+    if kind in ("store", "rlinf"):
+        mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
+        return [directory, *ranks.directories], mixed
+    if ranks.directories:
+        others = listed(ranks.names)
+        lacking: list[StoreError] = [
+            IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
+        ]
+        return list(ranks.directories), lacking
+    if kind is None and not directory.exists():
+        raise nothing_at(path, directory)
+    if kind is None:
+        place = place_in(directory)
+        below = [] if place is None else loadable_in(place)
+        there = f"; in its folders are {listed(below, 3)}: load one by its path" if below else ""
+        raise StoreNotFoundError(
+            f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
+        )
+    raise StoreNotFoundError(
+        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool import "
+        "STORE FILES` makes a store of it"
+    )
+
+
+def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:
+    """Return an error for absent highest ranks of a run, if saved points record the number of ranks."""
+    catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
+    rank_counts = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
+    if not any(rank_counts):
+        return []
+    ranks = ranks_of(place)
+    texts = absent_above([*ranks.names, *(text.split()[0] for text in ranks.lacking)], rank_counts)
+    return [IncompleteCheckpointError(f"{place.url}: {text}; there are {listed(ranks.names)}") for text in texts]
+
+
+def _above_point(
+    opened: Sequence[_Opened], errors: dict[Exception, Directory], run: Directory, pin: str | None
+) -> list[str]:
+    """Remove the errors of ranks above those that saved a run's point together; return a warning for each."""
+    catalogs = [item.source.catalog for item in opened if isinstance(item.source, StoreSource) and pin is not None]
+    ranks = max((catalog.snapshot(str(pin)).ranks or 0 for catalog in catalogs), default=0)
+    above = [
+        error
+        for error, directory in errors.items()
+        if ranks and isinstance(error, StoreNotFoundError) and rank_number(directory, run) >= ranks
+    ]
+    return [f"{errors.pop(error).url} is skipped: {counted(ranks, 'rank')} saved {pin} together" for error in above]
+
+
+def _open(directory: Directory, request: LoadRequest) -> _Opened:
+    strict, pin = request.strict, request.pin
+    if kind_of(directory) != "store":
+        if pin is not None:
+            raise StoreNotFoundError(f"{directory.url}: a directory of RLinf has no pins")
+        rlinf = RLinfSource.open(directory, strict)
+        unreadable = [] if strict is None else rlinf.leave_out_unreadable()  # by default, as in RLinf, on drawing
+        if unreadable and strict:
+            raise CorruptStoreError(f"{'; '.join(map(str, unreadable))}{OR_WITHOUT_IT}")
+        left_out = len(rlinf.missing) + sum(item.count for item in (*rlinf.damaged, *unreadable))
+        problems = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, problems)
+    pending = Pending(directory) if request.pending and pin is None else None
+    catalog, damage = (ReadersCatalog.open(directory), []) if strict is not False else open_leniently(directory)
+    added, refused, garbled = (0, [], []) if pending is None else pending.add_to(catalog)
+    if garbled and strict is not False:
+        raise garbled[0]
+    source = StoreSource(catalog)
+    source.has_pending = added > 0
+    warnings = [*map(str, (*damage, *garbled)), *refused]
+    index, state = _state_of(catalog, pin)
+    if strict is not False:
+        return _Opened(source, index, state, 0, tuple(warnings))  # only a rank's own share needs to be there
+    left_out = len(catalog.left_out) + sum(item.count for item in damage)
+    lost = source.lost(index)
+    if lost is None:
+        return _Opened(source, index, state, left_out, tuple(warnings))
+    index = index.without(lost.positions)
+    skipped = len(lost.ids) + left_out
+    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; left out"))
+
+
+def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:
+    values = catalog.metadata()
+    index = catalog.index
+    if pin is not None:
+        head, index, catalog.notes = catalog.shown_under(pin)
+        values |= catalog.pins.said(head.name)
+    return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
+
+
+def _check_present(loaded: Loaded, path: str | Path) -> None:
+    """Refuse a share of stores with absent or truncated files."""
+    errors = []
+    for source, part in loaded.parts:
+        lost = source.lost(part) if isinstance(source, StoreSource) else None
+        if lost is not None:
+            lost = replace(lost, ids=own_id(lost.ids))  # numbers within the named directory
+            errors.append(
+                IncompleteCheckpointError(
+                    f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
+                    "trajectories out"
+                )
+            )
+    if errors:
+        raise _all_of(errors, path)
+
+
+def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | None, path: str) -> None:
+    """Choose the entries of each source: all, or one rank's share of the union; without duplicates."""
+    alone = len(found) == 1 and share is None
+    readable = [item.index if alone else _readable(item.index) for item in found]
+    distinct = readable if len(found) == 1 else _distinct(readable)
+    _note_twins(found, readable, distinct)
+    total = sum(len(index) for index in distinct)
+    start, stop = (0, total) if share is None else share_of(total, *share)
+    before = 0
+    for item, index in zip(found, distinct, strict=True):
+        low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
+        part = index.slice(low, high)
+        loaded.parts.append((item.source, part))  # also without entries: a later commit may add some
+        loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
+        loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
+        before += len(index)
+    if share is not None:
+        return
+    loaded.counter = loaded.next_id
+    if len(found) > 1:
+        loaded.order = _by_time(distinct)
+        stores = [part for source, part in loaded.parts if isinstance(source, StoreSource)]
+        unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
+        if np.count_nonzero(unknown) > 1:
+            loaded.warnings.append(
+                f"{path}: {trajectories(sum(unknown), 'has', 'have')} no commit time, as in RLinf's directories; the "
+                "order is: those first, rank after rank"
+            )
+
+
+def _by_time(indexes: Sequence[TrajectoryIndex]) -> npt.NDArray[np.intp]:
+    """Return the order of several stores' entries by commit time, ties by rank and id.
+
+    Each store's own order is kept, whatever its clock.
+    """
+    times = [np.maximum.accumulate(index["committed"]) for index in indexes]
+    return np.argsort(np.concatenate(times), kind="stable")
+
+
+def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
+    """Return the entries that have a shard; entries that RLinf counts but never wrote are not distributed."""
+    lost = index.first + np.flatnonzero(index["shard"] < 0)
+    return index.without(lost) if len(lost) else index
+
+
+def _note_twins(
+    found: Sequence[_Opened], readable: Sequence[TrajectoryIndex], distinct: Sequence[TrajectoryIndex]
+) -> None:
+    """Record in each store which of its trajectories another store shows: their late values count as well."""
+    if sum(map(len, readable)) == sum(map(len, distinct)):
+        return
+    uuids, ids = (np.concatenate([index[name] for index in distinct]) for name in ("uuid", "trajectory_id"))
+    shown = dict(zip(uuids.tolist(), ids.tolist(), strict=True))
+    for item, before, after in zip(found, readable, distinct, strict=True):
+        if isinstance(item.source, StoreSource):
+            hidden = ~np.isin(before["trajectory_id"], after["trajectory_id"])
+            there = [shown[uuid] for uuid in before["uuid"][hidden].tolist()]
+            item.source.twins = np.stack([own_id(before["trajectory_id"][hidden]), np.array(there, np.int64)], axis=1)
+
+
+def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
+    """Return the entries without UUIDs that were committed before, by the same store or another one."""
+    uuids = np.concatenate([index["uuid"] for index in indexes])
+    halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
+    ordered = np.sort(halves[:, 0])
+    if not np.any(ordered[1:] == ordered[:-1]):  # usually the halves of random UUIDs differ already
+        return list(indexes)
+    order = _by_time(indexes)
+    _, first = np.unique(halves[order], axis=0, return_index=True)
+    fresh = np.zeros(len(uuids), np.bool_)
+    fresh[order[first]] = True
+    parts: list[TrajectoryIndex] = []
+    end = 0
+    for index in indexes:
+        begin, end = end, end + len(index)
+        parts.append(index.without(index.first + np.flatnonzero(~fresh[begin:end])))
+    return parts

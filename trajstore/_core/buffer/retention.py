@@ -1,0 +1,56 @@
+"""Limits of a store, and which trajectories exceed them. Pure: eviction is elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.base.settings import Count, Settings, Whole
+from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.store.index import TrajectoryIndex
+
+
+@dataclass(frozen=True)
+class Retention(Settings):
+    """Limits of a store; None is no limit. The oldest trajectories go first; the newest always stays.
+
+    Attributes:
+        max_trajectories: number of trajectories.
+        max_bytes: bytes of all columns.
+        max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
+            all; trajectories with unknown versions stay.
+
+    Raises:
+        ConfigurationError: a limit is not a whole number, or too low.
+    """
+
+    max_trajectories: Count | None = None
+    max_bytes: Count | None = None
+    max_policy_age: Whole | None = None
+
+    def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
+        """Return the positions of the trajectories to evict, oldest first."""
+        count = len(index)
+        if count == 0 or self._holds(index):
+            return np.zeros(0, np.intp)
+        going = np.zeros(count, np.bool_)
+        if self.max_policy_age is not None:
+            versions = index["version_high"]
+            known = versions != UNKNOWN_VERSION
+            if known.any():
+                going |= known & (versions < int(versions[known].max()) - self.max_policy_age)
+        for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
+            if limit is not None:
+                kept = np.where(going, 0, amounts)
+                newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
+                going |= newer > limit
+        going[-1] = False
+        return index.first + np.flatnonzero(going)
+
+    def _holds(self, index: TrajectoryIndex) -> bool:
+        """Return whether the totals alone show that the limits hold."""
+        if self.max_policy_age is not None or self.max_bytes is not None:
+            return False
+        return self.max_trajectories is None or len(index) <= self.max_trajectories

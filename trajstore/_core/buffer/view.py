@@ -1,0 +1,411 @@
+"""The buffer's contents (swapped whole on load) and the reader leases on their files."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.base import locks
+from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
+from trajstore._core.buffer.retention import Retention
+from trajstore._core.files.base import Directory, ReaderLease
+from trajstore._core.reading.cache import TrajectoryCache
+from trajstore._core.reading.contents import Contents
+from trajstore._core.reading.places import is_of_rank, rank_number, ranks_of
+from trajstore._core.reading.sources import Source, StoreSource
+from trajstore._core.sampling.states import names_of
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.committed import change_in_run
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.moves import Moved
+from trajstore._core.store.notes import Noted
+from trajstore._core.store.run_ids import ALONE, ID_LIMIT
+from trajstore._core.writing.commits import Columns, CommitListener
+from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError, trajectories
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MAP_LIMIT = 16384
+
+_UNLIMITED = Retention()
+
+OWN_SOURCE = 0
+"""Index of the buffer's own store among the sources: it is attached first."""
+
+
+class View(CommitListener):
+    """The contents of a buffer: its own store, whose commits and evictions it applies, and loaded directories.
+
+    Args:
+        cache_bounds: most trajectories and most bytes in the cache; None = no cache.
+        retention: limits; trajectories beyond them are evicted.
+        verify_shards: compare the checksums of each shard when it is read for the first time.
+    """
+
+    def __init__(
+        self,
+        cache_bounds: tuple[int | None, int | None] | None,
+        retention: Retention,
+        verify_shards: bool,
+    ) -> None:
+        self.retention = retention
+        self.own_first = 0
+        """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
+        self._cache_bounds = cache_bounds
+        self.verify_shards = verify_shards
+        self.cache_bytes = None if cache_bounds is None else cache_bounds[1]
+        self._own: Catalog | None = None
+        self._own_lost: frozenset[int] = frozenset()
+        """Ids in the buffer's own store whose files are missing or truncated; they are not shown."""
+        self._leases: list[ReaderLease] = []
+        self.released = False
+        """Whether the buffer was closed."""
+        self._committed = -1
+        """Highest committed id of the buffer's own store."""
+        self._missed: Exception | None = None
+        """The error of a failed update from the buffer's own store, after which the contents may be stale."""
+        self._half_followed = False
+        """Whether following loaded directories was interrupted."""
+        self.request: LoadRequest | None = None
+        """The last load; None before it."""
+        self._ranks: frozenset[str] | None = None
+        self._told: set[str] = set()
+        self.steady = locks.lock("View.steady")
+        """Held while loaded directories are replaced, followed or saved, so that files to be linked stay."""
+        self.contents = self._empty()
+
+    def _empty(self) -> Contents:
+        cache = None if self._cache_bounds is None else TrajectoryCache(*self._cache_bounds)
+        contents = Contents(cache, _MAP_LIMIT)
+        if self._own is not None:
+            contents.attach(StoreSource(self._own, self.verify_shards))
+        return contents
+
+    def locked(self, call: Callable[[Contents], T]) -> T:
+        """Return ``call(contents)``, called with the contents' lock held.
+
+        Contents that were replaced during the wait for their lock are not used: their files may be gone. (A context
+        manager written in Python would keep the lock if Ctrl-C came while it returns.)
+
+        Raises:
+            StoreClosedError: the buffer was closed, and a file is gone or damaged.
+            StoreError: an earlier update from the buffer's own store failed.
+        """
+        while True:
+            if self._missed is not None:
+                raise StoreError(
+                    f"this buffer may show other trajectories than its store has, because showing a change failed "
+                    f"({self._missed!r}); the store is correct: close the buffer and open it again"
+                ) from self._missed
+            contents = self.contents
+            try:
+                with contents.lock:
+                    if contents is self.contents:
+                        return call(contents)
+            except CorruptStoreError as error:
+                if not self.released:
+                    raise
+                raise StoreClosedError(
+                    f"the buffer was closed, so its writer may delete what it showed: {error}"
+                ) from error
+
+    def names_at(self, contents: Contents, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.int64]:
+        """Return names of trajectories that are the same in all processes; call with the lock of ``contents`` held.
+
+        Trajectories in memory only, and RLinf's, get new UUIDs in each process: all names are 0 then.
+        """
+        stored = all(isinstance(source, StoreSource) for source in contents.sources)
+        if not stored or (self._own is None and contents.added):
+            return np.zeros(len(positions), np.int64)
+        return names_of(contents.index.at("uuid", positions))
+
+    def givers(self, contents: Contents) -> tuple[frozenset[str], bool]:
+        """Return the directories that gave the shown ids, and whether they gave all of them.
+
+        After a replacement the same ids may name other trajectories, if one of these directories is gone.
+        """
+        loaded = contents.sources[0 if self._own is None else OWN_SOURCE + 1 :]
+        alone = not loaded and self._own is not None
+        return frozenset(source.name for source in loaded or contents.sources), alone or not contents.added
+
+    @property
+    def store_ids(self) -> list[str]:
+        """UUIDs of the stores that are shown."""
+        sources = self.contents.sources
+        return [source.catalog.store_id for source in sources if isinstance(source, StoreSource)]
+
+    def stores_by_rank(self) -> dict[int, tuple[str, int]]:
+        """Return UUID and next id of the loaded stores, by rank (or ``ALONE``); RLinf's have neither."""
+        return {
+            rank: (source.catalog.store_id, source.catalog.next_id)
+            if isinstance(source, StoreSource)
+            else ("", ID_LIMIT)
+            for rank, source in self._loaded_by_rank().items()
+        }
+
+    def catalogs_by_rank(self) -> dict[int, Catalog]:
+        """Return the catalogs of the loaded stores, by rank; not to be used during a refresh."""
+        loaded = self._loaded_by_rank().items()
+        return {rank: source.catalog for rank, source in loaded if isinstance(source, StoreSource)}
+
+    def directories_by_rank(self) -> dict[int, Directory]:
+        """Return the directories of the stores, by rank (or ``ALONE``); empty in memory."""
+        directories = {rank: source.directory for rank, source in self._loaded_by_rank().items()}
+        return directories or ({} if self._own is None else {ALONE: self._own.directory})
+
+    def _loaded_by_rank(self) -> dict[int, Source]:
+        request = self.request
+        if request is None:
+            return {}
+        run = self._ranks is not None
+        return {rank_number(source.directory, request.directory) if run else ALONE: source for source in self.loaded()}
+
+    def show_own(self, catalog: Catalog) -> None:
+        """Show the trajectories of the buffer's own store; called before any load."""
+        self._own = catalog
+        self._committed = catalog.next_id - 1
+        with self.contents.lock:
+            self.contents.attach(StoreSource(catalog, self.verify_shards))
+            self._show_own(self.contents)
+
+    def _show_own(self, contents: Contents) -> None:
+        source = contents.sources[OWN_SOURCE]
+        if self._own is None or not isinstance(source, StoreSource):
+            raise AssertionError("a view without a store of its own")
+        index = self._own.index.slice(0, len(self._own.index))
+        lost = source.lost(index)
+        if lost is not None:
+            self._tell(
+                f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again; where "
+                "there is no copy, evict them: the rest is sound then"
+            )
+            self._own_lost = frozenset(lost.ids.tolist())
+            index.drop(lost.positions)
+        contents.show(OWN_SOURCE, index)
+
+    def _tell(self, warning: str) -> None:
+        """Log a warning, once: a follower opens the same directory again and again."""
+        if warning not in self._told:
+            self._told.add(warning)
+            logger.warning("%s", warning)
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    def open(self, request: LoadRequest) -> tuple[Contents, Loaded]:
+        """Return the contents for a request, without showing them.
+
+        Raises:
+            StoreNotFoundError: there is nothing to load.
+            IncompleteCheckpointError: files are absent (``strict``); lists them.
+            CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read.
+        """
+        loaded = load_sources(request, self.verify_shards)
+        for text in () if request.quiet else loaded.warnings:
+            self._tell(text)
+        contents = self._empty()
+        for source, part in loaded.parts:
+            contents.show(contents.attach(source), part)
+        if loaded.order is not None and np.any(loaded.order[1:] < loaded.order[:-1]):
+            contents.index.adopt(contents.index.take(loaded.order))
+        return contents, loaded
+
+    def tell_hidden(self) -> None:
+        """Warn of trajectories of the buffer's own store that a load has hidden."""
+        hidden = 0 if self._own is None else int(np.count_nonzero(self._own.index["trajectory_id"] < self.own_first))
+        if self._own is not None and hidden:
+            self._tell(
+                f"load_checkpoint: {trajectories(hidden)} of this buffer's own store {self._own.directory.url} on "
+                "disk will not be shown beside what was loaded; to see them, load that path in another buffer"
+            )
+
+    def replace(self, request: LoadRequest, contents: Contents, loaded: Loaded) -> None:
+        """Replace the contents, while nothing is being added."""
+        with self.contents.lock:
+            self.contents = contents
+            old, self._leases = self._leases, loaded.leases
+        self.request, self._ranks = request, loaded.ranks
+        self._half_followed = False
+        for lease in old:
+            lease.release()
+
+    def loaded(self) -> list[Source]:
+        """Return the sources of the last load; empty before it."""
+        return self.contents.sources[0 if self._own is None else OWN_SOURCE + 1 :] if self.request is not None else []
+
+    def request_if_changed(self) -> LoadRequest | None:
+        """Return what to load again; None without a load, or without new commits and ranks."""
+        changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
+        return self.request if changed else None
+
+    def _has_joined(self) -> bool:
+        """Return whether the loaded run has new ranks, with none missing below them."""
+        if self.request is None or self._ranks is None:
+            return False
+        directory = self.request.directory
+        if self._ranks.issuperset(name for name in directory.listing()[1] if is_of_rank(name)):
+            return False
+        ranks = ranks_of(directory)
+        return not ranks.lacking and not self._ranks.issuperset(ranks.names)
+
+    def follow(self) -> int | None:
+        """Show new commits of the loaded store without opening it again; return None where that is impossible.
+
+        Works for a single store that is shown whole, whose writer still keeps the log. Takes time in proportion to the
+        news; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+
+        Returns:
+            One more than the highest id that the store has given out.
+        """
+        contents, request, loaded = self.contents, self.request, self.loaded()
+        source = loaded[0] if len(loaded) == 1 else None
+        if request is None or request.share is not None or request.pin is not None or contents.added:
+            return None
+        if self._half_followed or len(self._ranks or ()) > 1 or self._has_joined():
+            return None
+        if not isinstance(source, StoreSource) or source.has_pending:
+            return None
+        catalog, (rank,) = source.catalog, self._loaded_by_rank()
+        for lease in self._leases:
+            lease.look()
+        try:
+            catalog.load_pins()
+            news = catalog.news()
+            if news is None:
+                return None
+            changes, number = catalog.changes(news), contents.sources.index(source)
+            # Trajectories added and evicted since, or moved twice, have no files any more: show no partial state.
+            at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
+            self._half_followed = True  # until the end, for interrupts
+            while True:
+                with contents.lock:  # otherwise per commit, so that sampling waits only briefly
+                    for change in changes:
+                        contents.follow(number, change_in_run(change, rank))
+                        if not at_once:
+                            break
+                    else:
+                        self._half_followed = False
+                        return catalog.next_id
+        finally:
+            for lease in self._leases:
+                lease.settle(catalog.generation)
+
+    @property
+    def generations(self) -> list[int]:
+        """Number of commits seen, of each directory."""
+        return [source.generation for source in self.contents.sources]
+
+    def release(self) -> None:
+        """Release the reader leases; writers may now delete these files."""
+        self.released = True
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+
+    # -- changes of the buffer's own store, made with CommitLog._lock held -------------------------
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Reserve memory for entries of these ids in the store's index, shared with the view's where they agree."""
+        contents = self.contents
+        with contents.lock:
+            index.borrow(contents.index, ids)
+
+    def committed(self, commits: Sequence[Columns]) -> None:
+        self._committed = int(commits[-1]["trajectory_id"][-1])
+        try:
+            for columns in commits:
+                self.contents.committed(OWN_SOURCE, columns)
+        except Exception:  # they can still be read from memory
+            logger.exception("a commit that is on disk could not be shown")
+
+    def to_evict(self) -> Sequence[int]:
+        return self.expire(self._committed)
+
+    def moved(self, moved: Moved) -> None:
+        self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
+
+    def noted(self, noted: Noted) -> None:
+        self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
+
+    def replaced(self) -> None:
+        """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
+        contents = self._empty()
+        self._show_own(contents)
+        with self.contents.lock:
+            self.contents = contents
+
+    def missed(self, error: Exception) -> None:
+        self._missed = error
+
+    # -- leaving ----------------------------------------------------------------------------------
+
+    def is_own(self, number: int) -> bool:
+        """Return whether an id was given by this buffer, not loaded."""
+        return self.own_first <= number < ID_LIMIT
+
+    def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
+        """Return the id at a position, -1 for a loaded one."""
+        number = int(ids[at])
+        return number if self.is_own(number) else -1
+
+    def newest_id(self) -> int | None:
+        """Return the highest shown id; None if the buffer is empty."""
+        with self.contents.lock:
+            ids = self.contents.index["trajectory_id"]
+            return int(ids.max()) if len(ids) else None
+
+    def check_shown(self, ids: Sequence[int]) -> None:
+        """Refuse ids that are neither shown nor lost with a file of the buffer's own store.
+
+        Raises:
+            TrajectoryUnavailableError: names the first such id.
+        """
+        with self.contents.lock:
+            for number in ids:
+                if number not in self._own_lost or number < self.own_first:
+                    self.contents.index.position_of(number)
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """Hide these trajectories; unknown ids are ignored."""
+        if not len(ids):
+            return
+        if self._own_lost:
+            self._own_lost -= set(ids)
+
+        def drop(contents: Contents) -> None:
+            positions = contents.index.find_many(ids)
+            contents.drop(positions[positions >= 0])
+
+        self.locked(drop)
+
+    def expire(self, newest: int) -> list[int]:
+        """Return the ids beyond the retention limits, oldest first; with a store, loaded trajectories are only hidden.
+
+        Args:
+            newest: id of the newest trajectory that counts. With a store it is the newest committed one, so that a
+                crash cannot lose the trajectories after it with the older ones evicted already.
+        """
+        if self.retention == _UNLIMITED:
+            return []
+
+        def to_evict(contents: Contents) -> list[int]:
+            index = contents.index
+            shown = index["trajectory_id"]
+            # Own trajectories come last, by id; loaded ones are on disk elsewhere.
+            own = partial(self._own_or_loaded, shown)
+            safe = bisect_right(range(len(shown)), newest, key=own)
+            positions = index.first + self.retention.to_evict(index.slice(0, safe))
+            ids = index.at("trajectory_id", positions).tolist()
+            loaded = [number for number in ids if not self.is_own(number)]
+            if loaded:
+                self.forget(loaded)
+            return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
+
+        return self.locked(to_evict)

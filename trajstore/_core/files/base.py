@@ -1,0 +1,322 @@
+"""The interface of a store's directory, local or remote.
+
+Names are relative and ``/``-separated. ``local`` implements the durable local directory, ``remote`` the one over
+fsspec; ``opening`` chooses.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.files.filemap import FileMap
+from trajstore.errors import UnsafeContentError
+
+READ_LIMIT = 16 << 30
+"""Largest file in bytes that :meth:`Directory.read` reads: index and log of some hundred million trajectories."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Error numbers for a full disk or quota, or a file above the size limit (``ulimit -f``)."""
+
+SEE_VERIFY = "; `trajstore verify` says what else is"
+"""Ending of the error that reports a missing file to readers."""
+
+_SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
+_UNSAFE = frozenset(("", ".", ".."))
+
+
+def check_name(name: str, *, one_part: bool = False) -> str:
+    """Return ``name`` if it stays below its directory; with ``one_part``, if it has no folder.
+
+    Raises:
+        UnsafeContentError: the name is absolute, has ``..`` or empty parts, or control characters.
+    """
+    parts = name.split("/")
+    if one_part and len(parts) > 1:
+        raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
+    if not _SAFE_NAME.fullmatch(name) or not _UNSAFE.isdisjoint(parts) or re.match(r"[A-Za-z]:", name):
+        raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
+    return name
+
+
+def is_safe_name(name: str) -> bool:
+    """Return whether :func:`check_name` accepts a name."""
+    try:
+        check_name(name)
+    except UnsafeContentError:
+        return False
+    return True
+
+
+Buffer = bytes | bytearray | memoryview
+"""Any contiguous bytes that can be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedFile:
+    """A file to write: its name and its content in order. Pieces may alias the caller's memory."""
+
+    name: str
+    pieces: Sequence[Buffer]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(memoryview(piece).nbytes for piece in self.pieces)
+
+
+class WriterLock(ABC):
+    """Lock of a directory's only writer; released by ``release()`` or the process's death."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Release the lock. Releasing again does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class ReaderLease:
+    """Protects the files that a reader needs; this base class protects nothing, for directories without leases.
+
+    A new lease is looking: it protects its first generation and all newer ones, until :meth:`settle`.
+    """
+
+    def look(self) -> None:
+        """Protect all newer generations too, before reading one."""
+
+    def settle(self, generation: int) -> None:
+        """Protect only the generation that is shown now."""
+
+    def release(self) -> None:
+        """Release all protected files. Releasing again does nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A reader, as its lease describes it to the writer.
+
+    Attributes:
+        name: of its lease.
+        generation: that it shows.
+        settled: True if it needs only that generation; False while it looks for a newer one.
+        holder: process, host and start time, for error messages.
+        process: process and host, the same for all leases of a process.
+    """
+
+    name: str
+    generation: int
+    settled: bool
+    holder: str
+    process: str
+
+
+class Directory(ABC):
+    """A directory of immutable files, published atomically, and of append-only log segments.
+
+    All methods are thread-safe. I/O failures are ``OSError`` whose message names the file; ``FileNotFoundError`` when
+    it is absent. A folder, pipe, socket, device or symbolic link in a circle in place of a file is
+    ``CorruptStoreError``; symbolic links to files are followed.
+    """
+
+    can_append: ClassVar[bool]
+    """Whether ``append`` works; otherwise each commit publishes its own log segment."""
+
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether :meth:`map_rows` fetches less than whole files."""
+        return False
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Path or URL, for messages."""
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Return whether the directory itself exists (remote: whether any file is below it)."""
+
+    @abstractmethod
+    def create(self, folders: Sequence[str] = ()) -> None:
+        """Create the directory, its parents and these folders in it, if absent; their names survive power loss.
+
+        Args:
+            folders: names; once one of them is removed, writing fails and does not recreate it.
+        """
+
+    @abstractmethod
+    def inner(self, name: str) -> Directory:
+        """Return the subdirectory of this name; a local one follows this directory when it is moved."""
+
+    @abstractmethod
+    def read(self, name: str, offset: int = 0) -> bytes:
+        """Return the bytes of a file from ``offset`` to its end.
+
+        Raises:
+            CorruptStoreError: it is larger than ``READ_LIMIT``, or (local) large and mostly holes.
+        """
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+
+    @abstractmethod
+    def names(self, below: str = "") -> list[str]:
+        """Return the names of all files below a folder, at any depth, sorted; empty if the folder is absent."""
+
+    @abstractmethod
+    def sizes(self, below: str = "") -> dict[str, int]:
+        """Return the sizes in bytes of all files that :meth:`names` lists, by name, from one scan.
+
+        A file that is removed meanwhile is left out.
+        """
+
+    def sizes_of(self, names: Sequence[str], below: str) -> npt.NDArray[np.int64]:
+        """Return the sizes in bytes of these files below a folder, -1 for absent ones."""
+        sizes = self.sizes(below)  # one listing costs less than many requests
+        return np.fromiter((sizes.get(name, -1) for name in names), np.int64, len(names))
+
+    @abstractmethod
+    def listing(self, below: str = "") -> tuple[list[str], list[str]]:
+        """Return the names of the files and of the folders directly in a folder, each sorted.
+
+        Both are empty if the folder is absent.
+        """
+
+    @abstractmethod
+    def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
+        """Return a file mapped into memory. Remote: fetched into the read cache first.
+
+        Args:
+            name: of the file.
+            size: expected size in bytes, from the index; None if unknown.
+            sequential: the file will be read from beginning to end, so readahead pays off.
+
+        Raises:
+            CorruptStoreError: it is absent, has another size, or is not a regular file.
+        """
+
+    @property
+    def copies_files(self) -> bool:
+        """Whether mapped files are local copies of remote ones."""
+        return False
+
+    def map_rows(self, name: str, size: int) -> FileMap:
+        """Map a file of which only some rows will be read.
+
+        The result may be a :class:`~trajstore._core.files.partial.PartialMap`, which is empty until
+        :func:`~trajstore._core.files.partial.fetched` fetches ranges.
+
+        Raises:
+            CorruptStoreError: it is absent, has another size, or is not a regular file (partial: on reading).
+        """
+        return self.map(name, size)
+
+    def drop_copies(self, names: Iterable[str]) -> bool:
+        """Delete the local copies of these files, so that they are fetched anew; return False if there are none."""
+        return False
+
+    def check(self) -> None:  # noqa: B027  # most directories cannot be lost
+        """Check that the directory still exists and that the writer's lock is still held.
+
+        Raises:
+            OSError: the directory or a folder of it was removed; names the path.
+            StoreLockedError: the writer's lock is lost.
+        """
+
+    def confirm(self) -> None:
+        """Do as :meth:`check`, and ask the object store for its lock.
+
+        Raises:
+            OSError: the request failed.
+            StoreLockedError: the writer's lock is lost.
+        """
+        self.check()
+
+    @abstractmethod
+    def publish(self, files: Sequence[EncodedFile]) -> None:
+        """Write files atomically each; all survive power loss on return.
+
+        Raises:
+            FileNotFoundError: the directory was not created, or was removed.
+        """
+
+    def bring(self, source: Directory, files: Sequence[tuple[str, str, int]]) -> None:
+        """Take over finished files from another directory, durably: hard-linked where possible, else copied.
+
+        Args:
+            source: the other directory.
+            files: (name in ``source``, name here, size in bytes) of each.
+        """
+        for old, new, size in files:
+            self.publish([EncodedFile(new, [source.map(old, size, sequential=True).view])])
+
+    @abstractmethod
+    def append(self, name: str, data: Buffer) -> None:
+        """Append to a log segment, durably. A failure leaves the segment as long as before."""
+
+    def cut(self, name: str, end: int) -> None:
+        """Truncate a log segment, durably; needs no disk space. Directories without append never have torn records.
+
+        Args:
+            name: of the segment.
+            end: size to keep, in bytes.
+        """
+        raise NotImplementedError(f"{self.url}: segments are published whole")
+
+    def clear_failed_appends(self) -> None:  # noqa: B027  # most have none
+        """Truncate records left by failed appends that could not be undone at the time."""
+
+    def settle(self, folder: str) -> None:  # noqa: B027  # servers keep removals durable
+        """Make removals from a folder durable; their process may have been killed before it did so."""
+
+    @abstractmethod
+    def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
+        """Remove files; absent ones are no error.
+
+        Args:
+            names: of the files.
+            durable: they stay removed after power loss. Needed where files removed later must not be outlived by
+                these; otherwise a file that reappears is in no record and is removed again.
+        """
+
+    @abstractmethod
+    def lock_writer(self) -> WriterLock:
+        """Take the directory's writer lock.
+
+        Raises:
+            StoreLockedError: another writer holds it; names process, host and time.
+        """
+
+    def is_written(self) -> bool:
+        """Return whether the directory has a live writer, without touching its lock.
+
+        A killed writer may count as live until its process is known to be dead, or the next writer has closed.
+        """
+        return False
+
+    def announce_reader(self, generation: int = 0) -> ReaderLease:
+        """Take a reader lease, so that evicted files stay.
+
+        Args:
+            generation: the oldest generation that will be read; 0 if unknown.
+        """
+        return ReaderLease()
+
+    def readers(self, *, tidy: bool = False) -> list[Reader]:
+        """Return the known readers.
+
+        Args:
+            tidy: remove the leases of dead readers (for the writer).
+        """
+        return []

@@ -1,0 +1,167 @@
+"""The interface of shard formats. A format is pure: bytes in, bytes out; directories do the I/O.
+
+A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
+after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
+axis. A format turns trajectories into files and reports the byte offset of columns whose rows are
+uncompressed and contiguous in a file; such columns are mapped and never decoded.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from trajstore._core.columns.flat import FlatTrajectory
+from trajstore._core.columns.schema import Extent, Schema
+from trajstore._core.files.base import Buffer, EncodedFile
+
+SHARDS_FOLDER = "shards"
+"""Folder of a store's shard files."""
+
+SHARD_LAYOUT = "trajstore.shard"
+"""Layout name in every shard, beside its format's version."""
+
+Fetch = Callable[[str], Buffer]
+"""Returns the bytes of one file of a shard, by the file's name in the manifest.
+
+Raises ``CorruptStoreError`` naming the file when it is absent or its size differs from the manifest's.
+"""
+
+
+@dataclass(frozen=True)
+class ShardContent:
+    """Content of a new shard: trajectories of one schema, column by column.
+
+    Attributes:
+        schema: their columns.
+        extents: of each trajectory, in order; at least one.
+        pieces: per column, the raw rows of all trajectories in order, as consecutive buffers.
+    """
+
+    schema: Schema
+    extents: Sequence[Extent]
+    pieces: Sequence[Sequence[Buffer]]
+
+    @staticmethod
+    def of(flats: Sequence[FlatTrajectory]) -> ShardContent:
+        """Return the content of trajectories, without copying."""
+        schema = flats[0].schema
+        pieces = [[flat.column_bytes(column) for flat in flats] for column in range(len(schema.columns))]
+        return ShardContent(schema, [flat.extent for flat in flats], pieces)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Total rows per column."""
+        extents = np.array(self.extents, np.int64).reshape(-1, 4)
+        steps, batch, extra, document = extents.T
+        more = (steps + extra) * batch
+        total = np.array([steps * batch, more, more, extra, document, steps * batch]).sum(axis=1)  # by axis
+        rows: list[int] = total[self.schema.layout[0]].tolist()
+        for column in self.schema.stored_once:
+            nbytes = sum(memoryview(piece).nbytes for piece in self.pieces[column])
+            rows[column] = nbytes // self.schema.row_nbytes[column]
+        return tuple(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPlace:
+    """Place of a column's raw rows: index into the shard's files, and byte offset."""
+
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """Files of trajectories encoded by a format.
+
+    ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
+    ``column_crc32[c]`` is the CRC-32 of its raw rows.
+    """
+
+    files: tuple[EncodedFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a shard as written. ``crc32`` covers the bytes outside mapped columns (see format spec)."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardManifest:
+    """Everything needed to read a shard: kept in the commit log, next to the trajectories' entries.
+
+    Attributes:
+        name: name without suffix, unique in its store (``shard_00000042``).
+        format: name of the format that reads it.
+        schema: columns, in storage order.
+        files: relative to the store's directory, ``/``-separated.
+        places: per column, where raw rows begin, or None.
+        column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
+        rows: per column, the rows that the shard has of it; see :mod:`~trajstore._core.formats.frames`.
+    """
+
+    name: str
+    format: str
+    schema: Schema
+    files: tuple[StoredFile, ...]
+    places: tuple[ColumnPlace | None, ...]
+    column_crc32: tuple[int | None, ...]
+    rows: tuple[int, ...]
+
+
+class ShardReader(ABC):
+    """Decodes rows of one shard. May cache decoded data; not thread-safe."""
+
+    @abstractmethod
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column, ``[stop - start, *row_shape]``, contiguous, on the CPU.
+
+        Raises:
+            CorruptStoreError: the shard is damaged; names file and column.
+            UnsafeContentError: reading it would run code.
+        """
+
+
+class TrajectoryFormat(ABC):
+    """One way to store trajectories in files. Stateless; options are frozen fields of the subclass."""
+
+    name: ClassVar[str]
+    """Value of ``trajectory_format``."""
+
+    @abstractmethod
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        """Return the files of a shard called ``name``. Their pieces may alias those of the content."""
+
+    @abstractmethod
+    def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+        """Return a reader of a stored shard."""
+
+
+def crc32_of(pieces: Sequence[Buffer]) -> int:
+    """Return the CRC-32 of consecutive pieces."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor over ``data`` (not copied; the caller must not write to read-only data)."""
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).reshape(tuple(shape))

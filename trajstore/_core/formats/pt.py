@@ -1,0 +1,87 @@
+"""The default format: one file that ``torch.load(..., weights_only=True)`` reads, its columns mapped in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.formats.base import (
+    SHARD_LAYOUT,
+    SHARDS_FOLDER,
+    ColumnPlace,
+    EncodedShard,
+    Fetch,
+    ShardContent,
+    ShardManifest,
+    ShardReader,
+    TrajectoryFormat,
+    crc32_of,
+    rows_from_bytes,
+)
+from trajstore._core.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
+from trajstore.errors import CorruptStoreError
+
+SHARD_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PtFormat(TrajectoryFormat):
+    """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories"}``.
+
+    ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, which defines its numbers of rows.
+    """
+
+    name: ClassVar[str] = "pt"
+
+    def encode(self, name: str, content: ShardContent) -> EncodedShard:
+        schema = content.schema
+        slots = {}
+        for column, pieces, rows in zip(schema.columns, content.pieces, content.rows, strict=True):
+            shape = (rows, *column.row_shape)
+            slots[column.name] = TensorSlot(pieces, column.torch_dtype, shape, crc32_of(pieces))
+        document = {
+            "layout": SHARD_LAYOUT,
+            "version": SHARD_VERSION,
+            "kind": schema.kind,
+            "columns": slots,
+            "trajectories": list(map(list, content.extents)),
+        }
+        written, offsets = write_torch_zip(document)
+        return EncodedShard(
+            files=(EncodedFile(f"{SHARDS_FOLDER}/{name}.pt", written),),
+            places=tuple(ColumnPlace(0, offset) for offset in offsets),
+            column_crc32=tuple(slot.crc32 for slot in slots.values()),
+        )
+
+    def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
+        return _PtReader(fetch, manifest)
+
+
+class _PtReader(ShardReader):
+    """Finds the columns by interpreting the file's pickle: slow, but needs no offsets."""
+
+    def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
+        name = manifest.files[0].name
+        self._data = memoryview(fetch(name)).cast("B")
+        self._manifest = manifest
+        try:
+            content: Any = locate(self._data, source=name)
+            if content["layout"] != SHARD_LAYOUT or content["version"] != SHARD_VERSION:
+                raise ValueError(f"layout {content['layout']!r} version {content['version']!r}")
+            self._columns: list[TensorPlace] = [content["columns"][column.name] for column in manifest.schema.columns]
+            for found, column, rows in zip(self._columns, manifest.schema.columns, manifest.rows, strict=True):
+                if (found.shape, found.dtype) != ((rows, *column.row_shape), column.torch_dtype):
+                    raise ValueError(f"column {column.name}: {found.dtype} {list(found.shape)}")
+                if not found.is_contiguous:
+                    raise ValueError(f"column {column.name}: strides {list(found.stride)}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:  # from malformed descriptions
+            raise CorruptStoreError(f"{name}: not a shard that trajstore wrote, or damaged: {error}") from error
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        spec, place = self._manifest.schema.columns[column], self._columns[column]
+        first = place.offset + start * spec.row_nbytes
+        data = bytearray(self._data[first : first + (stop - start) * spec.row_nbytes])
+        return rows_from_bytes(data, place.dtype, (stop - start, *spec.row_shape))

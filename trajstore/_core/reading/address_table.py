@@ -1,0 +1,326 @@
+"""Addresses of every shard's rows: in mapped files, or in memory.
+
+A *slot* is a table of rows: a shard on disk, or a block of trajectories in memory. It is *resident* while the address
+of the first row of each of its columns is known. Copies use these addresses without ``Contents.lock``, and keep them
+valid with :class:`~trajstore._core.reading.plan.HeldRows`. A map is closed, and memory freed, only after all rows that
+were held before have been released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.columns.flat import Block
+from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
+from trajstore._core.files.partial import PartialMap, PartialMaps
+from trajstore._core.formats.base import ShardManifest, ShardReader
+from trajstore._core.reading.column_interner import ColumnInterner, axes_of
+from trajstore._core.reading.map_limit import MapLimit
+from trajstore._core.reading.running_copies import RunningCopies
+
+UNAVAILABLE = -1
+"""Marks a trajectory that was only in memory and has been evicted; not a slot."""
+
+_MEMORY = -1
+_FEWEST, _SPARE_COLUMNS = 64, 8
+
+
+class SlotTable:
+    """Allocates slot numbers below its length, reusing freed ones first."""
+
+    def __init__(self) -> None:
+        self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._refcounts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._count = 0
+        self._free: list[int] = []
+        """Unreferenced numbers. Ending copies extend it without ``Contents.lock``; extend and pop are atomic."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add_shards(
+        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Return one slot per shard of a source.
+
+        Args:
+            source: number of the source.
+            rows: rows of the shards in the source's table.
+            entries: reference count of each shard: entries stored in it, even if read from memory.
+        """
+        slots = np.arange(self._count, self._count + len(rows))
+        self._reserve(self._count + len(rows))
+        self._count += len(rows)
+        self._source[slots], self._row[slots], self._refcounts[slots] = source, rows, entries
+        return slots
+
+    def add_shard(self, source: int, row: int, entries: int) -> int:
+        """Return a slot for one more shard, see :meth:`add_shards`."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            self._reserve(self._count + 1)
+            slot, self._count = self._count, self._count + 1
+        self._source[slot], self._row[slot], self._refcounts[slot] = source, row, entries
+        return slot
+
+    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the slots in memory; False for :data:`UNAVAILABLE`."""
+        mask: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
+        return mask
+
+    def shard_of(self, slot: int) -> tuple[int, int]:
+        """Return source number and row of a slot on disk."""
+        return int(self._source[slot]), int(self._row[slot])
+
+    def shards_of(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+        """Return [N, 2] source numbers and rows of slots; UNAVAILABLE twice for those in memory."""
+        places = np.stack([self._source[slots], self._row[slots]], axis=1)
+        places[places[:, 0] == _MEMORY] = UNAVAILABLE
+        return places
+
+    def emptied(self, slots: npt.NDArray[np.intp]) -> list[int]:
+        """Decrement the reference counts of these slots, once per occurrence; return those without references."""
+        left, counts = np.unique(slots, return_counts=True)
+        self._refcounts[left] -= counts
+        emptied: list[int] = left[self._refcounts[left] == 0].tolist()
+        return emptied
+
+    def _reserve(self, count: int) -> None:
+        """Grow the arrays to hold this many slots."""
+        have = len(self._source)
+        if count <= have:
+            return
+        for name in ("_source", "_row", "_refcounts"):
+            grown = np.zeros(max(count, 2 * have, _FEWEST), np.int32)
+            grown[:have] = getattr(self, name)
+            setattr(self, name, grown)
+
+
+class Rows(Protocol):
+    """Rows that can be read in place for as long as this object lives."""
+
+    @property
+    def schema(self) -> Schema:
+        """The columns of the rows."""
+
+    @property
+    def addresses(self) -> Sequence[int] | npt.NDArray[np.int64]:
+        """Address of the first row, per column of the schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class MappedShard:
+    """A shard, or a decoded trajectory, whose columns can be read in place.
+
+    ``addresses[i]`` is the address of the first row of ``schema.columns[i]``, or on ``Axis.NEXT`` of an array with the
+    address of each row; ``keep`` holds the memory.
+    """
+
+    schema: Schema
+    addresses: Sequence[int]
+    keep: Any
+    maps: int = 1
+    """Number of file maps that this holds."""
+
+    extent: Extent | None = None
+    """Extent of a single-trajectory shard whose index lacks the extra rows and the document."""
+
+    partial: Sequence[PartialMap] = ()
+    """Files that are fetched only in parts, on demand."""
+
+
+class ShardOpener(Protocol):
+    """Opens shards of one source by row."""
+
+    def map_shard(self, row: int) -> MappedShard | None:
+        """Return the mapped shard, or None if its columns cannot be read in place."""
+
+    def manifest(self, row: int) -> ShardManifest:
+        """Return the files and columns of a shard."""
+
+    def reader(self, row: int) -> ShardReader:
+        """Return a reader of a shard."""
+
+
+class AddressTable(SlotTable):
+    """Maps and unmaps slots. Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
+
+    Args:
+        map_limit: maximum number of mapped files.
+
+    Attributes:
+        columns: numbers and signatures of the columns.
+        first: address of each column's first row, ``[slots, columns]``.
+        axes: axis of each column in each slot, ``[slots, columns]``.
+        signature: signature of each slot's columns; -1 while it is not resident.
+        once: numbers of the columns that are on ``Axis.NEXT`` in some slot.
+        partial: files of resident slots whose rows must be fetched before reading.
+        copies: the running copies; released memory waits for them.
+    """
+
+    def __init__(self, map_limit: int) -> None:
+        super().__init__()
+        self.columns = ColumnInterner()
+        self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
+        self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
+        self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.once: frozenset[int] = frozenset()
+        self.copies = RunningCopies(self._free.extend)  # no method of this table: the cycle would keep folders open
+        self._sources: list[ShardOpener] = []
+        self._rows: dict[int, Rows] = {}
+        """Owners of the rows of resident slots, and of all slots in memory."""
+        self.partial: dict[int, Sequence[PartialMap]] = {}
+        self._homes: dict[int, PartialMaps] = {}
+        self._maps = MapLimit(map_limit)
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def add_source(self, source: ShardOpener) -> int:
+        """Add a source of shards and return its number."""
+        self._sources.append(source)
+        return len(self._sources) - 1
+
+    def leave(self, slots: npt.NDArray[np.intp]) -> None:
+        """Decrement the reference counts of these slots, once per occurrence.
+
+        Unreferenced slots are freed: shards are unmapped (a map would hold the disk space of a deleted file), memory is
+        released.
+        """
+        for slot in self.emptied(slots):
+            self.copies.let_go(self._unmap(slot), slot)
+
+    def add_memory(self, rows: Rows, entries: int) -> int:
+        """Return a slot for rows in memory, with ``entries`` references."""
+        slot = self.add_shard(_MEMORY, UNAVAILABLE, entries)
+        self._rows[slot] = rows
+        return slot
+
+    def withdraw(self, rows: Sequence[Rows]) -> None:
+        """Release rows just added to memory, before any reader has seen their entries."""
+        for slot in [slot for slot, owner in self._rows.items() if any(owner is row for row in rows)]:
+            self.copies.let_go(self._unmap(slot), slot)
+
+    def block(self, slot: int) -> Block:
+        """Return the block of trajectories that exist only in this slot."""
+        rows = self._rows[slot]
+        if not isinstance(rows, Block):
+            raise AssertionError(f"slot {slot} has rows that come from a shard")
+        return rows
+
+    def _reserve(self, count: int) -> None:
+        super()._reserve(count)
+        slots, columns = len(self._source), len(self.columns.specs)
+        have, width = self.first.shape
+        if slots <= have and columns <= width:
+            return
+        wide = width if columns <= width else max(columns, width + _SPARE_COLUMNS)
+        # New arrays, never resized in place: running copies keep the old ones.
+        first, axes = np.zeros((slots, wide), np.int64), np.zeros((slots, wide), np.int8)
+        signature = np.full(slots, -1, np.int32)
+        first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
+        self.first, self.axes, self.signature = first, axes, signature
+
+    # -- resident rows ------------------------------------------------------------------------------
+
+    def schema(self, slot: int) -> Schema:
+        """Return the schema of a slot, without reading its rows."""
+        rows = self._rows.get(slot)
+        if rows is not None:
+            return rows.schema
+        source, row = self.shard_of(slot)
+        return self._sources[source].manifest(row).schema
+
+    def number_of(self, slot: int, column: ColumnSpec) -> int:
+        """Return the number of a column of a resident slot's schema."""
+        schema = self.schema(slot)
+        return int(self.columns.of(schema)[0][schema.columns.index(column)])
+
+    def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
+        """Return the files of these resident slots whose rows must be fetched before reading."""
+        return [partial_map for slot in np.unique(slots).tolist() for partial_map in self.partial.get(slot, ())]
+
+    @property
+    def mapped(self) -> int:
+        """Number of mapped shards."""
+        return len(self._maps)
+
+    @property
+    def fetched(self) -> tuple[int, int, int]:
+        """Bytes, requests and batches of row fetches from object stores (``range_reads``)."""
+        homes = self._homes.values()
+        return (
+            sum(home.fetched for home in homes),
+            sum(home.requests for home in homes),
+            sum(home.batches for home in homes),
+        )
+
+    def ensure(self, slots: npt.NDArray[np.int64], on_extent: Callable[[int, Extent], None]) -> list[int]:
+        """Make slots resident; return those that cannot be read in place.
+
+        Args:
+            slots: any slots; duplicates are allowed.
+            on_extent: called with the slot and extent of each shard whose index lacks the extent.
+
+        Raises:
+            CorruptStoreError: a file is missing or has changed its size.
+        """
+        absent = np.unique(slots[self.signature[slots] < 0])
+        undecoded = []
+        for slot, in_memory in zip(absent.tolist(), self.are_memory(absent).tolist(), strict=True):
+            if in_memory:  # mapped lazily: most are written without being sampled
+                self._make_resident(slot, self._rows[slot])
+                continue
+            source, row = self.shard_of(slot)
+            shard = self._sources[source].map_shard(row)
+            if shard is None:
+                undecoded.append(slot)
+                continue
+            self._maps.add(slot, shard.maps)
+            if shard.partial:
+                self.partial[slot] = shard.partial
+                self._homes.update((id(partial_map.home), partial_map.home) for partial_map in shard.partial)
+            if shard.extent is not None:
+                on_extent(slot, shard.extent)
+            self._make_resident(slot, shard)  # last: if interrupted before, the shard is mapped again
+        if self._maps.is_over:
+            for slot in self._maps.too_old(set(np.unique(slots).tolist())):
+                self.copies.let_go(self._unmap(slot), None)
+        return undecoded
+
+    def ensure_decoded(self, slots: npt.NDArray[np.int64]) -> None:
+        """Make slots of per-row values resident; unmappable shards are decoded, and evicted like maps.
+
+        Raises:
+            CorruptStoreError: a file is missing or damaged.
+        """
+        for slot in self.ensure(slots, lambda *_: None):
+            source, row = self.shard_of(slot)
+            manifest, reader = self._sources[source].manifest(row), self._sources[source].reader(row)
+            tensors = [reader.rows(number, 0, rows) for number, rows in enumerate(manifest.rows)]
+            shard = MappedShard(manifest.schema, [tensor.data_ptr() for tensor in tensors], tensors)
+            self._maps.add(slot, shard.maps)
+            self._make_resident(slot, shard)
+
+    def _make_resident(self, slot: int, rows: Rows) -> None:
+        numbers, signature = self.columns.of(rows.schema)
+        self._reserve(0)
+        self._rows[slot] = rows
+        self.first[slot, numbers] = rows.addresses
+        self.axes[slot, numbers] = axes_of(rows.schema)
+        if rows.schema.stored_once:
+            self.once |= frozenset(numbers[list(rows.schema.stored_once)].tolist())
+        self.signature[slot] = signature  # last: readers use the addresses from here on
+
+    def _unmap(self, slot: int) -> Any:
+        """Make a shard non-resident; return the owner of its rows for the caller to release, or None."""
+        self.signature[slot] = -1  # first: readers check nothing else
+        self.partial.pop(slot, None)
+        self._maps.remove(slot)
+        return self._rows.pop(slot, None)

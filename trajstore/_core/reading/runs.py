@@ -1,0 +1,206 @@
+"""Whole columns of trajectories: planned with ``Contents.lock``, copied without it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent
+from trajstore._core.reading.address_table import AddressTable
+from trajstore._core.reading.agreement import agree, in_words
+from trajstore._core.reading.late_rows import GivenRows
+from trajstore._core.reading.plan import HeldRows
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.row_location import START_OF
+
+IntArray = npt.NDArray[np.int64]
+
+_NO_DOCUMENT = ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT)
+"""Placeholder for an absent document: no rows, at address 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One column of n trajectories.
+
+    Attributes:
+        specs: variants of the column; dtypes and axes may differ.
+        which: index of each trajectory's variant in ``specs``, ``[n]``.
+        sources: address of each trajectory's first row, ``[n]``; on ``Axis.NEXT`` of the address of this row.
+        counts: number of rows of each trajectory, ``[n]``.
+        keep: additional memory that some of the rows are in.
+    """
+
+    specs: list[ColumnSpec]
+    which: npt.NDArray[np.intp]
+    sources: IntArray
+    counts: IntArray
+    keep: torch.Tensor | None = None
+
+    @property
+    def sizes(self) -> IntArray:
+        """Bytes of each trajectory's rows, ``[n]``."""
+        widths = [spec.row_nbytes for spec in self.specs]
+        sizes: IntArray = self.counts * (widths[0] if len(widths) == 1 else np.array(widths, np.int64)[self.which])
+        return sizes
+
+    def pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of pieces of the rows: of each trajectory's, or of each row."""
+        if self.specs[0].axis is not Axis.NEXT:
+            return self.sources, self.sizes
+        addresses = [
+            np.frombuffer((ctypes.c_int64 * count).from_address(source), np.int64)
+            for source, count in zip(self.sources.tolist(), self.counts.tolist(), strict=True)
+        ]
+        rows = np.concatenate(addresses)
+        return rows, np.full(len(rows), self.specs[0].row_nbytes)
+
+    def copy(self, begins: IntArray, total: int) -> torch.Tensor:
+        """Return one tensor ``[total, *row_shape]``, zero where no trajectory has a row.
+
+        Args:
+            begins: target row of each trajectory's first row, ``[n]``.
+            total: rows of the tensor.
+        """
+        if len(begins) and (begins.min() < 0 or (begins + self.counts).max() > total):
+            raise ValueError(f"starts: a trajectory lies outside the {total} places")
+        dtypes, shape = [spec.torch_dtype for spec in self.specs], self.specs[0].row_shape
+        wanted = reduce(torch.promote_types, dtypes)
+        target = torch.zeros((total, *shape), dtype=wanted)
+        targets = target.data_ptr() + begins * (prod(shape) * wanted.itemsize)
+        same = np.array([dtype == wanted for dtype in dtypes], np.bool_)[self.which]
+        kernels.copy_blocks(targets[same], self.sources[same], self.sizes[same])
+        for at in np.flatnonzero(~same).tolist():
+            converted = torch.empty((int(self.counts[at]), *shape), dtype=dtypes[self.which[at]])
+            ctypes.memmove(converted.data_ptr(), int(self.sources[at]), converted.nbytes)
+            target[int(begins[at]) : int(begins[at] + self.counts[at])] = converted
+        return target
+
+
+class RunPlan(HeldRows):
+    """The copy of whole columns of trajectories; read any number of times, then :meth:`end`.
+
+    Attributes:
+        columns: by name.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, table: AddressTable, slots: IntArray) -> None:
+        super().__init__(table, slots)
+        self.columns: dict[str, Run] = {}
+
+    def pieces(self) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of the pieces of all runs."""
+        none = np.zeros(0, np.int64)
+        pieces = [(none, none), *(run.pieces() for run in self.columns.values())]
+        return np.concatenate([addresses for addresses, _ in pieces]), np.concatenate([sizes for _, sizes in pieces])
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """Return the columns of a single trajectory, ``[rows, *row_shape]`` by name; callable once.
+
+        Raises:
+            OSError, CorruptStoreError: rows could not be fetched; names the file.
+        """
+        tensors, targets = {}, [np.zeros(0, np.int64)]
+        for name, run in self.columns.items():
+            spec = run.specs[0]
+            tensors[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
+            sizes = run.pieces()[1]
+            targets.append(tensors[name].data_ptr() + np.cumsum(sizes) - sizes)
+        pieces = self.pieces()
+        with self.fetched(lambda: pieces):
+            kernels.copy_blocks(np.concatenate(targets), *pieces)
+        self.end()
+        return tensors
+
+
+def plan_runs(
+    table: AddressTable,
+    index: TrajectoryIndex,
+    positions: IntArray,
+    slots: IntArray,
+    names: Sequence[str] | None,
+    given: Sequence[GivenRows] = (),
+) -> RunPlan:
+    """Plan the copy of columns of trajectories; with ``Contents.lock`` held.
+
+    Args:
+        table: address table of the rows.
+        index: index of the trajectories.
+        positions: positions of the trajectories, ``[n]``.
+        slots: their resident slots, ``[n]``.
+        names: columns to copy; None = all, which all trajectories must then have. A document may be absent.
+        given: late per-row columns, whose slots are resident.
+
+    Raises:
+        SchemaMismatchError: a trajectory lacks a column, or has another shape of it.
+    """
+    plan = RunPlan(
+        table, np.concatenate([slots, *(column_rows.slots[column_rows.slots >= 0] for column_rows in given)])
+    )
+    schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
+    objects = {id(schema): schema for schema in schemas.values()}  # few, even for many slots
+    kinds = list(dict.fromkeys(objects.values()) if len(objects) > 1 else objects.values())
+    kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
+    kind_numbers = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
+
+    def who(at: Sequence[int]) -> str:
+        return in_words(index.at("trajectory_id", positions[np.isin(kind_numbers, at)]))
+
+    plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
+    asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
+    if len(kinds) == 1 and asked is None:
+        taken = [column.name for column in plain[0]]
+    else:
+        agreed = agree(plain, asked, who, "", "name the columns to read")
+        taken = [plain[0][place].name for place in agreed[0]] if plain else []
+    if names is None or DOCUMENT in names:
+        taken.append(DOCUMENT)
+    for name in taken if kinds else ():
+        zeros = np.zeros((2, len(slots)), np.int64)
+        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), kind_numbers, zeros[0], zeros[1])
+    extents = Extent(*(index.at(name, positions).astype(np.int64) for name in Extent._fields))
+    on_axis: dict[Axis, tuple[Any, Any]] = {}
+    for kind, schema in enumerate(kinds):
+        mine: Any = slice(None) if len(kinds) == 1 else kind_numbers == kind
+        first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
+        for place, spec in enumerate(schema.columns):
+            run = plan.columns.get(spec.name)
+            if run is None:
+                continue
+            if spec.axis not in on_axis:
+                on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
+            starts, counts = on_axis[spec.axis]
+            run.specs[kind] = spec
+            width = 8 if spec.axis is Axis.NEXT else schema.row_nbytes[place]
+            run.sources[mine] = first[:, place] + starts[mine] * width
+            run.counts[mine] = counts[mine]
+    for column_rows in given:
+        plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))
+    return plan
+
+
+def _given_run(table: AddressTable, plan: RunPlan, given: GivenRows, counts: Any) -> Run:
+    """Return a late per-row column; NaN for trajectories without values."""
+    column, slots = given.column, given.slots
+    sources, keep = np.zeros(len(slots), np.int64), None
+    for slot in np.unique(slots[slots >= 0]).tolist():
+        here = slots == slot
+        sources[here] = plan.first[slot, table.number_of(slot, column)] + given.starts[here] * column.row_nbytes
+    lacking = slots < 0
+    if lacking.any():
+        rows = int(counts[lacking].max())
+        keep = torch.full((rows, *column.row_shape), float("nan"), dtype=column.torch_dtype)
+        sources[lacking] = keep.data_ptr()
+    return Run([column], np.zeros(len(slots), np.intp), sources, counts, keep)

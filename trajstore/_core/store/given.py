@@ -1,0 +1,258 @@
+"""Late values of trajectories and their validation. Pure; no I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trajstore._core.columns.facts import SCORE
+from trajstore._core.columns.limits import RANGES, shown
+from trajstore._core.store.log_records import natural
+from trajstore._core.store.row_notes import RowShard, is_rows, rows_in_words
+from trajstore.errors import ConfigurationError, CorruptStoreError, counted, trajectories
+
+Value = float | str | None
+"""A late value: a number or a text; None removes the current one."""
+
+MOST_NAMES = 64
+MOST_TEXT = 4096
+"""Maximum characters of a text value."""
+
+OVER_FACTS = ("outcome", "success_rate")
+"""Facts that a value of the same name replaces, besides those of ``reward.metadata``."""
+
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+_EXACT = 1 << 53  # largest range of integers that floats represent exactly
+
+
+INBOX_FOLDER = "inbox"
+"""Late values of other processes, which the store's writer records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Values for several trajectories.
+
+    Attributes:
+        ids: of the trajectories, each once.
+        values: by name, one for each of them.
+        who: their author.
+        time: in µs since 1970.
+        source: inbox file that they come from; empty for none.
+        refused: the writer's reason for setting their file aside; else empty.
+        rows: values by row, one for each trajectory; None for none.
+    """
+
+    ids: tuple[int, ...]
+    values: Mapping[str, Sequence[Value]]
+    who: str
+    time: int
+    source: str = ""
+    refused: str = ""
+    rows: RowShard | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values as JSON for a record or a file, without values by row."""
+        values = {name: list(items) for name, items in self.values.items()}
+        body = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
+        return body | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Said:
+        """Return the values described by :meth:`to_json`.
+
+        Raises:
+            CorruptStoreError: it does not describe values.
+        """
+        try:
+            who, values = value["who"], value["values"]
+            source, refused = value.get("source", ""), value.get("refused", "")
+            if not all(isinstance(text, str) for text in (who, source, refused)) or not isinstance(values, dict):
+                raise TypeError("who, source, refused or values")
+            ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
+            given = {name: tuple(items) for name, items in values.items()}
+            said = cls(ids, given, who, natural(value["time"]), source, refused)
+            said.check()
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
+            raise CorruptStoreError(f"not values of trajectories: {error}") from error
+        return said
+
+    def without(self, ids: Container[int]) -> Said:
+        """Return the values of the other trajectories."""
+        stay = [at for at, number in enumerate(self.ids) if number not in ids]
+        values = {name: [items[at] for at in stay] for name, items in self.values.items()}
+        return replace(self, ids=tuple(self.ids[at] for at in stay), values=values)
+
+    @property
+    def kinds(self) -> dict[str, str | None]:
+        """Kinds by name, see :attr:`Notes.kinds`; None for names whose values are only removed."""
+        kinds = {
+            name: next((_kind(name, value) for value in values if value is not None), None)
+            for name, values in self.values.items()
+        }
+        return kinds if self.rows is None else {**kinds, **self.rows.kinds}
+
+    def check(self) -> None:
+        """Refuse invalid values.
+
+        Raises:
+            ConfigurationError: names the value.
+        """
+        if len(set(self.ids)) != len(self.ids):
+            raise ConfigurationError("annotate: an id is there twice")
+        _check_unicode("who", self.who)
+        for name, values in self.values.items():
+            check_name(name)
+            if len(values) != len(self.ids):
+                raise ConfigurationError(
+                    f"annotate: {name}: {counted(len(values), 'value')} for {trajectories(len(self.ids))}, must be as "
+                    "many, or one"
+                )
+            kinds = {_kind(name, value) for value in values if value is not None}
+            if "text" in kinds and (name in OVER_FACTS or name.startswith(SCORE)):
+                raise ConfigurationError(f"annotate: {name}: has a text, but replaces a number")
+            if len(kinds) > 1:
+                raise ConfigurationError(f"annotate: {name}: has numbers and texts, must be one or the other")
+
+
+def check_name(name: str) -> None:
+    """Refuse an invalid name of values.
+
+    Raises:
+        ConfigurationError: it is invalid.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"annotate: {name!r}, must be a name of up to 64 of a-z, A-Z, 0-9 and _, and begin with no digit"
+        )
+
+
+def check_row_names(names: Iterable[str]) -> None:
+    """Refuse invalid names of values by row.
+
+    Raises:
+        ConfigurationError: a name is invalid, or replaces a number of the reward.
+    """
+    for name in names:
+        check_name(name)
+        if name in OVER_FACTS or name.startswith(SCORE):
+            raise ConfigurationError(f"annotate: {name}: has values by row, but replaces a number")
+
+
+def check_names(names: Iterable[str], facts: Collection[str]) -> None:
+    """Refuse names of facts that cannot be corrected, and names that differ from a fact only in case.
+
+    Args:
+        names: of values.
+        facts: other names usable in queries.
+
+    Raises:
+        ConfigurationError: names the facts that can be corrected.
+    """
+    for name in names:
+        if name in facts and name not in OVER_FACTS and not name.startswith(SCORE):
+            raise ConfigurationError(
+                f"annotate: {name} is a fact that stays as it is; {', '.join(OVER_FACTS)} and {SCORE}* can be "
+                "corrected, anything else needs a name of its own"
+            )
+        meant = [fact for fact in facts if fact.lower() == name.lower() and fact != name]
+        if meant:
+            raise ConfigurationError(
+                f"annotate: {name}: the fact {meant[0]} has this name but for the case of letters; write {meant[0]}, "
+                "or take another name"
+            )
+
+
+def _kind(name: str, value: Any) -> str:
+    """Return ``"text"`` or ``"number"``.
+
+    Raises:
+        ConfigurationError: it is neither, or cannot be stored exactly.
+    """
+    if isinstance(value, str):
+        if len(value) > MOST_TEXT:
+            raise ConfigurationError(
+                f"annotate: {name}: a text of {len(value):,} characters, the most is {MOST_TEXT:,}"
+            )
+        _check_unicode(name, value)
+        return "text"
+    if isinstance(value, int) and abs(value) > _EXACT:
+        raise ConfigurationError(
+            f"annotate: {name}: {shown(value)} is too high to be kept exactly (2**53); give it as a text, or as a float"
+        )
+    if isinstance(value, int | float) and math.isfinite(value):
+        return "number"
+    raise ConfigurationError(f"annotate: {name}: {shown(value)}, must be a finite number, a bool, a text or None")
+
+
+def _check_unicode(name: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"annotate: {name}: a text that is no Unicode: {error}") from error
+
+
+def check_given(said: Said, known: Mapping[str, str]) -> None:
+    """Refuse new values that contradict those of a store.
+
+    Args:
+        said: the values.
+        known: kinds of the store's names.
+
+    Raises:
+        ConfigurationError: they contradict its values, or a new name differs from another only in case.
+    """
+    check_kinds(said, known)
+    names = known.keys() | said.kinds.keys()
+    for name in said.kinds.keys() - known.keys():
+        for other in names - {name}:
+            if other.lower() == name.lower():
+                raise ConfigurationError(
+                    f"annotate: {name}: there are values {other}, which differ in the case of letters alone; write "
+                    f"{other}, or take another name"
+                )
+
+
+def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
+    """Refuse values of another kind than the existing ones of the same name.
+
+    Args:
+        said: the values.
+        known: kinds of names.
+        where: place of the existing values, for the message.
+
+    Raises:
+        ConfigurationError: a name has values of another kind.
+    """
+    for name, kind in said.kinds.items():
+        before = known.get(name, kind)
+        if kind is not None and kind != before:
+            given = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
+            raise ConfigurationError(
+                f"annotate: {name}: {given}, but the values of this name are {kind_in_words(str(before))} {where}; "
+                "take another name"
+            )
+
+
+def check_kinds(said: Said, known: Mapping[str, str]) -> None:
+    """Refuse values that contradict those of a store; also used for values in its log.
+
+    Raises:
+        ConfigurationError: a name has values of another kind, or there are too many names.
+    """
+    check_same_kinds(said, known, "here")
+    given = said.kinds
+    for name, kind in given.items():
+        if kind is None and name not in known:
+            raise ConfigurationError(f"annotate: {name}: there is no value of this name to remove")
+    if len(known.keys() | given.keys()) > MOST_NAMES:
+        raise ConfigurationError(f"annotate: the store has {MOST_NAMES} names of values, the most that can be")
+
+
+def kind_in_words(kind: str) -> str:
+    """Return the plural noun for values of a kind."""
+    return rows_in_words(kind) if is_rows(kind) else f"{kind}s"

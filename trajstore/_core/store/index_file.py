@@ -1,0 +1,139 @@
+"""The JSON form of an index, as stored in a directory. Pure; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from trajstore._core.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
+from trajstore._core.store.facts import MOST_SCORES, fact_dtype, is_fact
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
+from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore._core.store.sealed import FROM_A_COPY, OR_FROM_THE_LOG
+from trajstore._core.store.waiting import Packed
+from trajstore.errors import CorruptStoreError
+
+
+def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None) -> dict[str, Any]:
+    """Return all kept entries as JSON values.
+
+    Args:
+        index: has them.
+        shard: shard rows to write instead of those in the index.
+    """
+    columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
+    return {
+        "columns": {name: pack(column) for name, column in columns.items()},
+        "facts": {name: pack(index[name]) for name in index.facts},
+        "weights": index.texts.to_json(),
+    }
+
+
+def index_from_json(
+    value: Any, shards: int, gate: EntryGate | None = None, later: str | None = None
+) -> TrajectoryIndex:
+    """Return the index described by :func:`index_to_json`.
+
+    Args:
+        value: the JSON values.
+        shards: number of shards in the table that the entries refer to.
+        gate: omits or refuses invalid entries; None refuses them.
+        later: name of the file, to unpack and check UUIDs and facts lazily; the gate must then refuse.
+
+    Raises:
+        CorruptStoreError: it does not describe an index, or columns disagree.
+    """
+    index = TrajectoryIndex()
+    try:
+        packed = value["columns"]
+        facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
+        _check_declared(packed, facts)
+        packed_columns = {**packed, **facts}
+        dtypes = {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
+        waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
+        columns = _unpacked(packed_columns, dtypes)
+        index.texts = StringTable.from_json(value["weights"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise CorruptStoreError(f"not an index: {error}") from error
+    check_lengths(columns)
+    index.adopt((gate or EntryGate()).admit(columns, range_faults(columns, shards, len(index.texts))))
+    ids, texts = columns["trajectory_id"], len(index.texts)
+    index.wait_for(
+        {
+            name: Packed(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
+            for name, dtype in waiting.items()
+        }
+    )
+    return index
+
+
+def _unpacked_later(
+    name: str, packed: Any, dtype: npt.DTypeLike, ids: npt.NDArray[Any], texts: int, source: str
+) -> npt.NDArray[Any]:
+    """Unpack and check a lazy column.
+
+    Args:
+        name: of the column.
+        packed: its JSON form.
+        dtype: of the column.
+        ids: of its entries.
+        texts: number of texts in the string table.
+        source: name of the file.
+
+    Raises:
+        CorruptStoreError: it is not a packed array, or has invalid values; names the file.
+    """
+    try:
+        column = unpack(packed, dtype)
+    except CorruptStoreError as error:
+        raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+    faults = out_of_range({name: column}, fact_ranges(texts))
+    EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {fault}", wrong) for fault, wrong in faults))
+    return column
+
+
+def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) -> dict[str, npt.NDArray[Any]]:
+    """Unpack columns to given dtypes, using two threads for a long index.
+
+    Raises:
+        CorruptStoreError: one is not a packed array.
+    """
+
+    def unpacked(name: str) -> npt.NDArray[Any]:
+        return unpack(packed[name], dtypes[name])
+
+    if declared_rows(packed["trajectory_id"]) < _LONG:
+        return {name: unpacked(name) for name in dtypes}
+    with ThreadPoolExecutor(2, thread_name_prefix="trajstore-unpack") as threads:
+        return dict(zip(dtypes, threads.map(unpacked, dtypes), strict=True))
+
+
+_LONG = 1 << 18
+"""Minimum number of entries for which a second thread is faster."""
+
+_LEAST_NBYTES = 2  # of an entry in a file: its UUID; many UUIDs may have equal beginnings
+
+_MOST_FACTS = MOST_SCORES + 16
+
+
+def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Refuse columns that claim more entries than their bytes can hold, before allocating memory.
+
+    Raises:
+        CorruptStoreError: they do.
+        KeyError, TypeError, ValueError: they are not packed arrays.
+    """
+    count = declared_rows(packed["trajectory_id"])
+    if len(facts) > _MOST_FACTS:
+        raise CorruptStoreError(
+            f"the index has {len(facts)} facts of each rollout, the most that can be is {_MOST_FACTS}"
+        )
+    for name, column in (*((name, packed[name]) for name in COLUMNS), *facts.items()):
+        if declared_rows(column) != count:
+            raise CorruptStoreError(f"index column {name} has {declared_rows(column)} entries, not {count}")
+    if count * _LEAST_NBYTES > len(packed["uuid"]["data"]) + 1024:
+        raise CorruptStoreError(f"the index claims {count} entries, more than its bytes can hold")

@@ -1,0 +1,406 @@
+"""The shard table: column locations of all shards, stored as arrays. Pure; no I/O.
+
+Shards of one format and schema differ only in numbers (file sizes, offsets, checksums). These are stored as arrays per
+*family*, and a manifest is built only when a shard is opened. A hundred thousand shards take a few megabytes this way.
+``Lifetimes`` has the generations in which shards are visible, and so which readers need their files. Both are
+guarded like the catalog they belong to.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.columns.fields import Axis
+from trajstore._core.columns.schema import Schema
+from trajstore._core.files.base import Reader, check_name
+from trajstore._core.formats.base import SHARDS_FOLDER, ColumnPlace, ShardManifest, StoredFile
+from trajstore._core.store.packing import declared_rows, pack, unpack
+from trajstore.errors import CorruptStoreError
+
+ABSENT = -1
+_NAME = "{name}"
+_SHARD_NAME = "shard_{0:08d}"
+
+
+def shard_name(number: int) -> str:
+    """Return the name of the shard with this number."""
+    return _SHARD_NAME.format(number)
+
+
+def shard_number(file: str) -> int | None:
+    """Return the number of the shard that a file name belongs to; None if it is not a shard's."""
+    match = re.match(rf"{SHARDS_FOLDER}/shard_(\d{{8,}})[./]", file)
+    return None if match is None else int(match[1])
+
+
+@dataclass
+class _Family:
+    """Shards that differ only in numbers. Arrays have a row per shard, columns per file or per column."""
+
+    format: str
+    schema: int
+    file_names: tuple[str, ...]
+    column_files: tuple[int, ...]
+    arrays: dict[str, npt.NDArray[np.int64]] = field(default_factory=dict)
+    count: int = 0
+
+    def add(self, row: dict[str, Sequence[int]]) -> int:
+        for name, values in row.items():
+            array = self.arrays.get(name)
+            if array is None or self.count == len(array):
+                grown = np.zeros((max(8, 2 * self.count), len(values)), np.int64)
+                if array is not None:
+                    grown[: self.count] = array[: self.count]
+                self.arrays[name] = array = grown
+            array[self.count] = values
+        self.count += 1
+        return self.count - 1
+
+
+class ShardTable:
+    """All shards of one directory, by row. Rows are assigned in order and never change."""
+
+    def __init__(self) -> None:
+        self.schemas: list[Schema] = []
+        self._schema_numbers: dict[Schema, int] = {}
+        self._families: list[_Family] = []
+        self._family_numbers: dict[tuple[Any, ...], int] = {}
+        self._numbers = np.zeros(0, np.int64)
+        self._family = np.zeros(0, np.int32)
+        self._row = np.zeros(0, np.int32)
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def next_number_of(self, schema: Schema, new: dict[Schema, int]) -> int:
+        """Return the number of a schema in the next record.
+
+        Args:
+            schema: of a shard that the record adds.
+            new: schemas of the record and those before it that are not in the table yet; may receive this one.
+        """
+        number = self._schema_numbers.get(schema)
+        return new.setdefault(schema, len(self.schemas) + len(new)) if number is None else number
+
+    def number_of_schema(self, schema: Schema) -> int:
+        """Return a schema's number, assigning one if it is new."""
+        number = self._schema_numbers.get(schema)
+        if number is None:
+            number = self._schema_numbers[schema] = len(self.schemas)
+            self.schemas.append(schema)
+        return number
+
+    def add(self, number: int, manifest: ShardManifest) -> int:
+        """Add the shard with this number and return its row."""
+        name = shard_name(number)
+        schema = self.number_of_schema(manifest.schema)
+        names = tuple(file.name.replace(name, _NAME) for file in manifest.files)
+        places = manifest.places
+        column_files = tuple(ABSENT if place is None else place.file for place in places)
+        key = (manifest.format, schema, names, column_files)
+        family = self._family_numbers.get(key)
+        if family is None:
+            family = self._family_numbers[key] = len(self._families)
+            self._families.append(_Family(*key))
+        row = self._families[family].add(
+            {
+                "sizes": [file.size for file in manifest.files],
+                "crc32": [file.crc32 for file in manifest.files],
+                "offsets": [ABSENT if place is None else place.offset for place in places],
+                "column_crc32": [ABSENT if crc is None else crc for crc in manifest.column_crc32],
+                "rows": manifest.rows,
+            }
+        )
+        self._reserve(self._count + 1)
+        self._numbers[self._count], self._family[self._count], self._row[self._count] = number, family, row
+        self._count += 1
+        return self._count - 1
+
+    def _reserve(self, capacity: int) -> None:
+        if capacity > len(self._numbers):
+            extra = max(capacity, 2 * len(self._numbers), 16) - len(self._numbers)
+            self._numbers = np.concatenate([self._numbers, np.zeros(extra, np.int64)])
+            self._family = np.concatenate([self._family, np.zeros(extra, np.int32)])
+            self._row = np.concatenate([self._row, np.zeros(extra, np.int32)])
+
+    def number(self, row: int) -> int:
+        """Return the number of the shard in a row of the table."""
+        return int(self._numbers[row])
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the number of the shard."""
+        return self._numbers[: self._count]
+
+    def schema(self, row: int) -> Schema:
+        """Return the schema of the shard in a row."""
+        return self.schemas[self._families[int(self._family[row])].schema]
+
+    def schema_numbers(self) -> npt.NDArray[np.int32]:
+        """Return, per row, the number of the shard's schema."""
+        by_family = np.array([family.schema for family in self._families], np.int32)
+        return by_family[self._family[: self._count]] if self._count else np.zeros(0, np.int32)
+
+    def of_steps(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard holds step trajectories."""
+        return self._by_schema([schema.kind == "step" for schema in self.schemas])
+
+    def with_valid(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard's trajectories have a field ``valid``."""
+        return self._by_schema([schema.has_valid for schema in self.schemas])
+
+    def with_axis(self, axis: Axis) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard has columns along an axis; without one the index counts no rows of it."""
+        return self._by_schema([any(c.axis is axis for c in schema.columns) for schema in self.schemas])
+
+    def _by_schema(self, true: Sequence[bool]) -> npt.NDArray[np.bool_]:
+        """Return, per row, the value for the shard's schema."""
+        return np.array(true, np.bool_)[self.schema_numbers()] if self._count else np.zeros(0, np.bool_)
+
+    def nbytes(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the bytes of the shard's files."""
+        return self._by_family(0, lambda family: family.arrays["sizes"][: family.count].sum(axis=1))
+
+    def row_bytes(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the bytes of all rows written to the shard, dead ones included.
+
+        Rows that are stored once count twice, as in the index.
+        """
+
+        def of(family: _Family) -> npt.NDArray[np.int64]:
+            schema = self.schemas[family.schema]
+            if not family.count:
+                return np.zeros(0, np.int64)
+            counted = [schema.stored_once.get(column, column) for column in range(len(schema.columns))]
+            return family.arrays["rows"][: family.count, counted] @ np.array(schema.row_nbytes, np.int64)
+
+        return self._by_family(0, of)
+
+    def _by_family(
+        self, otherwise: int, of: Callable[[_Family], npt.NDArray[np.int64] | None]
+    ) -> npt.NDArray[np.int64]:
+        """Return, per row, the value of ``of`` for each shard of a family; ``otherwise`` if it returns None."""
+        total = np.full(self._count, otherwise)
+        for number, family in enumerate(self._families):
+            of_family = self._family[: self._count] == number
+            values = of(family) if of_family.any() else None
+            if values is not None:
+                total[of_family] = values[self._row[: self._count][of_family]]
+        return total
+
+    def manifest(self, row: int) -> ShardManifest:
+        """Return the manifest of the shard in a row."""
+        family = self._families[self._family[row]]
+        at = {name: array[self._row[row]].tolist() for name, array in family.arrays.items()}
+        name = shard_name(self.number(row))
+        return ShardManifest(
+            name=name,
+            format=family.format,
+            schema=self.schemas[family.schema],
+            files=tuple(
+                StoredFile(template.replace(_NAME, name), size, crc)
+                for template, size, crc in zip(family.file_names, at["sizes"], at["crc32"], strict=True)
+            ),
+            places=tuple(
+                None if offset == ABSENT else ColumnPlace(file, offset)
+                for file, offset in zip(family.column_files, at["offsets"], strict=True)
+            ),
+            column_crc32=tuple(None if crc == ABSENT else crc for crc in at["column_crc32"]),
+            rows=tuple(at["rows"]),
+        )
+
+    def manifests(self) -> Iterator[tuple[int, ShardManifest]]:
+        """Yield every row with its manifest."""
+        for row in range(self._count):
+            yield row, self.manifest(row)
+
+    def rows_on(self, axes: Sequence[Axis]) -> npt.NDArray[np.int64]:
+        """Return, per shard, the rows of its columns on one of these axes; the largest integer without such columns."""
+
+        def fewest(family: _Family) -> npt.NDArray[np.int64] | None:
+            columns = [at for at, column in enumerate(self.schemas[family.schema].columns) if column.axis in axes]
+            return family.arrays["rows"][:, columns].min(axis=1) if columns else None
+
+        return self._by_family(np.iinfo(np.int64).max, fewest)
+
+    def file_sizes(
+        self, rows: npt.NDArray[np.int64]
+    ) -> Iterator[tuple[npt.NDArray[np.int64], list[str], npt.NDArray[np.int64]]]:
+        """Yield all files of some shards without building manifests: rows, and name and size of one file for each."""
+        for number, family in enumerate(self._families):
+            chosen = rows[self._family[rows] == number]
+            numbers = self._numbers[chosen].tolist()
+            for file, template in enumerate(family.file_names):
+                parts = [part.replace("{", "{{").replace("}", "}}") for part in template.split(_NAME)]
+                named = _SHARD_NAME.join(parts).format
+                yield chosen, list(map(named, numbers)), family.arrays["sizes"][self._row[chosen], file]
+
+    def files(self, rows: Sequence[int]) -> list[str]:
+        """Return the names of all files of some shards."""
+        return [file.name for row in rows for file in self.manifest(row).files]
+
+    def compacted(self, needed: npt.NDArray[np.bool_]) -> tuple[ShardTable, npt.NDArray[np.int32]]:
+        """Return a table of only the needed shards (schemas keep their numbers), and the new row of each."""
+        rows = np.arange(self._count, dtype=np.int32)
+        if needed.all():
+            return self, rows
+        table = ShardTable()
+        for schema in self.schemas:
+            table.number_of_schema(schema)
+        for row in np.flatnonzero(needed).tolist():
+            rows[row] = table.add(self.number(row), self.manifest(row))
+        return table, rows
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as JSON values."""
+        return {
+            "schemas": [schema.to_json() for schema in self.schemas],
+            "families": [
+                {
+                    "format": family.format,
+                    "schema": family.schema,
+                    "file_names": list(family.file_names),
+                    "column_files": list(family.column_files),
+                    **{name: pack(array[: family.count]) for name, array in family.arrays.items()},
+                }
+                for family in self._families
+            ],
+            "numbers": pack(self._numbers[: self._count]),
+            "family": pack(self._family[: self._count]),
+            "row": pack(self._row[: self._count]),
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> ShardTable:
+        """Return the table described by :meth:`to_json`.
+
+        Raises:
+            CorruptStoreError: it does not describe a table.
+            UnsafeContentError: a file name leaves the directory.
+        """
+        table = ShardTable()
+        try:
+            for item in value["schemas"]:
+                table.number_of_schema(Schema.from_json(item))
+            count = declared_rows(value["numbers"])
+            for item in (value["family"], value["row"]):
+                if declared_rows(item) != count:
+                    raise CorruptStoreError("shard table: arrays of different lengths")
+            for item in value["families"]:
+                table._add_family(item, count)
+            table._numbers = unpack(value["numbers"], np.int64)
+            table._family = unpack(value["family"], np.int32)
+            table._row = unpack(value["row"], np.int32)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            raise CorruptStoreError(f"not a shard table: {error}") from error
+        table._count = len(table._numbers)
+        table._check_rows()
+        return table
+
+    def _add_family(self, item: Any, most: int) -> None:
+        if not (names := tuple(item["file_names"])):
+            raise CorruptStoreError("shard table: shards without files")
+        for name in names:
+            check_name(name.replace(_NAME, shard_name(0)))
+        columns = len(self.schemas[item["schema"]].columns)
+        family = _Family(item["format"], item["schema"], names, tuple(item["column_files"]))
+        widths = {"sizes": len(names), "crc32": len(names)}
+        for name in ("sizes", "crc32", "offsets", "column_crc32", "rows"):
+            if declared_rows(item[name]) > most:
+                raise CorruptStoreError(f"shard table: {name} claims more rows than there are shards")
+            array = unpack(item[name], np.int64, 2)
+            if array.shape[1] != widths.get(name, columns) or (array.size and array.min() < ABSENT):
+                raise CorruptStoreError(f"shard table: {name} does not fit its schema")
+            family.arrays[name] = array
+            family.count = len(array)
+        if any(len(array) != family.count for array in family.arrays.values()):
+            raise CorruptStoreError("shard table: arrays of different lengths")
+        if len(family.column_files) != columns or any(not ABSENT <= n < len(names) for n in family.column_files):
+            raise CorruptStoreError("shard table: column_files does not fit its schema")
+        self._check_places(family)
+        key = (family.format, family.schema, family.file_names, family.column_files)
+        self._family_numbers[key] = len(self._families)
+        self._families.append(family)
+
+    def _check_places(self, family: _Family) -> None:
+        """Refuse columns that begin before or end after their file, which would be read out of bounds."""
+        widths = self.schemas[family.schema].row_nbytes
+        for column, file in enumerate(family.column_files):
+            if not family.count:
+                continue
+            if file == ABSENT:
+                if np.any(family.arrays["offsets"][:, column] != ABSENT):
+                    raise CorruptStoreError("shard table: a column that lies in no file begins at a byte")
+                continue
+            room = family.arrays["sizes"][:, file] - family.arrays["offsets"][:, column]
+            rows = family.arrays["rows"][:, column]
+            if np.any(family.arrays["offsets"][:, column] < 0) or np.any(room < 0):
+                raise CorruptStoreError("shard table: a column begins outside its file")
+            if widths[column] and np.any(rows > room // widths[column]):  # division: a product could overflow
+                raise CorruptStoreError("shard table: a column ends after its file")
+
+    def _check_rows(self) -> None:
+        if len(self._family) != self._count or len(self._row) != self._count:
+            raise CorruptStoreError("shard table: arrays of different lengths")
+        if not self._count:
+            return
+        counts = np.array([family.count for family in self._families], np.int64)
+        if self._family.min() < 0 or self._family.max() >= len(counts) or self._row.min() < 0:
+            raise CorruptStoreError("shard table: a family that is not there")
+        if np.any(self._row >= counts[self._family]) or self._numbers.min() < 0:
+            raise CorruptStoreError("shard table: a row that is not there")
+
+
+NEEDED = np.iinfo(np.int64).max
+"""Value for shards that are still needed."""
+
+
+class Lifetimes:
+    """Per shard (row of the shard table): the generation that added it, and the first that does not need it.
+
+    A reader at generation g sees the shards added at or before g and still needed at g. Shards older than this object
+    count as always present; shards unneeded when a writer opens, as unneeded from the next generation on.
+    """
+
+    def __init__(self) -> None:
+        self._born: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._unneeded: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        self._removed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+
+    def add(self, row: int, generation: int) -> None:
+        """Set the generation that added a shard."""
+        self._reach(row + 1)
+        self._born[row] = generation
+
+    def note(self, needed: npt.NDArray[np.bool_], generation: int) -> None:
+        """Set the needed shards; others count as unneeded from this generation on."""
+        self._reach(len(needed))
+        self._unneeded[np.flatnonzero(~needed & (self._unneeded[: len(needed)] == NEEDED))] = generation
+
+    def waiting(self) -> npt.NDArray[np.intp]:
+        """Return the unneeded shards that were not removed."""
+        return np.flatnonzero((self._unneeded != NEEDED) & ~self._removed)
+
+    def held(self, rows: npt.NDArray[np.intp], reader: Reader) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a reader may see it."""
+        after = self._unneeded[rows] > reader.generation
+        return after & (self._born[rows] <= reader.generation) if reader.settled else after
+
+    def remove(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> None:
+        """Mark the files of shards as deleted."""
+        self._removed[rows] = True
+
+    def _reach(self, count: int) -> None:
+        have = len(self._born)
+        if count <= have:
+            return
+        more = max(count, 2 * have, 64) - have
+        self._born = np.concatenate([self._born, np.zeros(more, np.int64)])
+        self._unneeded = np.concatenate([self._unneeded, np.full(more, NEEDED)])
+        self._removed = np.concatenate([self._removed, np.zeros(more, np.bool_)])

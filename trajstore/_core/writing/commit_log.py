@@ -1,0 +1,572 @@
+"""The durable state of a store: all changes to its log, index, pins and files.
+
+Only for the holder of the writer's lock. docs/design/store.md describes the state after a crash at each point.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from trajstore._core.base import locks
+from trajstore._core.base.clock import microseconds
+from trajstore._core.columns.schema import Extent
+from trajstore._core.files.base import FULL, Directory
+from trajstore._core.formats.base import ShardManifest
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.given import Said, check_given
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.log_records import ids_in_words, ranges_of, segment_name
+from trajstore._core.store.notes import Notes
+from trajstore._core.store.saved_points import pin_name
+from trajstore._core.writing.commits import (
+    CommitListener,
+    add_lines,
+    annotate_line,
+    evict_line,
+    rewrite_line,
+)
+from trajstore._core.writing.fencing import step_over
+from trajstore._core.writing.groups import ShardDraft
+from trajstore._core.writing.maintenance import Snapshots
+from trajstore._core.writing.opening import open_store
+from trajstore.errors import (
+    ConfigurationError,
+    StoreClosedError,
+    StoreLockedError,
+    StoreWriteError,
+    TrajstoreError,
+    WriterFencedError,
+    written,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOG_BYTES = 16 << 20
+"""The index is written whole when the log has grown by this, or by twice the index's size if that is more."""
+
+_MAX_RECORDS = 20_000
+"""The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
+
+
+Show = Callable[[], None]
+"""Notifies the listener of a change."""
+
+Apply = Callable[[], Show]
+"""Applies logged lines to the catalog; returns the notification of the listener."""
+
+
+class CommitLog:
+    """Appends commits and evictions to the log, and periodically writes the index whole.
+
+    Methods take its lock themselves; those that expect it to be held name the context manager to call them in.
+
+    Args:
+        directory: created if absent, continued if it holds a store.
+        metadata: returns further values of ``metadata.json``.
+        listener: receives each commit and eviction.
+
+    Raises:
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        metadata: Callable[[], Mapping[str, Any]],
+        listener: CommitListener | None = None,
+    ) -> None:
+        self.directory = directory
+        self._lock = locks.lock("CommitLog._lock")
+        self.must_keep_house = False
+        """Whether ``keep_house`` must be called: the log may end in half a record, or the last call failed."""
+        self._listener = listener or CommitListener()
+        self.evicted_bytes = 0
+        """Bytes of all trajectories evicted or released from a pin by this log."""
+        self._out_of_step: Exception | None = None
+        self._pid = os.getpid()
+        self._closed = False
+        self.unwritten: list[Said] = []
+        """Late values whose record could not be written, in the order of the calls."""
+        self._taken_in: set[int] = set()
+        """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
+        self._snapshots = Snapshots(directory, metadata)
+        self.catalog, self.garbage, self._segment = open_store(directory, self._snapshots)
+        self._unanswered: list[tuple[bytes, Apply]] = []
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Hold the lock for a change by the writer's user."""
+        check_process(self._pid, self.directory.url)  # first: in a forked child the lock may stay held forever
+        with self._lock:
+            self.check_open()
+            yield
+
+    @contextmanager
+    def standing_still(self) -> Iterator[Catalog]:
+        """Yield the catalog while no other thread commits, evicts or deletes."""
+        with self._lock:
+            yield self.catalog
+
+    def check_open(self) -> None:
+        """Raise if the writer is closed; within :meth:`changing`, or while selecting files to read.
+
+        Raises:
+            StoreClosedError: it was closed.
+        """
+        if self._closed:
+            raise StoreClosedError(f"{self.directory.url}: the writer was closed")
+
+    def close(self) -> None:
+        """Refuse all further changes by users."""
+        with self._lock:
+            self._closed = True
+
+    # -- appending --------------------------------------------------------------------------------
+
+    def _append(self, make: Callable[[], tuple[bytes, Apply]], retry: str = "flush()") -> None:
+        """Append lines to the log, apply them to the catalog and notify the listener; with the lock held.
+
+        In an object store a response may be lost: lines whose append was reported as failed may exist, or appear
+        late. A segment can be created only once, so nothing else can take its place: before the next commit, an
+        existing segment is read and applied.
+
+        Args:
+            make: returns the lines for the generation that is next when it is called; no lines if all are written.
+            retry: the user's call that tries again, for the message.
+
+        Raises:
+            StoreWriteError: the log could not be written.
+        """
+        try:
+            while True:
+                self._check_in_step()
+                data, apply = make()
+                if not data:
+                    return
+                try:
+                    self.directory.append(self._segment, data)
+                    break
+                except WriterFencedError:
+                    raise
+                except OSError as error:
+                    if isinstance(error, FileExistsError) and (self._settle() or self._step_over()):
+                        continue
+                    if not self.directory.can_append:  # elsewhere a failed append leaves no data
+                        self._unanswered.append((data, apply))
+                    remedy = "free space and" if error.errno in FULL else "then"
+                    raise StoreWriteError(
+                        f"{error}: the commit log could not be written; {remedy} {retry} again"
+                    ) from error
+        except StoreWriteError:
+            self.must_keep_house = True
+            raise
+        self._unanswered.clear()
+        self._apply(data, apply)
+
+    def _apply(self, data: bytes, apply: Apply) -> None:
+        """Apply durable lines; if that fails, all further writes are refused, and if showing fails, all reads."""
+        catalog = self.catalog
+        catalog.log_bytes += len(data)
+        if not self.directory.can_append:
+            self._segment = segment_name(catalog.generation + 1 + data.count(b"\n"))
+        try:
+            show = apply()
+        except Exception as error:  # a bug, or out of memory; the files on disk are correct
+            logger.exception("%s: committed changes could not be applied", self.directory.url)
+            self._out_of_step = error
+        else:
+            self._show(show)
+
+    def _show(self, show: Show) -> None:
+        try:
+            show()
+        except Exception as error:  # the change is durable regardless
+            logger.exception("%s: a change that is on disk could not be shown", self.directory.url)
+            self._listener.missed(error)
+
+    def _check_in_step(self) -> None:
+        if self._out_of_step is not None:
+            raise StoreWriteError(
+                f"{self.directory.url}: holds more than this writer knows ({self._out_of_step!r}); open it again"
+            ) from self._out_of_step
+
+    def _settle(self) -> bool:
+        """Apply lines of a failed append that were written after all; return whether there were any.
+
+        Raises:
+            StoreWriteError: the store cannot be read.
+        """
+        if not self._unanswered:
+            return False
+        try:
+            content = self.directory.read(self._segment)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise StoreWriteError(f"{error}: cannot be read, and may have been written; flush() again") from error
+        for data, apply in self._unanswered:
+            if data == content:
+                self._unanswered.clear()
+                logger.warning("%s/%s: is committed; its answer was lost", self.directory.url, self._segment)
+                self._apply(data, apply)
+                self.garbage.collect(self.catalog)
+                return True
+        return False
+
+    def _step_over(self) -> bool:
+        if not step_over(self.directory, self.catalog):
+            return False
+        self._segment = segment_name(self.catalog.generation + 1)
+        return True
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    def commit(self, commits: Sequence[Sequence[ShardDraft]]) -> None:
+        """Append commits to the log in one write; within :meth:`standing_still`.
+
+        All errors caused by the shards occur before the append; a durable commit never fails afterwards.
+
+        Args:
+            commits: the shards of each, one or more; a commit is one record, so it is atomic.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was committed.
+        """
+        if commits:
+            self._append(partial(self._addition, commits))
+            self._taken_in.difference_update(shards[0].number for shards in commits)
+
+    def _addition(self, commits: Sequence[Sequence[ShardDraft]]) -> tuple[bytes, Apply]:
+        catalog, listener = self.catalog, self._listener
+        commits = [shards for shards in commits if shards[0].number not in self._taken_in]
+        lines, entries = add_lines(catalog, commits, microseconds())
+        if entries:
+            listener.make_room(catalog.index, np.concatenate([added.columns["trajectory_id"] for added in entries]))
+
+        def apply() -> Show:
+            for shards, added in zip(commits, entries, strict=True):
+                catalog.add([(shard.number, shard.manifest) for shard in shards], added)
+                catalog.generation += 1
+                self._taken_in.add(shards[0].number)
+            return partial(listener.committed, [added.columns for added in entries])
+
+        return lines, apply
+
+    def keep_house(self) -> None:
+        """Apply retention, and write the index if the log has grown enough.
+
+        Raises:
+            StoreWriteError: writing failed; nothing changed.
+        """
+        with self._lock:
+            self.keep_house_now()
+
+    def keep_house_now(self) -> None:
+        """Do as :meth:`keep_house`, within :meth:`standing_still`."""
+        self.must_keep_house = True
+        with written(": a record that was not committed could not be cut off"):
+            self.directory.clear_failed_appends()
+        if self._unanswered:
+            self._settle()
+        if ids := self._listener.to_evict():
+            self._evict(ids)
+        catalog = self.catalog
+        records = catalog.generation - catalog.snapshot_generation
+        long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
+        if long or catalog.log_bytes > max(LOG_BYTES, 2 * catalog.snapshot_bytes):
+            self._begin_segment()
+        self.must_keep_house = False
+
+    # -- eviction, moving, pins -------------------------------------------------------------------
+
+    def evict(self, ids: Sequence[int]) -> None:
+        """Evict committed trajectories durably; their files are deleted once unneeded.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was evicted.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            self._evict(ids, "evict()")
+
+    def _evict(self, ids: Sequence[int], retry: str = "flush()") -> None:
+        if not ids:
+            return
+        catalog = self.catalog
+        ranges = ranges_of(sorted(ids))
+
+        def apply() -> Show:
+            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
+            catalog.generation += 1
+            return partial(self._listener.forget, ids)
+
+        self._append(lambda: (evict_line(catalog, ranges), apply), retry)
+        self.garbage.collect(catalog)
+
+    def annotate(self, said: Said) -> None:
+        """Add late values to trajectories, durably.
+
+        Raises:
+            ConfigurationError: they contradict existing values.
+            TrajectoryUnavailableError: an id is not in the store; no value was added.
+            StoreWriteError: the log could not be written. Values by row were not added; others are kept, and added
+                by :meth:`write_values`. Those of the inbox stay there.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            catalog = self.catalog
+            check_given(said, catalog.notes.foreseen(self.unwritten)[0])
+            catalog.check_known(said.ids)
+            kept = said.rows is None and not said.source
+            try:
+                self._write_values()
+                self._annotate(said, "flush()" if kept else "annotate()")
+            except WriterFencedError:
+                raise
+            except StoreWriteError:
+                if kept:
+                    self.unwritten.append(said)
+                raise
+
+    def _annotate(self, said: Said, retry: str) -> None:
+        catalog = self.catalog
+
+        def apply() -> Show:
+            noted = catalog.annotate(said, catalog.generation + 1)
+            catalog.generation += 1
+            self.unwritten = [other for other in self.unwritten if other is not said]
+            return partial(self._listener.noted, noted)
+
+        self._append(lambda: (annotate_line(catalog, said), apply), retry)
+        if catalog.notes.has_rows:
+            self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
+
+    def write_values(self) -> None:
+        """Add the late values that a full or failing disk has refused before.
+
+        Raises:
+            StoreWriteError: the log could not be written; they are kept.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            self._write_values()
+
+    def _write_values(self) -> None:
+        if self.unwritten:
+            self._settle()
+        while self.unwritten:
+            said = self.unwritten[0]
+            gone = self.catalog.unknown(said.ids)
+            if gone:
+                logger.warning(
+                    "%s: trajectories %s were evicted; the values added to them while the store could not be "
+                    "written are dropped",
+                    self.directory.url,
+                    ids_in_words(sorted(gone)),
+                )
+                self.unwritten[0] = said = said.without(gone)
+            try:
+                self.catalog.notes.check(said)
+            except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
+                logger.warning(
+                    "%s: values added while the store could not be written are refused: %s", self.directory.url, error
+                )
+                said = said.without(said.ids)
+            if said.ids:
+                self._annotate(said, "flush()")
+            else:
+                del self.unwritten[0]
+
+    def unknown(self, ids: Sequence[int]) -> set[int]:
+        """Return the ids without a trajectory in the store."""
+        with self._lock:
+            return self.catalog.unknown(ids)
+
+    def forget_sources(self, stay: Collection[str]) -> None:
+        """Keep only these names of inbox files; the others were durably deleted."""
+        with self._lock:
+            self.catalog.notes.sources.intersection_update(stay)
+
+    def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
+        """Record a durable shard with trajectories of other shards; they are read from it from now on.
+
+        Args:
+            number: of the shard.
+            manifest: of the shard.
+            ids: of its trajectories, ascending; some may have been evicted since they were copied.
+            extents: of each.
+
+        Raises:
+            StoreWriteError: the log could not be written; nothing was moved.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self.changing():
+            catalog = self.catalog
+
+            def apply() -> Show:
+                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                catalog.generation += 1
+                return partial(self._listener.moved, moved)
+
+            self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), apply))
+
+    @contextmanager
+    def recording(self, manifest: ShardManifest) -> Iterator[None]:
+        """Delete a shard's files if recording it in this context fails: no commit names them."""
+        try:
+            yield
+        except WriterFencedError:  # another writer owns the store and cleans up
+            raise
+        except TrajstoreError:
+            if not self.must_keep_house:  # else the log may end in half a record that names them
+                self.directory.remove([file.name for file in manifest.files])
+            raise
+
+    def space(self) -> tuple[int, int]:
+        """Return the bytes of live trajectories, and of the files that live and pinned trajectories need."""
+        with self._lock:
+            catalog = self.catalog
+            return int(catalog.index["nbytes"].sum()), int(catalog.shards.nbytes()[catalog.needed_shards()].sum())
+
+    def collect_garbage(self) -> None:
+        """Delete unneeded files."""
+        with self._lock:
+            self.garbage.collect(self.catalog)
+
+    def release_pins(self, names: Sequence[str]) -> None:
+        """Remove pins and delete evicted trajectories that only they named. Within :meth:`changing`."""
+        # Durably, before any shard is deleted: power loss must not restore a pin whose files are gone.
+        self.directory.remove([pin_name(name) for name in names], durable=True)
+        before = int(self.catalog.pinned["nbytes"].sum())
+        self.catalog.load_pins()
+        self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
+        self.garbage.collect(self.catalog)
+
+    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes, line: tuple[str, ...]) -> None:
+        """Commit replacements of entries, late values and saved points; within :meth:`changing`.
+
+        The index is written whole. This is the only commit outside the log: followers see a gap in the log and reload.
+
+        Raises:
+            StoreWriteError: writing failed. All further writes are refused until the store is reopened; on disk is
+                the state before or the one after.
+        """
+        self._check_in_step()
+        if self._settle():
+            raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
+        changed = copy.copy(self.catalog)
+        changed.index, changed.pinned, changed.notes = index, pinned, notes
+        changed.generation, changed.visit, changed.line = self.catalog.generation + 1, self.catalog.visit + 1, line
+        notes.lay_over(index)
+        pinned.forget_notes()
+        try:
+            self._write_snapshot(changed)
+        except BaseException as error:
+            self._out_of_step = error if isinstance(error, Exception) else StoreWriteError("interrupted")
+            raise
+        self.catalog.__dict__.update(changed.__dict__)
+        self._segment = segment_name(self.catalog.generation + 1)
+        self._show(self._listener.replaced)
+        self.garbage.collect(self.catalog)  # only now: until it is shown, replaced contents are read
+
+    @contextmanager
+    def keeping_files(self) -> Iterator[None]:
+        """Delete no shard in this context; deletions are made up for at its end."""
+        with self.keeping_files_for(lambda: True):
+            yield
+
+    @contextmanager
+    def keeping_files_for(self, choose: Callable[[], T | None]) -> Iterator[T | None]:
+        """Select shards to read, and delete no shard in this context unless the selection is None.
+
+        Args:
+            choose: called while nothing can be committed or evicted; returns None if there is nothing to read.
+        """
+        with self._lock:
+            chosen = choose()
+            held = chosen is not None
+            self.garbage.holds += held
+        try:
+            yield chosen
+        finally:
+            if held:
+                with self._lock:
+                    self.garbage.holds -= 1
+                    if self.garbage.put_off and not self._closed:
+                        self.garbage.collect(self.catalog)
+
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def snapshot(self) -> None:
+        """Write the index whole and begin a new log segment, if there are new commits.
+
+        Raises:
+            StoreWriteError: writing failed; the log still has everything.
+        """
+        with self._lock:
+            if self.catalog.generation > self.catalog.snapshot_generation:
+                self._write_snapshot(self.catalog)
+                self._segment = segment_name(self.catalog.generation + 1)
+                self.garbage.collect(self.catalog)
+
+    def _begin_segment(self) -> None:
+        """Write the index whole; keep the previous segment, which followers are often still reading."""
+        earlier = self.catalog.snapshot_generation if self.directory.can_append else None
+        self._write_snapshot(self.catalog, earlier)
+        self.garbage.collect(self.catalog)
+        self._segment = segment_name(self.catalog.generation + 1)
+        if self.directory.can_append:
+            try:
+                self.directory.append(self._segment, b"")
+            except OSError as error:
+                logger.warning(
+                    "%s: log segment %s could not be created, which the next commit does: %s",
+                    self.directory.url,
+                    self._segment,
+                    error,
+                )
+
+    def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
+        self._check_in_step()
+        self._snapshots.write(catalog, keep_after)
+
+    @property
+    def renewal_due(self) -> bool:
+        """Whether ``metadata.json`` should be renewed."""
+        return self._snapshots.renewal_due(self.catalog)
+
+    def renew_metadata(self) -> None:
+        """Update ``metadata.json`` to the current commits, at most once a second; it is for people and tools.
+
+        It is not part of the durable order: a skipped update is made later.
+        """
+        if not self.renewal_due or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._closed and self._out_of_step is None and not self._snapshots.renew(self.catalog):
+                self._begin_segment()  # this also keeps RLinf's files
+        except (OSError, StoreLockedError) as error:
+            logger.warning("%s: metadata.json was not renewed: %s", self.directory.url, error)
+        finally:
+            self._lock.release()
+
+
+def check_process(pid: int, url: str) -> None:
+    """Raise in a forked child.
+
+    Raises:
+        StoreClosedError: this is not the process ``pid``.
+    """
+    if os.getpid() != pid:
+        raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")

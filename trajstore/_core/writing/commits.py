@@ -1,0 +1,134 @@
+"""Builds commits: shards to record, log lines and listener calls. Pure; no I/O.
+
+Build lines with ``CommitLog._lock`` held; they depend on the catalog's current generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from trajstore._core.columns.schema import Extent, Schema
+from trajstore._core.formats.base import ShardManifest
+from trajstore._core.store.additions import by_id, starts_of
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.committed import Added
+from trajstore._core.store.given import Said
+from trajstore._core.store.index import TrajectoryIndex, renumbered
+from trajstore._core.store.log_records import encode_line, manifest_to_json
+from trajstore._core.store.moves import Moved, move_to_json
+from trajstore._core.store.notes import Noted
+from trajstore._core.writing.groups import ShardDraft
+
+Columns = Mapping[str, npt.NDArray[Any]]
+"""Index columns of the trajectories of a commit, by ascending id; ``shard`` is their row in the shard table."""
+
+
+class CommitListener:
+    """Receives a writer's changes; this base class ignores them.
+
+    Methods run with the log's lock held and must not call the writer. Every reported change is durable: an error raised
+    here is logged and changes nothing. If ``forget``, ``moved``, ``noted`` or ``replaced`` raises,
+    ``missed`` is called.
+    """
+
+    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+        """Reserve memory in the store's index for entries of these ids."""
+        index.reserve(len(ids))
+
+    def committed(self, commits: Sequence[Columns]) -> None:
+        """These trajectories are durable."""
+
+    def to_evict(self) -> Sequence[int]:
+        """Return the ids that the retention policy evicts now."""
+        return ()
+
+    def forget(self, ids: Sequence[int]) -> None:
+        """These trajectories were durably evicted, or are invalid and will never become durable."""
+
+    def moved(self, moved: Moved) -> None:
+        """These trajectories were durably moved to another shard."""
+
+    def noted(self, noted: Noted) -> None:
+        """These trajectories durably received late values."""
+
+    def replaced(self) -> None:
+        """The catalog's live trajectories were durably replaced, by a saved point or by re-adding data set aside."""
+
+    def missed(self, error: Exception) -> None:
+        """Refuse reads from now on: a change could not be shown."""
+
+
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> tuple[bytes, list[Added]]:
+    """Return the log lines of commits that follow the catalog's generation, and the entries of each commit.
+
+    Args:
+        catalog: the log's catalog.
+        commits: the shards of each commit, at least one per commit.
+        now: the machine's time in µs since 1970; raised to the newest commit time if that is later.
+    """
+    time = max(now, catalog.newest_time)
+    lines: list[bytes] = []
+    entries: list[Added] = []
+    row, new = len(catalog.shards), dict[Schema, int]()
+    for generation, shards in enumerate(commits, catalog.generation + 1):
+        schema_count = len(new)
+        records, parts, texts = [], [], shards[0].entries.texts
+        for shard in shards:
+            added, schema = shard.entries, shard.manifest.schema
+            description = manifest_to_json(shard.manifest, catalog.shards.next_number_of(schema, new))
+            records.append({"number": shard.number, "shard": description, "entries": orjson.Fragment(shard.record)})
+            columns = renumbered(added.columns, added.texts, texts)
+            columns["committed"] = np.full(len(added), time, np.int64)
+            columns["shard"] = np.full(len(added), row, np.int32)
+            parts.append(columns | starts_of(added.extents, schema.kind))
+            row += 1
+        record = {"generation": generation, "operation": "add", "time": time}
+        lines.append(encode_line(record | {"schemas": _to_json(new, schema_count), "shards": records}))
+        entries.append(Added(by_id(parts), texts))
+    return b"".join(lines), entries
+
+
+def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
+    """Return the log line that evicts inclusive ranges of ids."""
+    return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
+
+
+def annotate_line(catalog: Catalog, said: Said) -> bytes:
+    """Return the log line for late values."""
+    rows: dict[str, Any] = {}
+    if said.rows is not None:
+        new: dict[Schema, int] = {}
+        schema = catalog.shards.next_number_of(said.rows.manifest.schema, new)
+        rows["rows"] = said.rows.to_json(_to_json(new), schema)
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json(), **rows})
+
+
+def rewrite_line(
+    catalog: Catalog, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]
+) -> bytes:
+    """Return the log line of a rewrite; arguments as in :meth:`CommitLog.move`."""
+    new: dict[Schema, int] = {}
+    schema = catalog.shards.next_number_of(manifest.schema, new)
+    return encode_line(
+        {
+            "generation": catalog.generation + 1,
+            "operation": "rewrite",
+            "number": number,
+            "schemas": _to_json(new),
+            "shard": manifest_to_json(manifest, schema),
+            **move_to_json(ids, extents),
+        }
+    )
+
+
+def _to_json(new: Mapping[Schema, int], first: int = 0) -> list[Any]:
+    """Return the new schemas of a record as JSON values, without the ``first`` ones of earlier records.
+
+    The catalog learns new schemas once the records are durable.
+    """
+    return [schema.to_json() for schema in list(new)[first:]] if len(new) > first else []

@@ -1,0 +1,99 @@
+"""Locks, and opens or creates a store for a writer, before its first commit."""
+
+from __future__ import annotations
+
+import logging
+
+from trajstore._core.files.base import FULL, Directory, WriterLock
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.log_records import LOG_FOLDER, segment_generation, segment_name
+from trajstore._core.store.saved_points import PINS_FOLDER
+from trajstore._core.store.sealed import LEDGER_NAME
+from trajstore._core.writing.fencing import fence
+from trajstore._core.writing.maintenance import STORE_FOLDERS, Garbage, Snapshots, check_unused
+from trajstore.errors import ConfigurationError, StoreWriteError, written
+
+logger = logging.getLogger(__name__)
+
+
+def check_not_mirror(directory: Directory) -> None:
+    """Refuse to change a mirror: its store would not have the change, and would refuse the mirror from then on.
+
+    Raises:
+        ConfigurationError: the directory is a mirror.
+    """
+    if LEDGER_NAME in directory.listing()[0]:
+        raise ConfigurationError(
+            f"{directory.url}: is the mirror of a store (it has a {LEDGER_NAME}), which only the writer of that store "
+            "changes; nothing was changed. Use the store itself, or `trajstore restore` the mirror and use the result"
+        )
+
+
+def lock_store(directory: Directory) -> WriterLock:
+    """Take the writer's lock of a store.
+
+    Raises:
+        ConfigurationError: the directory is a mirror.
+        StoreLockedError: another writer has the directory open.
+        StoreWriteError: the directory cannot be written.
+    """
+    with written(": cannot be written; to read it use load_checkpoint"):
+        check_not_mirror(directory)
+        return directory.lock_writer()
+
+
+def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Garbage, str]:
+    """Return the catalog of a directory, its garbage collector, and the log segment to append to; the lock is held.
+
+    Args:
+        directory: created if absent, continued if it holds a store.
+        snapshots: writes its two files.
+
+    Raises:
+        StoreWriteError: the directory cannot be written.
+        CorruptStoreError, UnsupportedVersionError: the existing store cannot be continued.
+    """
+    if not Catalog.exists(directory):
+        directory.create()
+        check_unused(directory)
+        directory.create(STORE_FOLDERS)
+        catalog = Catalog.create(directory)
+        garbage = Garbage(directory, catalog)
+        snapshots.write(catalog)
+        if not directory.can_append:
+            fence(directory, catalog)
+        return catalog, garbage, segment_name(catalog.generation + 1)
+    catalog = Catalog.open(directory)
+    directory.create(STORE_FOLDERS)
+    directory.settle(PINS_FOLDER)  # a removed pin must not reappear after its trajectories are deleted
+    if not directory.can_append:
+        fence(directory, catalog)  # before leftovers are determined
+    garbage = Garbage(directory, catalog)
+    if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+        # Always after a fence, since an earlier writer's knowledge of the index must become outdated.
+        # Start a new segment: a torn last record stays behind in the old one.
+        segments = directory.names(LOG_FOLDER)
+        try:
+            snapshots.write(catalog)
+        except StoreWriteError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, OSError) and cause.errno in FULL):
+                raise
+            # Allows opening a store on a full disk, to evict from it.
+            logger.warning("%s; the log that is there is continued", error)
+            _cut_torn_record(directory, catalog)
+            return catalog, garbage, catalog.segment
+        else:
+            garbage.collect(catalog)
+            directory.remove([name for name in segments if segment_generation(name) not in catalog.fences])
+    else:
+        snapshots.renewed = catalog.generation
+    return catalog, garbage, segment_name(catalog.generation + 1)
+
+
+def _cut_torn_record(directory: Directory, catalog: Catalog) -> None:
+    """Truncate the half record of an interrupted commit at the end of the log."""
+    if catalog.segment_torn:
+        with written(": a record that was not committed could not be cut off"):
+            directory.cut(catalog.segment, catalog.segment_end)
+        catalog.segment_torn = 0

@@ -1,0 +1,330 @@
+"""Snapshots of a store: saved points, pins and heads that were left. Only for the holder of the writer's lock.
+
+docs/design/saved-points.md describes the state after a crash at each step.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from trajstore._core.base import locks
+from trajstore._core.files.base import EncodedFile
+from trajstore._core.store.log_records import id_ranges
+from trajstore._core.store.notes import Notes
+from trajstore._core.store.pin_names import aside_name, check_pin_name, point_name
+from trajstore._core.store.rollback import Change, has_a_name, plan_change, with_live
+from trajstore._core.store.saved_points import SavedPoint, Snapshot, pin_file, state_file, values_file
+from trajstore._core.store.states import encode_state
+from trajstore._core.writing.commit_log import CommitLog
+from trajstore._core.writing.inbox import Inbox
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    StoreWriteError,
+    listed,
+    written,
+)
+
+logger = logging.getLogger(__name__)
+
+Capture = Callable[[], tuple[Mapping[str, Any], Mapping[str, Any]]]
+"""Returns the state of a snapshot, and further values for its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """Result of going to a snapshot.
+
+    Attributes:
+        change: the change of the store.
+        aside: name of the head that was left; None if it has another name, or was not kept.
+        state: saved with the snapshot.
+        said: further values in the snapshot's file.
+    """
+
+    change: Change
+    aside: str | None
+    state: Mapping[str, Any]
+    said: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A snapshot in memory, not written yet.
+
+    Attributes:
+        name: of the snapshot.
+        notes: its late values.
+        values: the same, as JSON for its file.
+        state: of a saved point.
+        said: further values for its file.
+    """
+
+    name: str
+    notes: Notes
+    values: Mapping[str, Any]
+    state: Mapping[str, Any]
+    said: Mapping[str, Any]
+
+    def files(self) -> list[EncodedFile]:
+        """Encode the files; the last one names the others."""
+        files, said, unique = [], dict(self.said), uuid.uuid4().hex
+        if len(self.notes):
+            file, said["values"] = values_file(self.name, unique, self.values)
+            files.append(file)
+        if self.state:
+            file, said["state"] = state_file(self.name, unique, [encode_state(self.state)])
+            files.append(file)
+        return [*files, pin_file(self.name, said)]
+
+
+class Points:
+    """Takes, removes and goes to snapshots. Thread-safe.
+
+    Args:
+        log: of the store. Leftovers of an interrupted writer are removed here.
+        inbox: of the store. Acknowledged values are recorded before a snapshot is taken or left.
+
+    Raises:
+        StoreWriteError: removing leftovers failed.
+    """
+
+    def __init__(self, log: CommitLog, inbox: Inbox) -> None:
+        self._log = log
+        self._inbox = inbox
+        self._directory = log.directory
+        self._one = locks.lock("Points._one")
+        """Allows one change at a time: files that no snapshot names yet must not be deleted as leftovers."""
+        with log.changing():
+            if not log.directory.can_append:
+                self._claim()
+            self._release(log.catalog.unfinished_asides())
+            log.garbage.collect(log.catalog)  # shards of a snapshot that was removed just before a crash
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the log's lock for a change. Corruption here may mean that another writer took the store over.
+
+        Raises:
+            WriterFencedError: another writer did.
+        """
+        with self._log.changing():
+            try:
+                yield
+            except (StoreNotFoundError, CorruptStoreError):
+                self._directory.confirm()
+                raise
+
+    @contextmanager
+    def _one_change(self) -> Iterator[None]:
+        """Exclude other changes, and record the late values acknowledged by now."""
+        with self._one:
+            with self._log.changing():
+                pass  # refuses a closed writer before anything is read
+            with written(": late values could not be taken in; nothing was changed"):
+                self._inbox.take_in()
+            yield
+
+    def _publish(self, what: str, *files: EncodedFile) -> None:
+        with written(f": nothing {what}"):
+            self._directory.publish(files)
+        self._confirm(what)
+
+    def _confirm(self, what: str) -> None:
+        """Ask the store for the lock: a writer that lost it must not report success, or damage by its heir."""
+        with written(f": nothing {what}"):
+            self._directory.confirm()
+
+    def saved(self) -> list[SavedPoint]:
+        """Return the saved points of the current line, lowest step first."""
+        with self._log.standing_still() as catalog:
+            return [SavedPoint.of(head) for head in catalog.points()]
+
+    def snapshots(self) -> list[SavedPoint]:
+        """Return all snapshots, sorted by name."""
+        with self._log.standing_still() as catalog:
+            return [SavedPoint.of(head) for head in catalog.snapshots()]
+
+    # -- taking -----------------------------------------------------------------------------------
+
+    def pin(self, name: str, **said: Any) -> int:
+        """Take a snapshot of the committed state, and return its generation.
+
+        Raises:
+            ConfigurationError: the name is not a valid file name, or belongs to a saved point or a head that was left.
+            StoreWriteError: writing failed.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        check_pin_name(name)
+        with self._one_change():
+            return self._write(name, lambda: ({}, said)).generation
+
+    def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
+        """Save a point of the committed state, and remove the oldest points of the current line.
+
+        Args:
+            step: of the model.
+            capture: called while nothing can be committed or evicted; returns the state, and further values for the
+                point's file (the buffer's generator).
+            keep: number of points to keep, those of the highest steps; None = all.
+
+        Raises:
+            ConfigurationError: there is a point of a later step, or the state has a value that cannot be saved.
+            StoreWriteError: writing failed; an earlier point of this step still exists.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._one_change():
+            catalog = self._log.catalog
+            with self._changing():
+                before = catalog.points()
+                self._check_order(step, before)
+                name = point_name(step, catalog.visit)
+
+            def with_step() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+                state, said = capture()
+                return state, {"step": step, **said}
+
+            head = self._write(name, with_step)
+            with self._changing():
+                replaced = [old for old in before if old.step == step and old.name != name]
+                old = [] if keep is None else catalog.points()[:-keep]
+                self._release([*self._on_no_line(replaced), *old])
+            return SavedPoint.of(head)
+
+    def _write(self, name: str, capture: Capture) -> Snapshot:
+        """Take a snapshot; within :meth:`_one_change`."""
+        catalog = self._log.catalog
+        with self._changing():
+            taken = self._taken(name, *capture())
+            catalog.pins.expect(name, catalog.index["trajectory_id"].copy(), tuple(taken.said["shards"]))
+        try:
+            *files, head = taken.files()
+            if files:
+                self._publish("was saved", *files)
+            with self._changing():
+                self._publish("was saved", head)
+        finally:
+            with self._log.standing_still():
+                catalog.pins.arrived(name)
+                catalog.load_pins()
+        with self._changing():
+            if (found := catalog.pins.heads.get(name)) is None:
+                self._confirm("was saved")  # a writer that has taken over may have removed it
+                raise StoreWriteError(
+                    f"{self._directory.url}: the snapshot {name!r} was removed while it was saved, not by this writer"
+                )
+            self._release(())  # files of an earlier snapshot of this name
+            return found
+
+    def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
+        """Return the current head as a snapshot; within :meth:`_changing`."""
+        catalog = self._log.catalog
+        ids = catalog.index["trajectory_id"]
+        notes = catalog.notes.kept(ids)
+        values, shards = catalog.shards_of_values(notes)
+        line = [head.name for head in catalog.points() if head.name != name]
+        if "step" in said:
+            line = [head.name for head in catalog.points() if (head.step or 0) < said["step"]]
+        place = {"generation": catalog.generation, "visit": catalog.visit, "line": line}
+        return _Taken(name, notes, values, state, {**said, **place, "ids": id_ranges(ids).tolist(), "shards": shards})
+
+    def _check_order(self, step: int, points: Sequence[Snapshot]) -> None:
+        newest = max([head.step or 0 for head in points], default=step)
+        if newest > step:
+            raise ConfigurationError(
+                f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
+                f"to an earlier one first (points.go_to), or remove it with points.remove({point_name(newest)!r})"
+            )
+
+    # -- removing ---------------------------------------------------------------------------------
+
+    def remove(self, name: str | int) -> None:
+        """Remove a snapshot; for a head that was left also the saved points that only its line has.
+
+        Evicted trajectories and files that only it named are deleted. Warns if there is no such snapshot.
+
+        Raises:
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        with self._one, self._changing():
+            catalog = self._log.catalog
+            try:
+                head = catalog.snapshot(name)
+            except StoreNotFoundError:
+                names = listed([snapshot.name for snapshot in catalog.snapshots()]) or "none"
+                logger.warning("%s: remove: no snapshot %r here (there are: %s)", self._directory.url, name, names)
+                return
+            if head.kind == "aside":
+                points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
+                self._release(self._on_no_line(points, but=head))  # first: after a crash the head still names them
+            self._release([head])
+
+    def _on_no_line(self, points: Sequence[Snapshot], but: Snapshot | None = None) -> list[Snapshot]:
+        """Return the points that are neither on the current line nor on that of a head that was left.
+
+        Args:
+            points: some saved points.
+            but: a head whose line is ignored.
+        """
+        catalog = self._log.catalog
+        lines = {head.name for head in catalog.points()}
+        lines.update(*(aside.line for aside in catalog.asides() if aside is not but))
+        return [point for point in points if point.name not in lines]
+
+    def _release(self, heads: Sequence[Snapshot]) -> None:
+        """Remove snapshots, and files that no snapshot names; within :meth:`_changing`."""
+        if heads:
+            logger.info("%s: removes %s", self._directory.url, ", ".join(head.name for head in heads))
+            self._log.release_pins([head.name for head in heads])
+        if unnamed := self._log.catalog.pins.unnamed_files():
+            self._directory.remove(unnamed)
+
+    # -- going to a snapshot ----------------------------------------------------------------------
+
+    def go_to(self, name: str | int, *, aside: bool = True) -> Gone:
+        """Restore a snapshot: its ids, late values and the saved points that led to it.
+
+        Args:
+            name: of the snapshot, or step of a saved point of the current line.
+            aside: name the current head, unless it has a name; False deletes it, with the saved points that
+                are on no other line.
+
+        Raises:
+            StoreNotFoundError: there is no such snapshot; names the existing ones.
+            CorruptStoreError: a file of the snapshot is damaged; nothing was changed.
+            StoreWriteError: writing failed; open the store again.
+            StoreClosedError: the writer was closed, or belongs to the parent process.
+        """
+        catalog = self._log.catalog
+        with self._one_change(), self._changing():
+            self._release(catalog.unfinished_asides())
+            change = plan_change(catalog, catalog.snapshot(name))
+            try:
+                state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
+            except (CorruptStoreError, StoreNotFoundError):
+                self._confirm("was changed")  # a writer that has taken over may have removed it
+                raise
+            left = None
+            if not change.is_empty:
+                if aside and not has_a_name(catalog, change.line):
+                    left = aside_name(catalog.generation + 1)
+                    self._publish("was changed", *self._taken(left, {}, {"left_for": change.to.name}).files())
+                    catalog.load_pins()
+                change.notes.sources.update(catalog.notes.sources)
+                self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
+            if not aside:  # also leftovers of an earlier crash
+                self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
+        return Gone(change, left, state, said)
+
+    def _claim(self) -> None:
+        """Rewrite the snapshots of an object store, so that an earlier writer's file versions are outdated."""
+        catalog = self._log.catalog
+        if names := catalog.pins.names:
+            fence = {"fence": catalog.fences[-1]}
+            self._publish("claimed", *(pin_file(name, {**catalog.pins.said(name), **fence}) for name in names))

@@ -1,0 +1,313 @@
+"""Rewrites partly dead shards to free the disk space of evicted trajectories.
+
+The live trajectories of several shards are copied into one new shard, committed by one log record; the old shards are
+then unneeded. docs/design/store.md describes the state after a crash at each point.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore._core.base import locks
+from trajstore._core.columns.flat import raw_bytes
+from trajstore._core.columns.schema import Extent
+from trajstore._core.files.base import Buffer, Directory
+from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
+from trajstore._core.formats.checksums import encoded_shard
+from trajstore._core.reading.shard_access import damage_of, reader_of, rows_of
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.row_location import STARTS, RowLocation
+from trajstore._core.store.shard_table import shard_name
+from trajstore._core.writing.commit_log import CommitLog
+from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
+
+logger = logging.getLogger(__name__)
+
+SLACK_BYTES = 1 << 20
+"""Dead bytes allowed beyond the live bytes before any rewrite, so that small stores are left alone."""
+
+_LEASES_SECONDS = 1.0
+"""Interval at which reader leases are checked while files are kept for readers only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Fill state of the needed shards.
+
+    Attributes:
+        total: bytes of all rows, per shard (row of the shard table); 0 for unneeded shards.
+        live: bytes of live and pinned trajectories, per shard.
+    """
+
+    total: npt.NDArray[np.int64]
+    live: npt.NDArray[np.int64]
+
+    @staticmethod
+    def of(catalog: Catalog) -> Usage:
+        """Return the usage of a catalog's shards."""
+        count = len(catalog.shards)
+        live = np.zeros(count, np.int64)
+        for index in (catalog.index, catalog.pinned):
+            np.add.at(live, index["shard"], index["nbytes"])
+        return Usage(np.where(catalog.home_shards(), catalog.shards.row_bytes(), 0), live)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the dead bytes exceed the live ones by more than the slack."""
+        return int(self.total.sum()) > 2 * int(self.live.sum()) + SLACK_BYTES
+
+
+def choose(
+    usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: set[int], *, everything: bool
+) -> list[int]:
+    """Return the shards to merge, as rows of the shard table; empty if nothing is gained.
+
+    Args:
+        usage: of all shards.
+        schemas: schema number of each shard.
+        limit: most live bytes to copy; at least one shard is chosen regardless.
+        excluded: shards to leave alone.
+        everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
+    """
+    needed = usage.total > 0
+    needed[list(excluded)] = False
+    dead = usage.total - usage.live
+    if everything:
+        candidates = np.flatnonzero(needed & (dead > 0))
+        if not len(candidates):
+            candidates = np.flatnonzero(needed & (2 * usage.live <= limit))
+    elif usage.is_due:
+        candidates = np.flatnonzero(needed & (2 * usage.live <= usage.total))
+    else:
+        return []
+    candidates = candidates[np.argsort(usage.live[candidates] / usage.total[candidates], kind="stable")]
+    best: list[int] = []
+    for schema in np.unique(schemas[candidates]).tolist():
+        rows = candidates[schemas[candidates] == schema]
+        fitting = max(1, int(np.searchsorted(np.cumsum(usage.live[rows]), limit, side="right")))
+        rows = rows[:fitting]
+        gained = int(dead[rows].sum())
+        if (gained or len(rows) > 1) and (not best or gained > int(dead[best].sum())):
+            best = rows.tolist()
+    return best
+
+
+class Rewriter:
+    """Rewrites shards of the writer's store, one new shard at a time, in a thread that calls :meth:`run`.
+
+    Commits are blocked while it chooses and records, but not while it copies.
+
+    Args:
+        directory: the store's.
+        log: the store's.
+        trajectory_format: format of new shards.
+        shard_bytes: most bytes of trajectories in a new shard.
+        new_shard: assigns and returns a shard number.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        log: CommitLog,
+        trajectory_format: TrajectoryFormat,
+        shard_bytes: int,
+        new_shard: Callable[[], int],
+    ) -> None:
+        self._directory = directory
+        self._log = log
+        self._format = trajectory_format
+        self._shard_bytes = shard_bytes
+        self._new_shard = new_shard
+        self._one = locks.lock("Rewriter._one")
+        self.damaged: set[int] = set()
+        """Rows of the damaged shards that stay as they are."""
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # an interrupt within an Event.set keeps its lock
+        self._closing = False
+
+    def note(self) -> None:
+        """Make :meth:`run` check for work."""
+        self._news.put(None)
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after finishing the current shard."""
+        self._closing = True
+        self._news.put(None)
+
+    def wait(self) -> None:
+        """Wait for the current rewrite; a closed log prevents new ones.
+
+        ``compact`` runs in a user's thread, and the next writer may reuse the number of its new shard.
+        """
+        with self._one:
+            return
+
+    def run(self) -> None:
+        """Rewrite shards when it pays off, at first and whenever enough was evicted, until :meth:`stop`."""
+        looked_at = -SLACK_BYTES  # evicted bytes at the last check; forces a first check
+        pause = 0
+        while not self._closing:
+            if self._log.evicted_bytes - looked_at <= pause:
+                held = self._log.garbage.is_waiting
+                self._wait(_LEASES_SECONDS if held else None)
+                if held:
+                    self._log.collect_garbage()
+                continue
+            looked_at = self._log.evicted_bytes
+            try:
+                while not self._closing and self.step():
+                    pass
+            except StoreClosedError:
+                return
+            except (TrajstoreError, OSError, MemoryError) as error:  # nothing is lost; tried again after more evictions
+                logger.warning("%s: shards could not be rewritten: %s", self._directory.url, error)
+            except Exception:  # a bug; without rewriting the store only uses more disk space
+                logger.exception("%s: shards could not be rewritten", self._directory.url)
+            live, _ = self._log.space()  # check again after an eighth of it was evicted
+            pause = max(SLACK_BYTES, live // 8)
+
+    def _wait(self, seconds: float | None) -> None:
+        """Wait for :meth:`note` or :meth:`stop`; several calls count once."""
+        with suppress(queue.Empty):
+            self._news.get(timeout=seconds)
+            while True:
+                self._news.get_nowait()
+
+    def step(self, *, everything: bool = False) -> bool:
+        """Merge several shards into a new one if that pays off; return whether it did.
+
+        Args:
+            everything: see :func:`choose`.
+
+        Raises:
+            StoreClosedError: the writer was closed.
+            StoreWriteError: the log could not be written; nothing was moved.
+            OSError: the new shard could not be written; nothing was moved.
+        """
+        with self._one:
+            # Files that are read here are kept, even after eviction.
+            with self._log.keeping_files_for(partial(self._choose, everything)) as chosen:
+                if chosen is None:
+                    return False
+                sources = {row: self._open(row, manifest) for row, manifest in chosen.manifests.items()}
+                readable = {row: source for row, source in sources.items() if source is not None}
+                if len(readable) < len(sources):
+                    return True  # choose again, without those that are damaged
+                number, nbytes = self._rewrite(chosen.entries, readable)
+            if len(readable) == 1 and nbytes >= chosen.nbytes:
+                self._leave(number)
+            self._log.collect_garbage()
+            return True
+
+    def _leave(self, number: int) -> None:
+        """Exclude a shard without dead rows, whose entries state too few bytes."""
+        with self._log.standing_still() as catalog:
+            name, row = (
+                shard_name(number),
+                next(row for row in reversed(range(len(catalog.shards))) if catalog.shards.number(row) == number),
+            )
+            self.damaged.add(row)
+        logger.warning(
+            "%s: the index gives too few bytes for trajectories in %s",
+            self._directory.url,
+            name,
+        )
+
+    def _choose(self, everything: bool) -> _Chosen | None:
+        """Return the shards to rewrite, if any; called while the log stands still."""
+        self._log.check_open()
+        catalog = self._log.catalog
+        usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
+        rows = choose(usage, schemas, self._shard_bytes, self.damaged, everything=everything)
+        if not rows:
+            return None
+        nbytes = int(usage.total[rows].sum())
+        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows), nbytes)
+
+    def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
+        """Return an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
+        try:
+            problems = damage_of(self._directory, manifest)
+        except CorruptStoreError as error:
+            problems = [str(error)]
+        if not problems:
+            return _OpenShard(self._directory, manifest)
+        self.damaged.add(row)
+        logger.warning(
+            "%s: a shard is damaged and stays as it is: %s; `trajstore verify` lists the loss, `trajstore repair` "
+            "makes a new store of the intact part",
+            self._directory.url,
+            problems[0],
+        )
+        return None
+
+    def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
+        """Write one merged shard; return its number and the bytes of its rows."""
+        number = self._new_shard()
+        schema = sources[entries[0].location.table].manifest.schema
+        pieces: list[list[Buffer]] = [[] for _ in schema.columns]
+        for entry in entries:
+            for column, piece in enumerate(sources[entry.location.table].columns(entry)):
+                pieces[column].append(piece)
+        extents = [entry.extent for entry in entries]
+        content = ShardContent(schema, extents, pieces)
+        files, manifest = encoded_shard(self._format, shard_name(number), content)
+        self._directory.publish(files)
+        with self._log.recording(manifest):
+            self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
+        return number, sum(memoryview(piece).nbytes for column in pieces for piece in column)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Shards to rewrite together, by row, and their live or pinned entries."""
+
+    manifests: Mapping[int, ShardManifest]
+    entries: Sequence[_Entry]
+    nbytes: int
+    """Bytes of all rows written to the shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A live or pinned trajectory and its location."""
+
+    trajectory_id: int
+    extent: Extent
+    location: RowLocation
+
+
+def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
+    """Return the live or pinned entries in some shards, by ascending id."""
+    chosen = np.zeros(len(catalog.shards), np.bool_)
+    chosen[rows] = True
+    names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
+    entries = []
+    for index in (catalog.index, catalog.pinned):
+        inside = chosen[index["shard"]]
+        for number, row, steps, batch, extra, document, *starts in zip(
+            *(index[name][inside].tolist() for name in names), strict=True
+        ):
+            extent = Extent(steps, batch, extra, document)
+            entries.append(_Entry(number, extent, RowLocation(row, *starts)))
+    return sorted(entries, key=lambda entry: entry.trajectory_id)
+
+
+class _OpenShard:
+    """A shard whose trajectories are copied."""
+
+    def __init__(self, directory: Directory, manifest: ShardManifest) -> None:
+        self.manifest = manifest
+        self._reader = reader_of(directory, manifest)
+
+    def columns(self, entry: _Entry) -> list[memoryview]:
+        """Return the rows of a trajectory, column by column."""
+        rows = rows_of(self._reader, self.manifest.schema, entry.extent, entry.location)
+        return [raw_bytes(tensor.contiguous()) for tensor in rows]
