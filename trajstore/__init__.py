@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trajstore._core.base.extensions import register
+
 if TYPE_CHECKING:
     from trajstore import errors
     from trajstore._core.buffer.annotating import annotate, notes_of
@@ -58,22 +60,28 @@ _MODULES = {
     "EpochSampler": "samplers",
     "GroupSampler": "samplers",
     "Mirror": "mirror",
-    "Note": "core.store.notes",
-    "Reader": "core.buffer.reader",
+    "Note": "_core.store.notes",
+    "Reader": "_core.buffer.reader",
     "ReplayLoader": "loader",
-    "Retention": "core.buffer.retention",
+    "Retention": "_core.buffer.retention",
     "Reward": "trajectory",
     "TokenLoader": "loader",
     "Trajectory": "trajectory",
-    "TrajectoryReplayBuffer": "core.buffer.replay_buffer",
+    "TrajectoryReplayBuffer": "_core.buffer.replay_buffer",
     "WeightedSampler": "samplers",
-    "WriterOptions": "core.writing.options",
-    "annotate": "core.buffer.annotating",
+    "WriterOptions": "_core.writing.options",
+    "annotate": "_core.buffer.annotating",
     "attach": "attachments",
     "attached": "attachments",
-    "notes_of": "core.buffer.annotating",
+    "notes_of": "_core.buffer.annotating",
     "verify": "stores",
 }
+
+# Modules above the core that it uses; imported when they are asked for.
+register("mirror options", "trajstore.remote.mirror.options")
+register("mirrors", "trajstore.remote.mirror.mirror")
+register("queries", "trajstore.query.reader")
+register("remote directory", "trajstore.remote.directory")
 
 
 def __getattr__(name: str) -> Any:

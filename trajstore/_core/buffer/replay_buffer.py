@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,6 +20,7 @@ from trajstore._core.base.arguments import (
     whole,
     whole_or_none,
 )
+from trajstore._core.base.extensions import extension
 from trajstore._core.buffer.checkpoint import Layout
 from trajstore._core.buffer.loading import Loaded, LoadRequest
 from trajstore._core.buffer.mirroring import MirrorOfBuffer
@@ -456,5 +456,5 @@ class TrajectoryReplayBuffer(Reader):
 
 
 def _mirror_options(mirror: str | Path | Mirror) -> Mirror:
-    """Convert the argument ``mirror`` to options. Mirrors are above the core, so they are imported on first use."""
-    return cast("Mirror", import_module("trajstore.remote.mirror.options").as_mirror(mirror))
+    """Convert the argument ``mirror`` to options."""
+    return cast("Mirror", extension("mirror options").as_mirror(mirror))

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from uuid import uuid4
 
@@ -19,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.arguments import check_instance, check_kind, columns_or_none, whole_numbers
+from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.following import Following, claim
 from trajstore._core.buffer.positions import Positions
@@ -158,8 +158,7 @@ class Sampling:
     def query(self, relation: str) -> Query:
         """Return a query over the trajectories, see :meth:`Reader.query`."""
         if self._queries is None:
-            # The query package is above the core, so it is imported on first use.
-            queries = import_module("trajstore.query.reader").Queries
+            queries = extension("queries").Queries
             self._queries = cast("Queries", queries(self._view.locked, self._view.directories_by_rank))
         return self._queries.query(relation)
 

@@ -8,11 +8,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trajstore._core.base import locks
 from trajstore._core.base.exits import forget, remember
+from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
@@ -263,8 +263,7 @@ class StoreSink(Sink):
         mirror: Mirror | None,
     ) -> None:
         super().__init__(view)
-        # Mirrors are above the core, so they are imported on first use.
-        mirroring = None if mirror is None else import_module("trajstore.remote.mirror.mirror")
+        mirroring = None if mirror is None else extension("mirrors")
         target = None if mirroring is None else mirroring.mirror_directory(mirror, directory)
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before any write there, even of the lock

@@ -6,10 +6,10 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
+from trajstore._core.base.extensions import extension
 from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError
@@ -30,8 +30,7 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
     if not text:
         raise ConfigurationError("the path is empty; the current directory is '.'")
     if is_url(text):
-        remote = import_module("trajstore.remote.directory")  # imports fsspec, which the core does not depend on
-        return cast(Directory, remote.RemoteDirectory(text, **options))
+        return cast(Directory, extension("remote directory").RemoteDirectory(text, **options))
     return LocalDirectory(Path(text.removeprefix("file://")))
 
 
