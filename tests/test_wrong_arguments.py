@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-import trajstore._core.buffer.sequences
-import trajstore._core.feeding
-import trajstore._core.sampling
+import trajstore.loader
+import trajstore.points
+import trajstore.samplers
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer
@@ -137,7 +137,7 @@ GOOD: dict[str, Any] = {
     **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
     **{"columns": {"input_ids": torch.arange(3)}, "lengths": [3], "documents": [{}]},
 }
-MODULES = (trajstore, trajstore._core.feeding, trajstore._core.sampling, trajstore._core.buffer.sequences)
+MODULES = (trajstore, trajstore.loader, trajstore.samplers, trajstore.points)
 ALSO: dict[str, dict[str, Any]] = {
     **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
     **{

@@ -28,7 +28,6 @@ from trajstore import (
     TrajectoryReplayBuffer,
     annotate,
     notes_of,
-    run_points,
 )
 from trajstore._core.feeding import ReplayLoader, TokenLoader
 from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities
@@ -43,6 +42,7 @@ from trajstore.errors import (
 )
 from trajstore.operations.tailing import Tail
 from trajstore.operations.verify import verify
+from trajstore.points import run_points
 from trajstore.query import relations
 
 ray = pytest.importorskip("ray")

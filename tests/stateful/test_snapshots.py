@@ -31,9 +31,6 @@ from trajstore import (
     TrajectoryReplayBuffer,
     WriterOptions,
     annotate,
-    roll_back_run,
-    run_points,
-    save_run_point,
 )
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
@@ -45,6 +42,7 @@ from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
+from trajstore.points import roll_back_run, run_points, save_run_point
 from trajstore.remote.mirror.restoring import restore
 
 T = TypeVar("T")
