@@ -54,6 +54,7 @@ def collect(epochs: int = 1, *, human: bool = True, ending: bool = False, batch:
     return builder.to_splited_trajectories_by_sizes([batch - 1, 1])  # type: ignore[return-value]
 
 
+@pytest.mark.filterwarnings("error:auto_save_path")
 @pytest.mark.parametrize("saved", [False, True])
 def test_sac_with_demonstrations(tmp_path: Path, saved: bool) -> None:
     def buffer_of(name: str) -> TrajectoryReplayBuffer:
@@ -63,7 +64,7 @@ def test_sac_with_demonstrations(tmp_path: Path, saved: bool) -> None:
             cache_size=4,
             sample_window_size=10,
             auto_save=saved,
-            auto_save_path=str(tmp_path / name / "rank_0") if saved else "",
+            auto_save_path=str(tmp_path / name / "rank_0"),  # always, as its workers do
             trajectory_format="pt",
         )
 

@@ -95,6 +95,9 @@ class TrajectoryReplayBuffer(Reader):
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: the existing store cannot be continued.
     """
 
+    _warns_of_path = True
+    """Whether ``auto_save_path`` without ``auto_save`` gives a warning."""
+
     def __init__(
         self,
         seed: int | None = 1234,
@@ -130,7 +133,8 @@ class TrajectoryReplayBuffer(Reader):
         path = str(auto_save_path or "")
         if auto_save and not path:
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
-        idle = {f"auto_save_path={path!r}": path, "writer": writer, "on_commit": on_commit, "store_frames_once": once}
+        unused = path if self._warns_of_path else ""
+        idle = {f"auto_save_path={path!r}": unused, "writer": writer, "on_commit": on_commit, "store_frames_once": once}
         if not auto_save and any(idle.values()):
             arguments = listed(name for name, value in idle.items() if value)
             warnings.warn(f"{arguments} has no effect without auto_save=True: nothing is written", stacklevel=2)

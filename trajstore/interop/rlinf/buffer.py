@@ -17,11 +17,13 @@ from trajstore.trajectory import AgentTrajectory
 class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
     """:class:`trajstore.TrajectoryReplayBuffer` for code written for RLinf's buffer, with its private members.
 
-    RLinf's RLT workers flatten trajectories through the buffer, and its visualizer reads the index. All other
-    behaviour is that of the base class, directories included.
+    RLinf's RLT workers flatten trajectories through the buffer, and its visualizer reads the index. An
+    ``auto_save_path`` without ``auto_save`` is ignored, without a warning. All other behaviour is that of the base
+    class, directories included.
     """
 
     logger = logging.getLogger("trajstore")
+    _warns_of_path = False  # RLinf's workers always pass it
 
     @property
     def enable_cache(self) -> bool:
