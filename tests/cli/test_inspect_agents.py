@@ -187,6 +187,23 @@ def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: P
     assert f"holds a folder with {', '.join(names)}" in run.err("pool", "export", folder, "nowhere")
 
 
+def test_saved_states_of_one_pool_are_not_added_up(run: Run, tmp_path: Path) -> None:
+    """The newest that can be read counts; pools of other names are pools of their own."""
+    manager = ExperienceManager(PoolRules(n_rollout=4))
+    for step in (9, 10, 11):
+        manager.save_trajectories_to_memory([build("a", step), build("b", step, entropys=None)])
+        manager.save_experience_pool_to_disk(tmp_path / "run" / "experience_pool" / f"step_{step}")
+    report = inspect(tmp_path / "run")
+    assert [report[key] for key in ("trajectories", "samples", "replayable")] == [6, 6, 6]
+    assert report["files"] == 9
+    figure_of = figures(run("inspect", tmp_path / "run" / "experience_pool")[1])
+    assert (figure_of["replayable"], figure_of["earlier pools"]) == ("6", "2, not counted above")
+    (tmp_path / "run" / "experience_pool" / "step_11" / "task2trajectories.pkl").write_bytes(b"damaged")
+    assert inspect(tmp_path / "run")["trajectories"] == 4
+    (tmp_path / "run" / "experience_pool" / "step_9").rename(tmp_path / "run" / "experience_pool" / "other")
+    assert inspect(tmp_path / "run")["trajectories"] == 4 + 2
+
+
 def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:
     for part, tasks in (("rank_0", ["a", "b", "", ""]), ("rank_1", ["a"])):
         stored(tmp_path / "run" / part, [build(task, number) for number, task in enumerate(tasks)])

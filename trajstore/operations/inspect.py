@@ -70,7 +70,8 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         experience pool's store, whose figures then cover the pool's trajectories), ``rewards``, ``episodes``,
         ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
-        A folder has ``parts`` (one report each), their totals, and ``run_points`` (saved points by step, with the
+        A folder has ``parts`` (one report each), their totals (of an experience pool saved as ``step_N`` those of the
+        newest, and in ``earlier_pools`` the number of the others), and ``run_points`` (saved points by step, with the
         ranks that lack each). A folder with ``rank_*`` also has ``ranks`` (their number), ``opened`` (trajectories
         shown when it is opened) and ``beside`` (folders with stores that are not shown then). A part of the kind
         ``"unreadable"`` has only its files counted.
@@ -104,7 +105,9 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
     for part, report in zip(place.parts, parts, strict=True):
         problems += [f"{part.name}: {text}" for text in report.get("integrity", {}).get("problems", ())]
-    totals = {key: sum(part[key] for part in parts) for key in ("trajectories", "samples", "files", "size_on_disk")}
+    current = _current(place, parts)
+    totals = {key: sum(part[key] for part in current) for key in ("trajectories", "samples")}
+    totals |= {key: sum(part[key] for part in parts) for key in ("files", "size_on_disk")}
     ranges = {
         "steps": "trajectories",
         "batch": "trajectories",
@@ -112,7 +115,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "response_tokens": "trajectories",
         "max_episode_length": "trajectories",
     }
-    merged = {key: merge_ranges([(part.get(key), part[weight]) for part in parts]) for key, weight in ranges.items()}
+    merged = {key: merge_ranges([(part.get(key), part[weight]) for part in current]) for key, weight in ranges.items()}
     formats = {part["format"] for part in parts if part.get("format")}
     return {
         "kind": "run",
@@ -120,20 +123,28 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
         **_shown(place, parts),
         **totals,
+        "earlier_pools": len(parts) - len(current),
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in parts),
         "format": ", ".join(sorted(formats)) or None,
         **merged,
-        "measured": sum(part.get("measured", 0) for part in parts),
+        "measured": sum(part.get("measured", 0) for part in current),
         "rewards": merge_rewards([part.get("rewards") for part in parts]),
         "episodes": merge_episodes([part.get("episodes") for part in parts]),
-        **_replayable(parts),
-        "agents": merge_agents([part.get("agents") for part in parts]),
-        "policy": merge_policies([part.get("policy") for part in parts]),
+        **_replayable(current),
+        "agents": merge_agents([part.get("agents") for part in current]),
+        "policy": merge_policies([part.get("policy") for part in current]),
         "waiting": _waiting(place, parts),
         "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
     }
+
+
+def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
+    """Return the parts without earlier states of one pool: of the readable ``step_N`` of a folder, the newest counts."""
+    pairs = [pair for pair in zip(place.parts, parts, strict=True) if pair[1]["kind"] == "experience_pool"]
+    saved = [part for at, part in pairs if at.name.rstrip("0123456789") == "step_"]
+    return [part for part in parts if not any(part is earlier for earlier in saved[:-1])]
 
 
 def _replayable(parts: Sequence[Report]) -> Report:
