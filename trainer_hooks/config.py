@@ -170,8 +170,8 @@ class ExperienceReplayConfig(PoolOptions):
         """
         if self.use_current_policy_entropy and not knows_entropy and self.exp_select_mode in ("argmin", "argmax"):
             logger.warning(
-                "experience replay: use_current_policy_entropy: true has no effect: the trainer has no current_entropy"
-                " (verl's cannot have one), so the saved entropy decides. Set it to false"
+                "experience replay: use_current_policy_entropy: true has no effect: the trainer has no current_entropy,"
+                " so the saved entropy decides. Set it to false"
             )
         if self.save_filter == "positive":
             logger.warning(

@@ -186,7 +186,7 @@ class ReplayBlock:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
             )
-        # Accepted with a warning: it would need a pass of the actor while the rollout engine holds the memory.
+        # True is refused: it would need a pass of the actor while the rollout engine holds the memory.
         replay.setdefault("use_current_policy_entropy", False)
         rollout = config.actor_rollout_ref.rollout
         n_rollout = int(rollout.n)
@@ -254,6 +254,11 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
         )
     if replay.enable and block.on_resume == "keep" and not block.recording.enable:
         problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
+    if replay.enable and replay.use_current_policy_entropy:
+        problems.append(
+            f"{REPLAY_SECTION}.use_current_policy_entropy: true, but verl's actor computes no entropies before the"
+            " rollouts of a step; set false, which chooses by the recorded entropy"
+        )
     estimator = str(config.algorithm.adv_estimator)
     if replay.enable and estimator in ("gae", "remax", "reinforce_plus_plus"):
         problems.append(

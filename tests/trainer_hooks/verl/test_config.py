@@ -334,12 +334,17 @@ def test_document_000_verbatim_is_accepted_with_warnings(
         f"+exp_manager.experience_replay={replay}, max_trajectories_per_task: 10, off_cliprange_high: 1.0}}",
         f"+exp_manager.reme={reme}, enable_summarizer: true}}",
         "+exp_manager.rollout_expratio=0.1",
-        f"+{REPLAY}.use_current_policy_entropy=true",
     )
-    assert block.experience_replay.use_current_policy_entropy
+    assert not block.experience_replay.use_current_policy_entropy
     assert "nothing becomes experience: set experience_maker.updated_freq" in caplog.text
     assert "no rollout is guided: train_rollout_expmode is mixed" in caplog.text
     assert "0.1 of the rollouts of a task are none" in caplog.text
+
+
+def test_entropy_under_the_current_policy_is_refused_by_name(override_verl: Compose) -> None:
+    options = (f"+{REPLAY}.enable=true", f"+{REPLAY}.use_current_policy_entropy=true")
+    with pytest.raises(ConfigurationError, match=r"experience_replay\.use_current_policy_entropy: true, but verl's"):
+        block_of(override_verl, *options)
 
 
 def test_kept_experience_goes_with_losses_of_verl(override_verl: Compose) -> None:
