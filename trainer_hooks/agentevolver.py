@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -26,12 +26,15 @@ from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.replay import REPLAY_MARK, mean_entropy
 from trainer_hooks.replay import ExperienceManager as Pool
 from trainer_hooks.replay import ExperienceMixCollateFn as Mixer
+from trainer_hooks.replay.agentevolver import from_agentevolver, values_in_metadata
+from trainer_hooks.replay.entry import PoolEntry
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.rows import rows_of
 from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
-from trajstore.trajectory import AgentTrajectory, Reward
+from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import Reward as PlainReward
 
 if TYPE_CHECKING:
     from verl import DataProto
@@ -51,26 +54,75 @@ __all__ = [
     "Trajectory",
     "compute_grpo_outcome_advantage",
     "compute_response_mask",
+    "from_agentevolver",
     "het_compute_token_on_off_policy_loss",
 ]
 
 Task = TypeVar("Task")
 
 
-class Trajectory(AgentTrajectory):
-    """A trajectory whose messages are also called ``steps``."""
+class Reward(PlainReward):
+    """A reward with AgentEvolver's ``madness``, kept in ``metadata``."""
 
-    def __init__(self, *, steps: list[dict[str, Any]] | None = None, **fields: Any) -> None:
+    def __init__(self, *, madness: float = 0.0, **fields: Any) -> None:
+        super().__init__(**fields)
+        if madness:
+            self.metadata = {**self.metadata, "madness": madness}
+
+    @property
+    def madness(self) -> float:
+        """Penalty for the model's mistakes; 0 without any."""
+        return float(self.metadata.get("madness", 0.0))
+
+    @property
+    def success(self) -> bool:
+        """True if the outcome is above 0."""
+        return (self.outcome or 0.0) > 0
+
+
+class Trajectory(AgentTrajectory):
+    """A trajectory whose messages are also called ``steps``; positional arguments are in AgentEvolver's order."""
+
+    def __init__(
+        self,
+        data_id: str = "",
+        rollout_id: str = "",
+        steps: list[dict[str, Any]] | None = None,
+        query: str = "",
+        is_terminated: bool | None = None,
+        reward: PlainReward | None = None,
+        metadata: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
         if steps is not None:
             if "messages" in fields:
                 raise ConfigurationError("steps: the same as messages; give one of them")
             fields["messages"] = steps
-        super().__init__(**fields)
+        super().__init__(
+            data_id=data_id,
+            rollout_id=rollout_id,
+            query=query,
+            is_terminated=is_terminated,
+            reward=reward,
+            metadata={} if metadata is None else metadata,
+            **fields,
+        )
+
+    @classmethod
+    def of_history(cls, history: AgentTrajectory) -> Trajectory:
+        """Return a history, with its values also in ``metadata``, where AgentEvolver's code reads them."""
+        values = {item.name: getattr(history, item.name) for item in fields(history)}
+        return cls(**values | {"metadata": {**history.metadata, **values_in_metadata(history)}})
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The messages."""
         return self.messages
+
+    @property
+    def success(self) -> bool:
+        """True if the outcome is above 0."""
+        return self.reward is not None and (self.reward.outcome or 0.0) > 0
 
 
 @dataclass
@@ -110,9 +162,7 @@ class EMClient:
         self._clients: dict[str, guidance.EMClient] = {}
         self._client("default")  # checks the arguments
 
-    def call_context_generator(
-        self, trajectory: AgentTrajectory, retrieve_top_k: int = 1, workspace_id: str = "default"
-    ) -> str:
+    def call_context_generator(self, trajectory: Any, retrieve_top_k: int = 1, workspace_id: str = "default") -> str:
         """Return the experiences for a trajectory's messages as one text; empty if there are none, or the call failed.
 
         Args:
@@ -120,16 +170,15 @@ class EMClient:
             retrieve_top_k: number of experiences.
             workspace_id: workspace to search.
         """
-        query = "\n".join(text_of(message) for message in trajectory.messages if message.get("role") != "system")
+        messages = from_agentevolver(trajectory).messages
+        query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
             return self._client(workspace_id).retrieve(query, retrieve_top_k).text
         except guidance.MakerError as error:
             logger.warning("guidance: retrieving experience failed: %s", error)
             return ""
 
-    def call_summarizer(
-        self, trajectories: Sequence[AgentTrajectory], workspace_id: str = "default"
-    ) -> tuple[int | str, float]:
+    def call_summarizer(self, trajectories: Sequence[Any], workspace_id: str = "default") -> tuple[int | str, float]:
         """Send trajectories to the service, which makes experiences of them.
 
         Returns:
@@ -138,7 +187,7 @@ class EMClient:
         start = time.monotonic()
         made: int | str = ""
         try:
-            made = self._client(workspace_id).summarize(trajectories)
+            made = self._client(workspace_id).summarize(list(map(from_agentevolver, trajectories)))
         except guidance.MakerError as error:
             logger.warning("guidance: summarizing %s failed: %s", counted(len(trajectories), "trajectory"), error)
         return made, time.monotonic() - start
@@ -178,6 +227,11 @@ class ExperienceManager(Pool):
             )
         replay = ExperienceReplayConfig.from_mapping(_lookup(section, "experience_replay") or {})
         super().__init__(replay.pool_rules(whole("actor_rollout_ref.rollout.n", n, 1)), **pool)
+        self.replay_start_ratio = replay.replay_start_ratio
+        self.max_trajectories_per_task = self.rules.max_trajectories_per_task
+        self.experience_lbound = self.rules.experience_lbound
+        self.experience_rbound = self.rules.experience_rbound
+        self.exp_select_mode = self.rules.exp_select_mode
         self.guidance = GuidanceConfig.from_config(self.config)
         self._allocation = guidance.GuidanceManager(self.guidance.rules(), seed=self.guidance.seed)
         self.train_rollout_expmode = self.guidance.train_rollout_expmode
@@ -215,7 +269,7 @@ class ExperienceManager(Pool):
         return exp_configs
 
     def update_experience_pool(
-        self, trajectories: Sequence[AgentTrajectory], global_steps: int | None = None
+        self, trajectories: Sequence[Any], global_steps: int | None = None
     ) -> Future[tuple[int | str, float]] | None:
         """Send trajectories to the ReMe service in the background, in every ``updated_freq``-th step.
 
@@ -240,6 +294,73 @@ class ExperienceManager(Pool):
     submit_summary_task = update_experience_pool
 
     # ---- replay ----
+
+    def update_difficulty2task_dict(self, trajectories: Sequence[Any], asked: Mapping[str, int] | None = None) -> None:
+        """Put every task into its bucket, as in :meth:`trainer_hooks.replay.ExperienceManager` of that name."""
+        super().update_difficulty2task_dict(list(map(from_agentevolver, trajectories)), asked)
+
+    def update_skip_uid_set_and_filter_trajectories(  # type: ignore[override]  # AgentEvolver's order and result
+        self,
+        trajectories: Sequence[Any],
+        n_rollout: int | None = None,
+        entropys: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        response_mask: Sequence[torch.Tensor] | torch.Tensor | None = None,
+        asked: Mapping[str, int] | None = None,
+    ) -> list[Any]:
+        """Retire solved tasks, and return those of the given rollouts that are worth keeping.
+
+        All get ``metadata["entropy"]``, those returned also ``metadata["policy_version"]`` if unknown. Log-probs may be
+        set before this call or after it, but before :meth:`save_trajectories_to_memory`.
+
+        Args:
+            trajectories: the step's rollouts, of AgentEvolver's classes or :class:`AgentTrajectory`.
+            n_rollout: number of rollouts requested of every task.
+            entropys: ``[N, R]``, nats, or ``None``.
+            response_mask: as ``entropys``; 1 where the model wrote.
+            asked: number of requested rollouts by task, instead of ``n_rollout``.
+
+        Raises:
+            InvalidTrajectoryError, ConfigurationError: as in the base class.
+        """
+        read = list(map(from_agentevolver, trajectories))
+        kept = self._filtered(read, entropys, response_mask, asked, n_rollout)
+        means: list[float | None] = [None] * len(read)
+        if entropys is not None and response_mask is not None:
+            means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
+        for number, given in enumerate(trajectories):
+            entropy = kept[number].entropy if number in kept else means[number]
+            if entropy is not None:
+                given.metadata["entropy"] = entropy
+            if isinstance(given, AgentTrajectory):
+                given.entropy = given.entropy if entropy is None else entropy
+            if number in kept and read[number].policy_version is None:
+                given.metadata["policy_version"] = kept[number].policy_version
+        return [trajectories[number] for number in kept]
+
+    def save_trajectories_to_memory(self, trajectories: Sequence[Any]) -> int:
+        """Add rollouts to the pool, as in :meth:`trainer_hooks.replay.ExperienceManager` of that name."""
+        return super().save_trajectories_to_memory(list(map(from_agentevolver, trajectories)))
+
+    @property
+    def task2trajectories(self) -> Mapping[str, tuple[Trajectory, ...]]:
+        """``{task_id: (trajectory, ...)}``, oldest first, read-only, with values in ``metadata``; reads the pool."""
+        return {task: tuple(map(Trajectory.of_history, held)) for task, held in super().task2trajectories.items()}
+
+    def sample_tasks_from_replaypool(self, *unnamed: Any, num_tasks: int = 2, **options: Any) -> list[str]:
+        """Draw tasks as in :meth:`trainer_hooks.replay.ExperienceManager`, with named arguments only.
+
+        Raises:
+            ConfigurationError: arguments without names, whose order differs between AgentEvolver's versions.
+        """
+        if unnamed:
+            raise ConfigurationError(
+                f"sample_tasks_from_replaypool{unnamed!r}: name the arguments (num_tasks=, difficulty=, strategy=);"
+                " their order differs between AgentEvolver's versions"
+            )
+        return super().sample_tasks_from_replaypool(num_tasks, **options)
+
+    def _replayed(self, records: Sequence[tuple[PoolEntry, AgentTrajectory]]) -> list[AgentTrajectory]:
+        return [Trajectory.of_history(history) for history in super()._replayed(records)]
 
     def get_offpolicy_batch(
         self, tasks: Sequence[Any], num_trajectories_per_task: int = 1, use_saved_entropy: bool = False
@@ -274,11 +395,32 @@ class ExperienceMixCollateFn(Mixer[Task], Generic[Task]):
     """
 
     def __init__(
-        self, exp_manager: Pool, train_task_manager: Any, *, n_rollout: int | None = None, **mixing: Any
+        self,
+        exp_manager: Pool,
+        train_task_manager: Any,
+        exp_ratio: float | Callable[[float], float] = 0.5,
+        replay_start_ratio: float = 0.0,
+        offpolicy_trajectories_per_task: int | None = None,
+        n_rollout: int | None = None,
+        **mixing: Any,
     ) -> None:
         if n_rollout not in (None, exp_manager.rules.n_rollout):
             raise ConfigurationError(f"n_rollout: {n_rollout}, the pool's is {exp_manager.rules.n_rollout}")
-        super().__init__(exp_manager, train_task_manager.get_task_by_id, **mixing)
+        self.exp_manager, self.train_task_manager = exp_manager, train_task_manager
+        self.exp_ratio, self.replay_start_ratio = exp_ratio, replay_start_ratio
+        super().__init__(
+            exp_manager,
+            self._get_task_by_id,
+            exp_ratio=exp_ratio,
+            replay_start_ratio=replay_start_ratio,
+            offpolicy_trajectories_per_task=offpolicy_trajectories_per_task,
+            **mixing,
+        )
+        self.offpolicy_trajectories_per_task, self.n_rollout = self._histories, self._n_rollout
+
+    def _get_task_by_id(self, task_id: str) -> Task | None:
+        task: Task | None = self.train_task_manager.get_task_by_id(task_id)
+        return task
 
 
 class ExperienceWorker(guidance.ExperienceWorker):
@@ -340,11 +482,11 @@ class ReplayEnvManager:
 
     def convert_offpolicy_to_cmt(
         self,
-        offpolicy_trajectories: Sequence[AgentTrajectory],
+        offpolicy_trajectories: Sequence[Any],
         config: Any = None,
         tokenizer: Any = None,
         task_id_to_data_id: Mapping[str, int] | None = None,
-    ) -> list[AgentTrajectory]:
+    ) -> list[Trajectory]:
         """Return histories marked as replayed, each with the ``data_id`` of its task's fresh rollouts.
 
         Args:
@@ -358,7 +500,7 @@ class ReplayEnvManager:
         """
         positions = task_id_to_data_id or {}
         converted = []
-        for history in offpolicy_trajectories:
+        for history in map(from_agentevolver, offpolicy_trajectories):
             if history.task_id not in positions:
                 raise InvalidTrajectoryError(
                     f"task_id_to_data_id: has no task {history.task_id!r}; a history must be in a group with its"
@@ -367,39 +509,62 @@ class ReplayEnvManager:
             if history.input_ids is None:
                 history = MessageTokenizer.of(self.tokenizer if tokenizer is None else tokenizer).rows_of(history)
             metadata = {**history.metadata, REPLAY_MARK: True}
-            converted.append(replace(history, data_id=str(positions[history.task_id]), metadata=metadata))
+            history = replace(history, data_id=str(positions[history.task_id]), metadata=metadata)
+            converted.append(Trajectory.of_history(history))
         return converted
 
-    def to_dataproto(self, trajectories: Sequence[AgentTrajectory]) -> DataProto:
+    def to_dataproto(self, cmt_array: Sequence[Any]) -> DataProto:
         """Return trajectories as a ``DataProto`` with the keys of :mod:`trainer_hooks.batch`.
 
         Args:
-            trajectories: fresh rollouts and converted histories, with tokens; ``data_id`` is the number of the group.
+            cmt_array: fresh rollouts and converted histories, with tokens; ``data_id`` is the number of the group.
 
         Raises:
             InvalidTrajectoryError: a trajectory lacks tokens, or its ``data_id`` is not a number.
             MissingDependencyError: verl is not installed.
         """
+        return self.samples_to_dataproto(self.trajectories_to_samples(cmt_array))
+
+    def get_extra(self, cmt: Any) -> dict[str, Any]:
+        """Return a rollout's values for ``extras`` of its rows; ``task_train_expmode`` is ``discard`` or ``keep``."""
+        guided = guidance.Guidance.of(cmt)
+        mode = cmt.metadata.get("task_train_exp_mode") if guided is None else guided.train_mode
+        return {
+            "add_exp": bool(cmt.metadata.get("add_exp")) if guided is None else True,
+            "task_train_expmode": "discard" if mode == "discard" else "keep",
+            "experience_list": cmt.metadata.get("experience_list", []),
+            "is_experience_replay": bool(cmt.metadata.get(REPLAY_MARK)),
+            "old_log_probs": cmt.metadata.get("old_log_probs"),
+        }
+
+    def trajectories_to_samples(self, cmt_array: Sequence[Any]) -> list[BatchRow]:
+        """Return the rows of trajectories; see :meth:`to_dataproto`."""
         rows = []
-        for position, trajectory in enumerate(trajectories):
+        for position, given in enumerate(cmt_array):
+            trajectory = from_agentevolver(given)
             if not trajectory.data_id.isdecimal():
                 raise InvalidTrajectoryError(
                     f"trajectories[{position}]: data_id {trajectory.data_id!r}, must be the position of its task"
                 )
-            guided, parts = guidance.Guidance.of(trajectory), rows_of(trajectory)
+            extras, parts = self.get_extra(given), rows_of(trajectory)
             rows += [
                 BatchRow(
                     trajectory=part,
                     group_id=int(trajectory.data_id),
-                    is_experience_replay=bool(trajectory.metadata.get(REPLAY_MARK)),
-                    add_exp=guided is not None,
-                    train_mode="keep" if guided is None else guided.train_mode,
+                    is_experience_replay=bool(extras.get("is_experience_replay")),
+                    add_exp=bool(extras.get("add_exp")),
+                    train_mode=extras.get("task_train_expmode") or "keep",
                     rollout=None if len(parts) == 1 else (position, number, len(parts)),
+                    extras=extras,
                 )
                 for number, part in enumerate(parts)
             ]
+        return rows
+
+    def samples_to_dataproto(self, samples: Sequence[BatchRow]) -> DataProto:
+        """Return rows as a ``DataProto``; see :meth:`to_dataproto`."""
         pad = self.tokenizer.pad_token_id
-        return dataproto.to_dataproto(build_batch(rows, self.tokenizer.eos_token_id if pad is None else pad))
+        return dataproto.to_dataproto(build_batch(samples, self.tokenizer.eos_token_id if pad is None else pad))
 
 
 class ReplayTrainer:
@@ -448,15 +613,17 @@ class ReplayTrainer:
         """Return the batch with ``old_log_probs``: the recorded ones on replayed tokens, the current ones elsewhere.
 
         Args:
-            batch: with ``exp_mask``, ``recorded_old_log_probs`` and ``recorded_mask``; changed.
+            batch: with ``exp_mask`` and ``recorded_old_log_probs``; changed. Without ``recorded_mask``, recorded values
+                of 0 are AgentEvolver's filling.
             current_old_log_prob: with ``old_log_probs`` [B, R] under the current policy.
             entropys: not needed; accepted because AgentEvolver's code gives it.
         """
         columns = batch.batch
+        recorded = columns["recorded_old_log_probs"]
         columns["old_log_probs"] = masks.replace_recorded_old_log_probs(
             current_old_log_prob.batch["old_log_probs"],
-            columns["recorded_old_log_probs"],
-            columns["recorded_mask"],
+            recorded,
+            columns.get("recorded_mask", recorded != 0),
             columns["exp_mask"],
         )
         return batch

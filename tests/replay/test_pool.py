@@ -61,6 +61,26 @@ def test_rows_must_match_trajectories() -> None:
     assert not manager.difficulty2task_dict
 
 
+@pytest.mark.parametrize("calls", ["place filter score save", "filter score save place", "filter place score save"])
+@pytest.mark.parametrize("with_entropys", [False, True])
+def test_log_probs_may_come_after_the_filter(calls: str, with_entropys: bool) -> None:
+    manager, batch = pool(), rollouts("a", [1, 1, 0, 1], old_log_probs=None, entropy=None)
+    entropys = torch.ones(4, 4) if with_entropys else None
+    kept: list[AgentTrajectory] = []
+    for call in calls.split():
+        if call == "place":
+            manager.update_difficulty2task_dict(batch)
+        elif call == "filter":
+            kept = manager.update_skip_uid_set_and_filter_trajectories(batch, entropys, entropys)
+        elif call == "score":
+            for made in kept[1:]:
+                made.old_log_probs = -torch.ones(4)
+        else:
+            assert manager.save_trajectories_to_memory(kept) == 2
+    assert numbers(manager.get_offpolicy_batch(manager.get_valid_replay_task_ids(), 9)) == [1, 3]
+    assert sum(manager.refused.values()) == 1, "the one that nobody scored, when it is saved"
+
+
 def test_a_positive_rollout_without_entropy_is_refused_and_not_called_certain() -> None:
     manager = pool()
     kept = manager.update_skip_uid_set_and_filter_trajectories(

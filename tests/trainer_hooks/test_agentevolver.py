@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +24,10 @@ from trainer_hooks.agentevolver import (
     Trajectory,
     TrajExpConfig,
     compute_response_mask,
+    from_agentevolver,
 )
+from trainer_hooks.replay.agentevolver import ForeignObject
+from trainer_hooks.replay.persistence import read_pool, to_plain
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 pytest.importorskip("verl", exc_type=ImportError)
@@ -211,3 +217,84 @@ def test_steps_are_the_messages() -> None:
     assert rollout.steps is rollout.messages
     with pytest.raises(ConfigurationError, match="steps: the same as messages"):
         Trajectory(steps=[], messages=[])
+
+
+def test_reward_and_success_have_agentevolvers_names() -> None:
+    assert Trajectory("0", "1", [], "go", True, Reward(outcome=0.5, madness=-1.0), {"k": 1}).success
+    assert not Trajectory().success
+    reward = Reward(outcome=0.0, madness=-1.0)
+    assert (reward.madness, reward.success, reward.metadata) == (-1.0, False, {"madness": -1.0})
+    assert Reward().madness == 0.0
+
+
+class Alive:
+    """Stands in for AgentEvolver's classes: keeps a pickled state as attributes, as its own objects do."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state.get("__dict__", state))
+
+
+class Living(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        plain = module in ("builtins", "collections")
+        return super().find_class(module, name) if plain else type(name, (Alive, dict), {})
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["experience_pool_cmt/linear/step_40", "experience_pool_cmt/linear_think/step_40", "experience_pool/step_120"],
+)
+def test_rollouts_of_agentevolvers_classes_enter_as_its_pools_do(folder: str, shared_fixtures: Path) -> None:
+    """Its objects give the same rows alive and pickled, and enter a pool if they have tokens."""
+    with (shared_fixtures / folder / "task2trajectories.pkl").open("rb") as file:
+        alive = Living(file).load()
+    for task, held in read_pool(shared_fixtures / folder).task2trajectories.items():
+        assert [to_plain(from_agentevolver(one, task)) for one in alive[task]] == list(map(to_plain, held))
+        if held[0].input_ids is None:
+            continue
+        manager = ExperienceManager(config())
+        [first, *others] = alive[task]
+        first.reward.outcome = 0.0
+        fresh = [first, *others]
+        manager.update_difficulty2task_dict(fresh)
+        kept = manager.update_skip_uid_set_and_filter_trajectories(fresh, len(fresh))
+        assert [id(one) for one in kept] == [id(one) for one in others]
+        assert manager.save_trajectories_to_memory(kept) == len(others)
+        for position, one in enumerate(fresh):
+            one.data_id = str(position % 2)
+        batch = Environments().to_dataproto(fresh)
+        groups = dict(zip(batch.batch["rollouts"].tolist(), batch.batch["group_ids"].tolist(), strict=True))
+        assert groups == {position: position % 2 for position in range(len(fresh))}
+
+
+def test_what_is_no_rollout_is_named() -> None:
+    for value in (7, {"steps": []}, SimpleNamespace(name="x"), SimpleNamespace(steps=[], reward=1.0)):
+        with pytest.raises(InvalidTrajectoryError, match=f"rollout: a {type(value).__name__}, cannot be read"):
+            ExperienceManager(config()).update_difficulty2task_dict([value])
+    named = from_agentevolver(SimpleNamespace(steps=[], metadata={"task_id": 0, "rollout_id": "r", "query": "q"}))
+    assert (named.task_id, named.rollout_id, named.query) == ("0", "r", "q")
+    penalty = SimpleNamespace(outcome=1.0, madness=-1.0, metadata=None)
+    assert from_agentevolver(SimpleNamespace(steps=[], reward=penalty)).reward == Reward(outcome=1.0, madness=-1.0)
+
+
+def test_experience_that_training_leaves_out_is_not_in_the_rows() -> None:
+    """AgentEvolver removes it when it makes rows; a pickle, which has no code for that, is refused."""
+    row = SimpleNamespace(input_ids=[1, 2, 3], loss_mask=[0, 0, 1], prompt_ids=[1, 2])
+    metadata = {"experience_list": ["go kitchen"], "add_exp": True, "task_train_exp_mode": "discard"}
+    made = SimpleNamespace(full_context=[], metadata=metadata, data_id="0", group_tokenize=lambda: [row])
+    batch = Environments().to_dataproto([made])
+    assert batch.batch["input_ids"].tolist() == [[1, 2, 3]]
+    assert batch.batch["exp_mask"].tolist() == [[1, 1, 1]]
+    foreign = ForeignObject()
+    foreign.fields = {"full_context": [], "metadata": metadata}
+    with pytest.raises(InvalidTrajectoryError, match="experience that AgentEvolver trains without"):
+        from_agentevolver(foreign)
+
+
+def test_arguments_whose_order_differs_must_be_named() -> None:
+    manager = ExperienceManager(config())
+    with pytest.raises(ConfigurationError, match=r"sample_tasks_from_replaypool\(3, 2\): name the arguments"):
+        manager.sample_tasks_from_replaypool(3, 2)
+    assert manager.sample_tasks_from_replaypool(difficulty=3, num_tasks=2, strategy="random") == []

@@ -1,4 +1,4 @@
-"""Converts AgentEvolver's pickled rollouts to trajectories, without running code named in a pickle.
+"""Converts AgentEvolver's rollouts, pickled or alive, to trajectories; no code named in a pickle is run.
 
 Two kinds of object are recognised by their fields, whatever their class:
 
@@ -24,8 +24,9 @@ import torch
 
 from trainer_hooks.replay.conversation import TokenRow, with_rows
 from trainer_hooks.replay.entry import llm_mask
-from trainer_hooks.replay.rows import ROWS, over_rows
-from trajstore.trajectory import AgentTrajectory, Reward
+from trainer_hooks.replay.rows import ROWS, over_rows, rows_of
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import RESPONSE_COLUMNS, AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -62,38 +63,65 @@ class ForeignObject:
         self.fields = inner if isinstance(inner, dict) else state
 
 
-def from_agent_evolver(foreign: ForeignObject, task: str) -> AgentTrajectory:
-    """Return AgentEvolver's rollout as a trajectory, with the rows that AgentEvolver itself would make.
+def from_agentevolver(rollout: Any, task: str = "") -> AgentTrajectory:
+    """Return a rollout of AgentEvolver as a trajectory, with the rows that AgentEvolver itself would make.
 
     Log-probabilities, mask, entropy and policy version move from its metadata to the fields of the same names. The
-    log-probs of a rollout with several rows are concatenated over the rows; each row gets its own part.
+    log-probs of a rollout with several rows are concatenated over the rows; each row gets its own part. Padding of
+    their batch, which the recorded ``response_mask`` shows, is cut off.
+
+    Args:
+        rollout: of AgentEvolver (``Linear_CMT``, its subclasses, ``Trajectory``) or an :class:`AgentTrajectory`; not
+            changed.
+        task: its task, if it names none.
 
     Raises:
-        TypeError: the object is of neither kind (also ValueError, KeyError, AttributeError).
+        InvalidTrajectoryError: it is neither, or has fields of a wrong kind.
     """
-    context = foreign.fields.get("full_context")
-    if context is None:
-        steps = foreign.fields.get("steps") or []  # replay trains on assistant messages: these get the author ``llm``
-        return _trajectory(foreign, task, [_message(message) for message in steps])
-    made = _trajectory(foreign, task, [_said(message) for message in context])
-    rows = _rows(foreign.fields)
-    return with_rows(dataclasses.replace(made, response_mask=None), rows) if rows else made
+    try:
+        if isinstance(rollout, AgentTrajectory):
+            stated = rollout.task_id or _stated(rollout.metadata.get("task_id")) or task
+            named = rollout if stated == rollout.task_id else dataclasses.replace(rollout, task_id=stated)
+            return with_fields_of_metadata(named)
+        fields = _fields_of(rollout)
+        if not {"full_context", "steps", "metadata"} & set(fields):
+            raise TypeError("it has neither full_context, steps nor metadata")
+        context = fields.get("full_context")
+        if context is None:
+            steps = fields.get("steps") or []  # replay trains on assistant messages: these get the author ``llm``
+            return _trajectory(fields, task, [_message(message) for message in steps])
+        made = _trajectory(fields, task, [_said(message) for message in context])
+        rows = _rows_without_experience(rollout) if made.metadata.get("experience_list") else _rows(fields)
+        if len(rows) == 1:
+            made = _without_padding(made, len(rows[0].input_ids) - rows[0].response_start)
+        return with_rows(dataclasses.replace(made, response_mask=None), rows) if rows else made
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        kind = type(rollout).__name__
+        raise InvalidTrajectoryError(f"rollout: a {kind}, cannot be read as a trajectory: {error!r}") from error
 
 
-def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]]) -> AgentTrajectory:
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of an object, pickled or of AgentEvolver's own class."""
+    fields: dict[str, Any] = value.fields if isinstance(value, ForeignObject) else vars(value)
+    return fields
+
+
+def _stated(name: Any) -> str:
+    return "" if name is None else str(name)
+
+
+def _trajectory(fields: Mapping[str, Any], task: str, messages: list[dict[str, Any]]) -> AgentTrajectory:
     """Return the fields that both kinds share, with the token columns unchanged."""
-    fields = foreign.fields
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
     values = _taken_from(metadata, (*_COLUMNS, *_SCALARS))
-    stated_task = metadata.pop("task_id", fields.get("task_id"))
     return AgentTrajectory(
         messages=messages,
-        reward=_reward(reward.fields) if isinstance(reward, ForeignObject) else None,
-        task_id=str(stated_task) if stated_task else task,
-        data_id=str(fields.get("data_id", "")),
-        rollout_id=str(fields.get("rollout_id", "")),
-        query=str(fields.get("query", "")),
+        reward=None if reward is None else _reward(_fields_of(reward)),
+        task_id=_stated(metadata.pop("task_id", None)) or _stated(fields.get("task_id")) or task,
+        data_id=_stated(fields.get("data_id")),
+        rollout_id=_stated(fields.get("rollout_id")) or _stated(metadata.get("rollout_id")),
+        query=_stated(fields.get("query")) or _stated(metadata.get("query")),
         is_terminated=fields.get("is_terminated"),
         metadata=metadata,
         **values,
@@ -103,7 +131,8 @@ def _trajectory(foreign: ForeignObject, task: str, messages: list[dict[str, Any]
 def with_fields_of_metadata(trajectory: AgentTrajectory) -> AgentTrajectory:
     """Return a trajectory with the values that AgentEvolver keeps in ``metadata`` in the fields of the same names.
 
-    A field that has a value keeps it. Log-probs and entropies may be of the model's tokens only (``over_rows``).
+    A field that has a value keeps it. Log-probs and entropies may be of the model's tokens only (``over_rows``), or
+    have the padding of their batch, which the recorded ``response_mask`` shows.
     Values of a wrong kind stay in ``metadata``; the trajectory is refused for what it lacks.
     """
     absent = [name for name in (*_COLUMNS, *_SCALARS) if getattr(trajectory, name) is None]
@@ -114,14 +143,42 @@ def with_fields_of_metadata(trajectory: AgentTrajectory) -> AgentTrajectory:
         made = dataclasses.replace(trajectory, **_taken_from(metadata, absent), metadata=metadata)
     except (TypeError, ValueError, RuntimeError):  # as raised by torch and by Python's conversions
         return trajectory
-    mask = llm_mask(made)
-    if mask is None or ROWS in metadata:
+    if ROWS in metadata:
         return made
+    if made.loss_mask is not None and made.response_start is not None:
+        made = _without_padding(made, len(made.loss_mask) - made.response_start)
+    mask = llm_mask(made)
     for name in absent:
         column = getattr(made, name)
-        if name in ("old_log_probs", "rollout_log_probs", "entropys") and column is not None:
+        if mask is not None and name in ("old_log_probs", "rollout_log_probs", "entropys") and column is not None:
             setattr(made, name, (over_rows(column, [mask.long()]) or [column])[0])
     return made
+
+
+def values_in_metadata(trajectory: AgentTrajectory) -> dict[str, Any]:
+    """Return a history's values under AgentEvolver's keys of ``metadata``; inverse of :func:`with_fields_of_metadata`.
+
+    Log-probs and mask have a value for each token of the response; with several rows they are concatenated.
+    """
+    rows = rows_of(trajectory)
+    values: dict[str, Any] = {name: getattr(trajectory, name) for name in (*_SCALARS, "task_id", "rollout_id", "query")}
+    for name, columns in (
+        ("old_log_probs", [row.old_log_probs for row in rows]),
+        ("response_mask", [None if (mask := llm_mask(row)) is None else mask.long() for row in rows]),
+    ):
+        known = [column for column in columns if column is not None]
+        values[name] = torch.cat(known).tolist() if len(known) == len(columns) else None
+    return {name: value for name, value in values.items() if value not in (None, "")}
+
+
+def _without_padding(trajectory: AgentTrajectory, length: int) -> AgentTrajectory:
+    """Return a trajectory whose columns of a padded batch are cut to the response's ``length``."""
+    mask = trajectory.response_mask
+    if mask is None or mask.dim() != 1 or len(mask) <= length or bool(mask[length:].any()):
+        return trajectory
+    padded = [name for name in RESPONSE_COLUMNS if getattr(trajectory, name) is not None]
+    cut = {name: column[:length] for name in padded if len(column := getattr(trajectory, name)) == len(mask)}
+    return dataclasses.replace(trajectory, **cut)
 
 
 def _taken_from(metadata: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -134,13 +191,20 @@ def _taken_from(metadata: dict[str, Any], names: Sequence[str]) -> dict[str, Any
     return values
 
 
+def _rows_without_experience(rollout: Any) -> list[TokenRow]:
+    """Return the rows of a rollout that saw experience, which AgentEvolver removes from its prompt before training."""
+    if isinstance(rollout, ForeignObject):
+        raise ValueError("its prompt has experience that AgentEvolver trains without; only its own code removes it")
+    return [TokenRow(row.input_ids, row.loss_mask, len(row.prompt_ids)) for row in rollout.group_tokenize()]
+
+
 def _rows(fields: Mapping[str, Any]) -> list[TokenRow]:
     """Return the rows of a conversation; empty without recorded ids."""
     groups = fields.get("grouped_steps") or [fields["full_context"]]
     prompt = [int(token) for token in fields.get("blackout_token_combo") or []]
     rows = []
     for group in groups:
-        messages = [message.fields for message in group]
+        messages = [_fields_of(message) for message in group]
         authors = [message.get("author") for message in messages]
         if _LLM not in authors:
             continue
@@ -171,7 +235,7 @@ def _written(tokens: Sequence[int], prompt: Sequence[int], end: int | None) -> l
 
 def _said(message: Any) -> dict[str, Any]:
     """Return a message of a conversation as a dict: role, content and author."""
-    fields = message.fields
+    fields = _fields_of(message)
     return {name: str(fields.get(name, "")) for name in ("role", "content", "author")}
 
 
@@ -181,6 +245,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reward(values: Mapping[str, Any]) -> Reward:
-    return Reward(
-        **{name: values[name] for name in ("outcome", "success_rate", "description", "metadata") if name in values}
-    )
+    named = {name: values[name] for name in ("outcome", "success_rate", "description", "metadata") if name in values}
+    if values.get("madness"):
+        named["metadata"] = {**(named.get("metadata") or {}), "madness": values["madness"]}
+    return Reward(**named)

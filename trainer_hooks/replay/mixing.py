@@ -240,7 +240,9 @@ class ExperienceMixCollateFn(Generic[Task]):
             drawn.update(near)
             strategy = "by_task"
         while len(tasks) < target:
-            ids = self._manager.sample_tasks_from_replaypool(target - len(tasks), strategy=strategy, exclude=drawn)
+            ids = self._manager.sample_tasks_from_replaypool(
+                num_tasks=target - len(tasks), strategy=strategy, exclude=drawn
+            )
             if not ids:
                 break
             drawn.update(ids)

@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 _REASONS = {
     Refusal.NO_LLM_TOKEN: "none of its tokens is the model's",
     Refusal.NO_RESPONSE_MASK: "neither loss_mask with response_start nor response_mask marks the model's tokens",
-    Refusal.LOG_PROBS_MISMATCH: "old_log_probs are absent, not finite, or not one for each token of the response",
+    Refusal.LOG_PROBS_MISMATCH: "old_log_probs are absent, not finite, or not one for each token of the response;"
+    " set them before the rollouts are saved",
     Refusal.NO_TOKENS: f"it has no token ids; {NEEDS_TOKENIZER}",
     Refusal.LOG_PROBS_ABOVE_ZERO: "a recorded log-prob is above 0",
     Refusal.NO_OUTCOME: "its reward has no outcome",

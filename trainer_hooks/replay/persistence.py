@@ -26,7 +26,7 @@ from typing import Any
 import orjson
 import torch
 
-from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agent_evolver
+from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agentevolver
 from trainer_hooks.replay.outcomes import outcome_of
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.schema import dtypes
@@ -166,7 +166,7 @@ def _trajectory(one: Any, task: str) -> AgentTrajectory:
         ValueError: it is not a trajectory of that task (also AttributeError, KeyError, OverflowError, RuntimeError,
             TypeError).
     """
-    trajectory = from_agent_evolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
+    trajectory = from_agentevolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
     for name, kind in (("rollout_id", str), ("metadata", dict), ("messages", list), ("reward", Reward | None)):
         if not isinstance(getattr(trajectory, name), kind):
             raise TypeError(f"field {name}: {shown(getattr(trajectory, name))}")

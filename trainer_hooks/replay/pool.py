@@ -35,7 +35,7 @@ from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trainer_hooks.replay.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
-from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes
+from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_replayed
 from trainer_hooks.replay.prompts import Prompt, RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
@@ -158,10 +158,11 @@ class ExperienceManager:
     ) -> list[AgentTrajectory]:
         """Retire the tasks that this step solved, and return the rollouts worth keeping.
 
-        A task is solved on full evidence only (``TaskOutcome.solved``).
+        A task is solved on full evidence only (``TaskOutcome.solved``). If no rollout has log-probs yet, set them on
+        those returned: :meth:`save_trajectories_to_memory` then checks what this call otherwise does.
 
         Args:
-            trajectories: the step's rollouts, with reward and ``old_log_probs``; replayed ones are left out.
+            trajectories: the step's rollouts, with reward; replayed ones are left out.
             entropys: ``[N, R]``, or N tensors ``[R]``, nats; row i belongs to ``trajectories[i]``. ``None``: computed
                 from the trajectories (``entry.own_entropy``).
             response_mask: as ``entropys``; 1 where the model wrote. ``None`` with these.
@@ -177,12 +178,23 @@ class ExperienceManager:
             InvalidTrajectoryError: a trajectory has no ``task_id``, or rows and trajectories differ in number.
             ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
+        trajectories = list(map(with_fields_of_metadata, trajectories))
+        return list(self._filtered(trajectories, entropys, response_mask, asked, n_rollout).values())
+
+    def _filtered(
+        self,
+        trajectories: Sequence[AgentTrajectory],
+        entropys: Sequence[torch.Tensor] | torch.Tensor | None,
+        response_mask: Sequence[torch.Tensor] | torch.Tensor | None,
+        asked: Mapping[str, int] | None,
+        n_rollout: int | None,
+    ) -> dict[int, AgentTrajectory]:
+        """Return the rollouts worth keeping by position; retire solved tasks."""
         if n_rollout is not None:
             whole("n_rollout", n_rollout, 1)
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
             asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
-        trajectories = list(map(with_fields_of_metadata, trajectories))
         means: list[float | None] | None = None
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
@@ -191,7 +203,9 @@ class ExperienceManager:
                     f" {len(response_mask)}: row i must belong to trajectory i"
                 )
             means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
-        return self._keep(trajectories, means, count_outcomes(trajectories, self.rules.success_threshold, asked))
+        outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
+        unscored = all(one.old_log_probs is None for one in trajectories if not is_replayed(one))
+        return self._keep(trajectories, means, outcomes, unscored=unscored)
 
     def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
         """Update buckets and skip set from rollouts that will not be replayed.
@@ -246,7 +260,7 @@ class ExperienceManager:
             worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._state.fingerprint
         )  # before all changes
         self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
-        kept = self._keep(rollouts, None, outcomes, left_out)
+        kept = list(self._keep(rollouts, None, outcomes, left_out).values())
         offered = len(kept) + self.refused.total() - before
         self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
@@ -762,8 +776,10 @@ class ExperienceManager:
         entropies: Sequence[float | None] | None,
         outcomes: Mapping[str, TaskOutcome],
         left_out: MutableMapping[LeftOut, int] | None = None,
-    ) -> list[AgentTrajectory]:
-        """Return the rollouts worth keeping, with entropy and version; retire solved tasks."""
+        *,
+        unscored: bool = False,
+    ) -> dict[int, AgentTrajectory]:
+        """Return the rollouts worth keeping by position, with entropy and version; retire solved tasks."""
         kept, refused, others = rollouts_to_keep(
             trajectories,
             entropies,
@@ -771,6 +787,7 @@ class ExperienceManager:
             rules=self.rules,
             global_steps=self.global_steps,
             generator=self._generator,
+            unscored=unscored,
         )
         self._refuse(refused, trajectories)
         if left_out is not None:

@@ -10,7 +10,15 @@ from typing import Literal
 
 import numpy as np
 
-from trainer_hooks.replay.entry import EARLIER_RUN, PoolEntry, Refusal, new_entry, own_entropy, refusal_of
+from trainer_hooks.replay.entry import (
+    EARLIER_RUN,
+    PoolEntry,
+    Refusal,
+    is_demonstration,
+    new_entry,
+    own_entropy,
+    refusal_of,
+)
 from trainer_hooks.replay.outcomes import TaskOutcome, is_replayed, is_success, outcome_of
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
@@ -92,7 +100,8 @@ def rollouts_to_keep(
     rules: PoolRules,
     global_steps: int,
     generator: np.random.Generator,
-) -> tuple[list[AgentTrajectory], Counter[str], Counter[LeftOut]]:
+    unscored: bool = False,
+) -> tuple[dict[int, AgentTrajectory], Counter[str], Counter[LeftOut]]:
     """Return the kept rollouts of one step, task by task, and the numbers refused and left out, by reason.
 
     Args:
@@ -102,14 +111,16 @@ def rollouts_to_keep(
         rules: the pool's rules.
         global_steps: policy version of rollouts that have none, unless they are of an earlier run.
         generator: see :func:`choose_to_save`.
+        unscored: log-probs come later, so those worth keeping are refused only if malformed.
 
     Returns:
-        Copies with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``; refusals: of
-        rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
+        Copies by position with ``entropy`` and ``policy_version`` set, which share tensors with ``trajectories``;
+        refusals: of rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
     refused: Counter[str] = Counter()
     left_out: Counter[LeftOut] = Counter()
+    places: dict[int, int] = {}
     for number, trajectory in enumerate(trajectories):
         task = trajectory.task_id
         if is_replayed(trajectory):
@@ -131,9 +142,10 @@ def rollouts_to_keep(
         malformed, entropy = bool(field_problem(trajectory)), None
         if not malformed:
             entropy = own_entropy(trajectory) if entropies is None else entropies[number]
-        refusal = Refusal.MALFORMED if malformed else refusal_of(trajectory, entropy)
-        # A demonstration is no rollout of a step; it enters by `seed`.
-        refusal = refusal or (Refusal.NO_ENTROPY if entropy is None else None)
+        refusal = Refusal.MALFORMED if malformed else None
+        if not malformed and (not unscored or is_demonstration(trajectory)):
+            # A demonstration is no rollout of a step; it enters by `seed`.
+            refusal = refusal_of(trajectory, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
         if refusal is not None:
             refused[refusal.value] += 1
             continue
@@ -141,7 +153,9 @@ def rollouts_to_keep(
         if version is None and EARLIER_RUN not in trajectory.metadata:
             version = global_steps
         held.append(replace(trajectory, entropy=entropy, policy_version=version))
-    kept = [rollout for rollouts in candidates.values() for rollout in choose_to_save(rollouts, rules, generator)]
+        places[id(held[-1])] = number
+    chosen = [rollout for rollouts in candidates.values() for rollout in choose_to_save(rollouts, rules, generator)]
+    kept = {places[id(rollout)]: rollout for rollout in chosen}
     left_out["not_best"] = sum(map(len, candidates.values())) - len(kept)
     return kept, refused, left_out
 

@@ -141,7 +141,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
 
 
 def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
-    """Return the parts without earlier states of one pool: of the readable ``step_N`` of a folder, the newest counts."""
+    """Return the parts without earlier states of a pool: of the readable ``step_N``, only the newest counts."""
     pairs = [pair for pair in zip(place.parts, parts, strict=True) if pair[1]["kind"] == "experience_pool"]
     saved = [part for at, part in pairs if at.name.rstrip("0123456789") == "step_"]
     return [part for part in parts if not any(part is earlier for earlier in saved[:-1])]
