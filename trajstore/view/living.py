@@ -29,11 +29,11 @@ from trajstore.errors import (
 )
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 from trajstore.view.answers import columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
-from trajstore.view.rollout import answer_of
+from trajstore.view.rollout import answer_of, pictures_of
 from trajstore.view.shown import Shown
 from trajstore.view.training import Training, curves, rows_of, steps_of
 
@@ -97,6 +97,8 @@ class Living:
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
+        self._kept: tuple[str, str, AnyTrajectory] | None = None
+        """Id, state and contents of the block with invalid rows whose frames were read last; of the second thread."""
         self._training = Training()
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), self._damage())
@@ -357,9 +359,33 @@ class Living:
                 f"frames: block {shown} has {counted(length, 'step')} and {counted(batch, 'environment')}; at most "
                 f"{_FRAMES} frames per request"
             )
+        if self._samples_of(int(number[0])) < length * batch:
+            # Reads count valid rows only, and the page shows the others too.
+            block = self._whole(shown)
+            column = pictures_of(block).get(name) if isinstance(block, Trajectory) else None
+            if column is None:
+                raise SchemaMismatchError(f"block {shown} has no column {name!r}")
+            return b"".join(column[step, environment].numpy().tobytes() for step in steps)
         samples = np.array(steps, np.int64) * batch + environment
         columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
         return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
+
+    def _whole(self, shown: str) -> AnyTrajectory:
+        """Return a trajectory; the last one is kept, because the page asks for its frames in several requests."""
+        if self._kept is None or self._kept[:2] != (shown, self.state.name):
+            self._kept = shown, self.state.name, self._shown.get(shown)
+        return self._kept[2]
+
+    def _samples_of(self, number: int, run: int = 0) -> int:
+        """Return the number of valid rows of a trajectory.
+
+        Raises:
+            TrajectoryUnavailableError: it was evicted.
+        """
+        samples = self._runs[run].query().table().filter(polars().col("trajectory_id") == number)["samples"]
+        if not len(samples):
+            raise self._none_of(shown_id(number))
+        return int(samples[0])
 
     def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
         """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
@@ -395,13 +421,13 @@ class Living:
         """Return the sum of a trajectory's values, and their number."""
         if name == "log_prob":
             return _log_probs_of(self._runs[run].get(shown_id(number)))
-        ids = np.array([number], np.int64)
-        (length,), (batch,) = self._runs[run].extents(ids)
+        count = self._samples_of(number, run)
+        drawn = Drawn(np.full(count, number, np.int64), np.arange(count))
         try:
-            columns = self._runs[run].read(Drawn(ids.repeat(length * batch), np.arange(length * batch)), ["rewards"])
+            columns = self._runs[run].read(drawn, ["rewards"])
         except SchemaMismatchError:  # a block without rewards
             return 0.0, 0
-        return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), int(length * batch)
+        return sum(float(tensor.double().sum()) for _, tensor in walk(columns)), count
 
     def facts(self, shown: str) -> Answer:
         """Return the facts of a trajectory.
