@@ -293,6 +293,21 @@ class ExperienceManager(Pool):
 
     submit_summary_task = update_experience_pool
 
+    def collect_summary_result(self, summary_task: Future[tuple[int | str, float]] | None) -> float | None:
+        """Wait for a summary; return its seconds, ``None`` without one."""
+        return None if summary_task is None else summary_task.result()[1]
+
+    def summarize_in_batch(self, trajectories: Sequence[Any]) -> None:
+        """Send all rollouts to the ReMe service, ``summary_batch_size`` of one task in a call, and wait."""
+        if self.em_client is None:
+            raise ConfigurationError("experience_maker.base_url: not given, but summarize_in_batch needs a service")
+        by_task: dict[str, list[AgentTrajectory]] = {}
+        for rollout in map(from_agentevolver, trajectories):
+            by_task.setdefault(rollout.task_id, []).append(rollout)
+        size, name = self.guidance.summary_batch_size, self.guidance.workspace_id
+        calls = [rollouts[at : at + size] for rollouts in by_task.values() for at in range(0, len(rollouts), size)]
+        list(self.thread_pool.map(self.em_client.call_summarizer, calls, [name] * len(calls)))
+
     # ---- replay ----
 
     def update_difficulty2task_dict(self, trajectories: Sequence[Any], asked: Mapping[str, int] | None = None) -> None:

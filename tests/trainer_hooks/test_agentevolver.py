@@ -29,6 +29,7 @@ from trainer_hooks.agentevolver import (
 from trainer_hooks.replay.agentevolver import ForeignObject
 from trainer_hooks.replay.persistence import read_pool, to_plain
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.trajectory import Reward as PlainReward
 
 pytest.importorskip("verl", exc_type=ImportError)
 
@@ -207,9 +208,21 @@ def test_summaries_run_in_the_background_every_few_steps() -> None:
         future = manager.submit_summary_task([rollout], 4)
         assert future is not None
         assert future.result()[0] == 2
+        assert (manager.collect_summary_result(future), manager.collect_summary_result(None)) == (
+            future.result()[1],
+            None,
+        )
+        sent = len(service.calls)
+        manager.summarize_in_batch(
+            [Trajectory(steps=rollout.steps, reward=rollout.reward, task_id=name) for name in "aab" * 8]
+        )
+        calls = [len(body["trajectories"]) for _, body in service.calls[sent:]]
+        assert calls == [8, 8, 8], "at most summary_batch_size, of one task"
     without = ExperienceManager(config(enable_summarizer=True, updated_freq=2))
     with pytest.raises(ConfigurationError, match="enable_summarizer needs a service"):
         without.update_experience_pool([rollout], 2)
+    with pytest.raises(ConfigurationError, match="summarize_in_batch needs a service"):
+        without.summarize_in_batch([rollout])
 
 
 def test_steps_are_the_messages() -> None:
@@ -232,8 +245,8 @@ class Alive:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state.get("__dict__", state))
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state.get("__dict__", state) if isinstance(state, dict) else {})
 
 
 class Living(pickle.Unpickler):
@@ -261,7 +274,8 @@ def test_rollouts_of_agentevolvers_classes_enter_as_its_pools_do(folder: str, sh
         manager.update_difficulty2task_dict(fresh)
         kept = manager.update_skip_uid_set_and_filter_trajectories(fresh, len(fresh))
         assert [id(one) for one in kept] == [id(one) for one in others]
-        assert manager.save_trajectories_to_memory(kept) == len(others)
+        different = {tuple(history.input_ids.tolist()) for history in held[1:] if history.input_ids is not None}
+        assert manager.save_trajectories_to_memory(kept) == len(different)
         for position, one in enumerate(fresh):
             one.data_id = str(position % 2)
         batch = Environments().to_dataproto(fresh)
@@ -276,7 +290,8 @@ def test_what_is_no_rollout_is_named() -> None:
     named = from_agentevolver(SimpleNamespace(steps=[], metadata={"task_id": 0, "rollout_id": "r", "query": "q"}))
     assert (named.task_id, named.rollout_id, named.query) == ("0", "r", "q")
     penalty = SimpleNamespace(outcome=1.0, madness=-1.0, metadata=None)
-    assert from_agentevolver(SimpleNamespace(steps=[], reward=penalty)).reward == Reward(outcome=1.0, madness=-1.0)
+    reward = from_agentevolver(SimpleNamespace(steps=[], reward=penalty)).reward
+    assert reward == PlainReward(outcome=1.0, metadata={"madness": -1.0})
 
 
 def test_experience_that_training_leaves_out_is_not_in_the_rows() -> None:
