@@ -197,11 +197,25 @@ def test_saved_states_of_one_pool_are_not_added_up(run: Run, tmp_path: Path) -> 
     assert [report[key] for key in ("trajectories", "samples", "replayable")] == [6, 6, 6]
     assert report["files"] == 9
     figure_of = figures(run("inspect", tmp_path / "run" / "experience_pool")[1])
-    assert (figure_of["replayable"], figure_of["earlier pools"]) == ("6", "2, not counted above")
+    assert (figure_of["replayable"], figure_of["earlier states"]) == ("6", "2, not counted")
     (tmp_path / "run" / "experience_pool" / "step_11" / "task2trajectories.pkl").write_bytes(b"damaged")
     assert inspect(tmp_path / "run")["trajectories"] == 4
     (tmp_path / "run" / "experience_pool" / "step_9").rename(tmp_path / "run" / "experience_pool" / "other")
     assert inspect(tmp_path / "run")["trajectories"] == 4 + 2
+
+
+@pytest.mark.parametrize("name", ["step", "global_step"])
+def test_checkpoints_of_one_store_are_not_added_up(name: str, run: Run, tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        for step in (9, 10):
+            buffer.add_trajectories([build("a", step)])
+            buffer.save_checkpoint(tmp_path / "checkpoints" / f"{name}_{step}")
+    report = inspect(tmp_path / "checkpoints")
+    assert (report["trajectories"], report["agents"]["rollouts"], report["earlier_states"]) == (2, 2, 1)
+    manager = ExperienceManager(PoolRules(n_rollout=4))
+    manager.save_trajectories_to_memory([build("a", 1)])
+    manager.save_experience_pool_to_disk(tmp_path / "checkpoints" / "step_11")
+    assert inspect(tmp_path / "checkpoints")["trajectories"] == 3, "the newest of each kind"
 
 
 def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:

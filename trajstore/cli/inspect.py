@@ -210,7 +210,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("on disk", files),
         ("  live in shards", _live(report)),
         ("opened as one", _opened(report)),
-        ("earlier pools", f"{report['earlier_pools']:,}, not counted above" if report.get("earlier_pools") else ""),
+        ("earlier states", f"{report['earlier_states']:,}, not counted" if report.get("earlier_states") else ""),
     ]
 
 

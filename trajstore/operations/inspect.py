@@ -48,6 +48,9 @@ Report = dict[str, Any]
 MEASURED_AT_MOST = 2_000
 """Default number of the newest trajectories whose rewards and episodes are read."""
 
+_STATES = ("step_", "global_step_")
+"""Names, with a number, of the states of one store or pool that trainers save beside each other."""
+
 
 def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
     """Return a report on a store, checkpoint, directory of RLinf, experience pool, or a folder of these.
@@ -70,11 +73,11 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         experience pool's store, whose figures then cover the pool's trajectories), ``rewards``, ``episodes``,
         ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
-        A folder has ``parts`` (one report each), their totals (of an experience pool saved as ``step_N`` those of the
-        newest, and in ``earlier_pools`` the number of the others), and ``run_points`` (saved points by step, with the
-        ranks that lack each). A folder with ``rank_*`` also has ``ranks`` (their number), ``opened`` (trajectories
-        shown when it is opened) and ``beside`` (folders with stores that are not shown then). A part of the kind
-        ``"unreadable"`` has only its files counted.
+        A folder has ``parts`` (one report each), their totals, and ``run_points`` (saved points by step, with the
+        ranks that lack each). Of checkpoints and pools named ``step_N`` or ``global_step_N``, only the newest counts;
+        ``earlier_states`` is the number of the others. A folder with ``rank_*`` also has ``ranks`` (their number),
+        ``opened`` (trajectories shown when it is opened) and ``beside`` (folders with stores that are not shown then).
+        A part of the kind ``"unreadable"`` has only its files counted.
 
     Raises:
         StoreNotFoundError: the path has no store.
@@ -123,13 +126,13 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "stores": "per_rank" if any(is_of_rank(part.name) for part in place.parts) else None,
         **_shown(place, parts),
         **totals,
-        "earlier_pools": len(parts) - len(current),
-        "invalid_steps": sum(part.get("invalid_steps", 0) for part in parts),
+        "earlier_states": len(parts) - len(current),
+        "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
         **merged,
         "measured": sum(part.get("measured", 0) for part in current),
-        "rewards": merge_rewards([part.get("rewards") for part in parts]),
-        "episodes": merge_episodes([part.get("episodes") for part in parts]),
+        "rewards": merge_rewards([part.get("rewards") for part in current]),
+        "episodes": merge_episodes([part.get("episodes") for part in current]),
         **_replayable(current),
         "agents": merge_agents([part.get("agents") for part in current]),
         "policy": merge_policies([part.get("policy") for part in current]),
@@ -141,10 +144,11 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
 
 
 def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
-    """Return the parts without earlier states of a pool: of the readable ``step_N``, only the newest counts."""
-    pairs = [pair for pair in zip(place.parts, parts, strict=True) if pair[1]["kind"] == "experience_pool"]
-    saved = [part for at, part in pairs if at.name.rstrip("0123456789") == "step_"]
-    return [part for part in parts if not any(part is earlier for earlier in saved[:-1])]
+    """Return the parts without earlier states: of a kind's readable ``step_N``, the newest counts."""
+    pairs = [pair for pair in zip(place.parts, parts, strict=True) if pair[1]["kind"] != "unreadable"]
+    states = [part for at, part in pairs if at.name.rstrip("0123456789") in _STATES]
+    newest = {part["kind"]: part for part in states}
+    return [part for part in parts if newest.get(part["kind"]) is part or all(part is not state for state in states)]
 
 
 def _replayable(parts: Sequence[Report]) -> Report:
