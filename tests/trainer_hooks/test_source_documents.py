@@ -6,12 +6,14 @@ those of the training loop are run in the order of the document.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import sys
 import typing
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from textwrap import dedent
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,6 +27,7 @@ from tests.guidance.reme import FakeReMe
 from tests.replay.conftest import build
 from trainer_hooks import agentevolver as ours
 from trainer_hooks.agentevolver import Reward, Trajectory
+from trainer_hooks.replay.persistence import read_pool
 
 pytest.importorskip("verl", exc_type=ImportError)
 
@@ -143,6 +146,7 @@ class Trainer(ours.ReplayTrainer):
         self.train_task_manager = TaskManager()
         self.tokenizer = Environments.tokenizer
         self.global_steps, self.total_training_steps = 0, 10
+        self._save_checkpoint = int  # nothing else to save
 
 
 FILTER = ("001", "on_policy_entropys")
@@ -158,7 +162,9 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_training_loop_of_001(documents: Documents, order: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_training_loop_of_001(
+    documents: Documents, order: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     trainer = Trainer(config(exp_ratio=0.5, offpolicy_trajectories_per_task=1, max_trajectories_per_task=99))
     scope: dict[str, Any] = {"self": trainer, "ExperienceMixCollateFn": ours.ExperienceMixCollateFn, "Task": Task}
     scope |= {"task_exp_configs": None, "epoch": 0, "i": 0, "n_rollout": N, "np": np, "offpolicy_cmt_array": []}
@@ -210,6 +216,61 @@ def test_the_training_loop_of_001(documents: Documents, order: str, caplog: pyte
         assert history.metadata["policy_version"] == int(history.rollout_id) // 16 + 1
         assert history.metadata["task_id"] == history.task_id
     assert not caplog.messages
+
+    trainer.config.trainer = {"save_freq": 1, "default_local_dir": str(tmp_path)}
+    folder = str(tmp_path / "experience_pool" / "step_3")
+    play("001", "save_experience_pool_to_disk", os=os, is_last_step=True)
+    play("001", "load_experience_pool_from_disk", ExperienceManager=ours.ExperienceManager, exp_pool_load_dir=folder)
+    assert trainer.exp_manager is not manager
+    assert trainer.exp_manager.rerate(lambda history: history.reward and history.reward.outcome) == len(manager)
+    trainer.exp_manager.save_experience_pool_to_disk(tmp_path / "again")
+    for path in (Path(folder), tmp_path / "again"):
+        saved = [one for held in read_pool(path).task2trajectories.values() for one in held]
+        assert not any("old_log_probs" in one.metadata for one in saved), "what was in metadata is stored once"
+    assert trainer.exp_manager.difficulty2task_dict == manager.difficulty2task_dict
+    assert len(trainer.exp_manager) == len(manager)
+
+
+def test_rows_have_the_keys_masks_and_advantages_of_the_documents(documents: Documents) -> None:
+    environments, tasks = Environments(), [Task(task_id=name) for name in "ab"]
+    found = histories(ours.ExperienceManager(config()))
+    for history, name in zip(found, "aabb", strict=True):
+        history.task_id = name
+    replayed = environments.convert_offpolicy_to_cmt(found, task_id_to_data_id={"a": 0, "b": 1})
+    guided = rollout("a", 9, 1.0)
+    guided.metadata |= {"add_exp": True, "task_train_exp_mode": "discard"}
+    made = [*environments.rollout(tasks), guided, *replayed]
+    rows = environments.trajectories_to_samples(made)
+    data = environments.samples_to_dataproto(rows)
+    keys, others = (
+        set(re.findall(r'"(\w+)"', documents.listing("001", *names)))
+        for names in (('"prompts": torch.Tensor',), ('"rollout_ids": np.ndarray',))
+    )
+    computed = {"old_log_probs", "log_probs", "advantages", "returns", "token_level_rewards"}
+    assert keys - computed <= set(data.batch.keys())
+    assert others <= set(data.non_tensor_batch)
+
+    names = ("prompt_exp_mask_list", "response_exp_mask_list")
+    for row, one in enumerate(rows):
+        mask = one.trajectory.loss_mask
+        assert mask is not None
+        sample = SimpleNamespace(extras=one.extras, prompt_loss_mask=mask[:2], response_loss_mask=mask[2:].tolist())
+        lists: dict[str, list[Any]] = {name: [] for name in names}
+        marker = "torch.tensor(sample.response_loss_mask" if one.is_experience_replay else "add_exp"
+        documents.run("002", "prompt_exp_mask_list.append", marker, sample=sample, **lists)
+        wanted = torch.cat([lists[name][0] for name in names])
+        assert torch.equal(data.batch["exp_mask"][row][: len(wanted)], wanted.long())
+
+    generator = torch.Generator().manual_seed(1)
+    arguments = {"token_level_rewards": torch.rand(data.batch["responses"].shape, generator=generator)}
+    arguments["response_mask"] = ours.compute_response_mask(data)
+    index = [str(int(group)) for group in data.batch["group_ids"]]
+    scope = {"index": index, "id2mean": {}, "id2std": {}, "bsz": len(index), "epsilon": 1e-6} | arguments
+    scope |= {"torch": torch, "defaultdict": defaultdict, "norm_adv_by_std_in_grpo": True}
+    for name in ("token_level_rewards.sum", "id2score = ", "id2std[idx]", "scores[i] = (", "scores.unsqueeze"):
+        exec(documents.listing("001", name), scope)
+    mine, _ = ours.compute_grpo_outcome_advantage(**arguments, index=index)
+    torch.testing.assert_close(mine, scope["scores"])
 
 
 def test_the_pool_of_000_has_the_same_contents(documents: Documents) -> None:

@@ -595,8 +595,8 @@ class ExperienceManager:
             StoreWriteError: the store could not write; nothing was changed.
         """
         rated = []
-        for held in self.task2trajectories.values():
-            for trajectory in held:
+        for held in self._held().values():
+            for trajectory in copy.deepcopy(held):
                 reward = replace(trajectory.reward or Reward(), outcome=outcome(trajectory))
                 metadata = {**trajectory.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
                 rated.append(replace(trajectory, reward=reward, metadata=metadata))
