@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -79,6 +79,10 @@ class Reward(PlainReward):
         """True if the outcome is above 0."""
         return (self.outcome or 0.0) > 0
 
+    def model_dump(self) -> dict[str, Any]:
+        """Return the values by name, as AgentEvolver's ``group_tokenize`` asks for them."""
+        return {**asdict(self), "madness": self.madness}
+
 
 class Trajectory(AgentTrajectory):
     """A trajectory whose messages are also called ``steps``; positional arguments are in AgentEvolver's order."""
@@ -112,7 +116,9 @@ class Trajectory(AgentTrajectory):
     def of_history(cls, history: AgentTrajectory) -> Trajectory:
         """Return a history, with its values also in ``metadata``, where AgentEvolver's code reads them."""
         values = {item.name: getattr(history, item.name) for item in fields(history)}
-        return cls(**values | {"metadata": {**history.metadata, **values_in_metadata(history)}})
+        values["metadata"] = {**history.metadata, **values_in_metadata(history)}
+        values["reward"] = None if history.reward is None else Reward(**asdict(history.reward))
+        return cls(**values)
 
     @property
     def steps(self) -> list[dict[str, Any]]:

@@ -348,6 +348,7 @@ def test_a_conversion_of_ones_own_finds_the_values_of_histories(
         extra = get_extra(None, one)
         assert extra["old_log_probs"] == history.old_log_probs.tolist()
         assert one.metadata["policy_version"] == 3
+        assert one.reward.model_dump() == {**vars(Reward(outcome=1.0)), "madness": 0.0}
         assert [message.author for message in one.full_context] == ["user", "llm"]
         assert {"old_log_probs", "is_experience_replay"} <= set(extra) == set(Environments().get_extra(history))
 
