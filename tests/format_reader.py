@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import pickle
+import zipfile
 import zlib
 from dataclasses import dataclass, field, replace
 from math import isnan
@@ -447,6 +448,30 @@ def checked_name(name: str) -> str:
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or not name.isprintable():
         raise FormatError(f"name {name!r}")
     return name
+
+
+class _Label(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return lambda *_values: None
+
+    def persistent_load(self, _identity: Any) -> None:
+        return None
+
+
+def read_label(path: Path, shard: Shard) -> dict[str, Any]:
+    """Return the label of a shard, whose checksum fits."""
+    file = path / checked_name(shard.files[0][0])
+    if shard.format == "zarr":
+        described = json.loads(file.read_bytes())["attributes"]
+    elif shard.format == "pkl":
+        described = _Plain(io.BytesIO(file.read_bytes())).load()
+    else:
+        with zipfile.ZipFile(file) as archive:
+            described = _Label(io.BytesIO(archive.read("archive/data.pkl"))).load()
+    label: dict[str, Any] | None = decode_line(described["label"].encode())
+    if label is None:
+        raise FormatError(f"{file}: the label's checksum does not fit")
+    return label | {"extents": described["trajectories"]}
 
 
 class _Plain(pickle.Unpickler):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,6 +119,20 @@ def refused_to_all(path: Path | str, error: type[Exception], match: str = "") ->
 def files_of(path: Path) -> dict[str, bytes]:
     """Return the content of every file below a path."""
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def damage_indexes(store: Path) -> None:
+    """Truncate the index of a store and its copy."""
+    for name in ("trajectory_index.json", "index_copy.json"):
+        os.truncate(store / name, 40)
+
+
+def overwrite_by_rlinf(store: Path) -> None:
+    """Replace the JSON files of a store as RLinf does: no part of it is readable then."""
+    size = json.loads((store / "metadata.json").read_text())["size"]
+    told = {"trajectory_format": "pt", "size": size, "total_samples": size, "trajectory_counter": size, "seed": 1}
+    (store / "metadata.json").write_text(json.dumps(told))
+    damage_indexes(store)
 
 
 def flip(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -37,6 +38,24 @@ def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Tr
     assert entry.facts == flat.facts
     assert entry.samples == flat.num_samples
     format_reader.check_shard(store.path, entry.shard)
+
+
+def agree_with_label(store: format_reader.Store, entry: format_reader.Entry) -> None:
+    """Compare an entry with the label of its shard."""
+    label = format_reader.read_label(store.path, entry.shard)
+    assert (label["schema"], label["rows"]) == (entry.shard.schema, entry.shard.rows)
+    assert (
+        entry.shard.column_crc32 in (label["column_crc32"], [None] * len(label["rows"])) or entry.shard.format == "zarr"
+    )
+    said = label["entries"]
+    at = format_reader.ids_of(said["ids"]).index(entry.number)
+    extents, times = label["extents"], list(itertools.accumulate(said["times"]))
+    assert tuple(extents[at]) == entry.extent
+    assert said["uuids"][32 * at :][:32] == entry.uuid.replace("-", "")
+    assert (said["versions"][at] and tuple(said["versions"][at])) == entry.versions
+    assert (said["max_episode_length"][at], said["weights"][at]) == (entry.max_episode_length, entry.weights)
+    assert 0 <= entry.committed - times[at] < 600_000_000
+    assert ("valid" in said) <= (entry.samples == said.get("valid", {at: 0})[at])
 
 
 def test_the_page_is_enough_to_read_what_a_crash_leaves(tmp_path: Path) -> None:
@@ -93,6 +112,8 @@ def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, A
         assert list(store.live) == [1, 2, 3, 4, 5]
         for number, entry in store.live.items():
             agree(store, entry, added[number])
+            agree_with_label(store, entry)
+        assert (path / "index_copy.json").read_bytes() == (path / "trajectory_index.json").read_bytes()
     store = format_reader.open_store(copy)
     agree(store, store.pinned[0], added[0])
     document = format_reader.read_document(format_reader.read_columns(store, store.live[2]))
@@ -123,15 +144,15 @@ def test_the_worked_log_rows_and_array_decode_as_the_page_says(example: str) -> 
     assert added is not None
     assert evicted == {"generation": 2, "operation": "evict", "ids": [[0, 0]]}
     assert b"".join(hex_dump(line).values()) == log.encode().splitlines(keepends=True)[1]
-    data = bytearray(1955)
+    data = bytearray(2403)
     for offset, piece in hex_dump(rows).items():
         data[offset : offset + len(piece)] = piece
     (shard,) = added["shards"]
     crcs = shard["shard"]["column_crc32"]
-    assert [zlib.crc32(data[0x400:0x410]), zlib.crc32(data[0x480:0x486]), zlib.crc32(data[0x500:0x520])] == crcs
-    assert [place[1] for place in shard["shard"]["places"]] == [0x400, 0x480, 0x500]
-    assert torch.frombuffer(data[0x408:0x410], dtype=torch.float32).tolist() == [2.0, 2.5]
-    assert list(data[0x483:0x486]) == [0, 0, 1]
+    assert [zlib.crc32(data[0x5C0:0x5D0]), zlib.crc32(data[0x640:0x646]), zlib.crc32(data[0x6C0:0x6E0])] == crcs
+    assert [place[1] for place in shard["shard"]["places"]] == [0x5C0, 0x640, 0x6C0]
+    assert torch.frombuffer(data[0x5C8:0x5D0], dtype=torch.float32).tolist() == [2.0, 2.5]
+    assert list(data[0x643:0x646]) == [0, 0, 1]
     assert format_reader.unpack(json.loads(blocks(example, "json")[0])).tolist() == [4, 5, 6, 9]
 
 
@@ -150,7 +171,8 @@ def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monke
     log, _, rows = blocks(example, "text")
     written = (tmp_path / "copy" / "log" / "0000000000000001.log").read_bytes().splitlines()
     first, example_record = (json.loads(line[9:]) for line in (written[0], log.encode().splitlines()[0]))
-    del first["shards"][0]["entries"]["uuids"], example_record["shards"][0]["entries"]["uuids"]
+    for record in (first, example_record):  # UUIDs and times are in the shard's label, too
+        del record["shards"][0]["entries"]["uuids"], record["shards"][0]["shard"]["files"][0][2]
     assert abs(first.pop("time") - time.time_ns() // 1000) < 600_000_000
     del example_record["time"]
     assert first == example_record

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stores import another_writer, nothing_can_be_deleted, writer_to
+from tests.stores import another_writer, damage_indexes, nothing_can_be_deleted, writer_to
 from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
@@ -237,7 +237,7 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
     annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # no check across ranks
     annotate(tmp_path, "2/0", {"advantages": 2, "score": 2})
     assert values_of(tmp_path, "2/0") == [("advantages", 1.0, ""), ("advantages", 2.0, ""), ("score", 2.0, "")]
-    (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
+    damage_indexes(tmp_path / "rank_1")
     annotate(tmp_path, "0/0", {"fresh": "high"})
     assert "rank 1 cannot be read, so the names of its values are not checked" in caplog.text
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.forging import forged_log
-from tests.stores import add_each, flip, opened
+from tests.stores import add_each, damage_indexes, flip, opened, overwrite_by_rlinf
 from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, errors
@@ -108,25 +108,25 @@ def test_a_store_beside_ranks_is_repaired_by_itself(run: Path, damaged: bool) ->
 # -- missing ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["emptied", "gone", "index"])
+@pytest.mark.parametrize("how", ["emptied", "gone", "overwritten"])
 def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_repaired(
     run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    if how == "index":
-        cut(run / "rank_2" / "trajectory_index.json")
+    if how == "overwritten":
+        overwrite_by_rlinf(run / "rank_2")
     else:
         shutil.rmtree(run / "rank_2")
         (run / "rank_2").mkdir() if how == "emptied" else None
     for share in ({}, {"is_distributed": True, "local_rank": 0, "world_size": 4}):
-        error = errors.CorruptStoreError if how == "index" else errors.IncompleteCheckpointError
+        error = errors.CorruptStoreError if how == "overwritten" else errors.IncompleteCheckpointError
         with pytest.raises(error, match="rank_2"):
             load(run, **share)
     buffer, skipped = load(run, strict=False)
-    assert (keys_of(buffer), skipped) == ([0, 1, 2, 3, 4, 5, 9, 10, 11], 3 if how == "index" else 0)
-    assert ("rank_2 is left out with 3 trajectories" if how == "index" else "rank_2") in caplog.text
+    assert (keys_of(buffer), skipped) == ([0, 1, 2, 3, 4, 5, 9, 10, 11], 3 if how == "overwritten" else 0)
+    assert ("rank_2 is left out with 3 trajectories" if how == "overwritten" else "rank_2") in caplog.text
     result = verify(run)
     assert not result.sound
-    assert "rank_2" in str(result.parts[2].path if how == "index" else result.problems[0])
+    assert "rank_2" in str(result.parts[2].path if how == "overwritten" else result.problems[0])
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
     if how == "gone":
         with pytest.raises(errors.ConfigurationError, match="rank_2 is absent"):
@@ -146,7 +146,7 @@ def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_r
 
 def test_all_damaged_ranks_are_named(run: Path) -> None:
     (run / "rank_1" / "metadata.json").write_bytes(b"{")
-    cut(run / "rank_3" / "trajectory_index.json")
+    damage_indexes(run / "rank_3")
     with pytest.raises(errors.CorruptStoreError, match=r"(?s)rank_1.*rank_3.*strict=False"):
         load(run)
     (run / "rank_1" / "metadata.json").unlink()
@@ -154,8 +154,7 @@ def test_all_damaged_ranks_are_named(run: Path) -> None:
         load(run)
     for rank in (0, 1, 2):
         shutil.rmtree(run / f"rank_{rank}")
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):  # there are no others
-        load(run, strict=False)
+    assert keys_of(load(run, strict=False)[0]) == [9, 10, 11], "by the labels of the shards"
 
 
 def as_nobody(call: Callable[[], None]) -> None:
@@ -197,7 +196,8 @@ def test_a_rank_that_may_not_be_read_is_named_and_left_out(run: Path, name: str)
 
 @pytest.mark.parametrize("absent", ["metadata.json", "trajectory_index.json"])
 def test_the_file_that_is_missing_is_named_and_the_way_out(run: Path, absent: str) -> None:
-    (run / "rank_1" / absent).unlink()
+    for name in {absent, absent.replace("trajectory_index", "index_copy")}:
+        (run / "rank_1" / name).unlink()
     for opening in (load, TrajectoryReplayBuffer.open):
         with pytest.raises(errors.CorruptStoreError, match=rf"rank_1: without {absent}, but.*strict=False.*repair"):
             opening(run / "rank_1")  # type: ignore[operator]
@@ -242,10 +242,14 @@ def crashed(whole_crashed: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_crashed, tmp_path / "crashed"))
 
 
-@pytest.mark.parametrize(("place", "left"), [(0, [1, 2]), (1, [0, 3]), (2, [0, 1, 3])])
-def test_one_damaged_record_costs_what_it_committed(
-    crashed: Path, place: int, left: list[int], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("shard", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_damaged_record_costs_only_what_no_shard_has(
+    crashed: Path, place: int, shard: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    left = [0, 1, 2, 3] if shard else [number for number in range(4) if number != place]
+    if not shard:
+        (crashed / "shards" / f"shard_{place:08d}.pt").unlink()
     # The first two records also defined the columns of the last two.
     _with_record(crashed, lambda lines: [b"?" + line[1:] if at == place else line for at, line in enumerate(lines)])
     with pytest.raises(errors.CorruptStoreError, match=r"\.log"):
@@ -258,7 +262,7 @@ def test_one_damaged_record_costs_what_it_committed(
     lost = [number for low, high in ranges for number in range(low, high + 1)]
     assert sorted([*lost, *buffer.trajectory_ids.tolist()]) == [0, 1, 2, 3]
     repaired = repair_store(crashed, crashed.with_name("repaired"))
-    assert (repaired.lost, repaired.is_whole, repaired.trajectories) == (sorted(lost), False, len(left))
+    assert (repaired.lost, repaired.is_whole, repaired.trajectories) == (sorted(lost), shard, len(left))
 
 
 def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> None:
@@ -276,7 +280,7 @@ def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_an_index_is_worked_out_again_from_the_log_with_what_was_evicted_and_pinned(
+def test_an_index_is_worked_out_again_with_what_was_evicted_and_pinned(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
@@ -285,8 +289,9 @@ def test_an_index_is_worked_out_again_from_the_log_with_what_was_evicted_and_pin
         add_each(buffer, [3])
         buffer.evict([1])
         copy_live(tmp_path / "live", tmp_path / "crashed")  # as after a crash
-    index = tmp_path / "crashed" / "trajectory_index.json"
-    cut(index) if damage == "cut" else index.unlink()
+    for name in ("trajectory_index.json", "index_copy.json"):
+        index = tmp_path / "crashed" / name
+        cut(index) if damage == "cut" else index.unlink()
     with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
         load(tmp_path / "crashed")
     (problem,) = verify(tmp_path / "crashed").problems

@@ -87,12 +87,13 @@ def test_runs_are_copied_rank_by_rank(tmp_path: Path) -> None:
     copied = copy_store(tmp_path / "run", tmp_path / "copy")
     assert copied.trajectories == 6
     assert keys_at(tmp_path / "copy" / "rank_2") == {0: 4, 1: 5}
-    os.truncate(tmp_path / "run" / "rank_1" / "trajectory_index.json", 5)
+    for name in ("trajectory_index.json", "index_copy.json"):
+        os.truncate(tmp_path / "run" / "rank_1" / name, 5)
+    shutil.rmtree(tmp_path / "run" / "rank_1" / "shards")
     repaired = repair_store(tmp_path / "run", tmp_path / "whole")
     assert repaired.trajectories == 4
-    assert any("rank_1: is left out with 2 trajectories" in problem for problem in repaired.problems)
-    assert repaired.uncounted
-    assert repaired.lost_in_words == "trajectories that nobody can count, if any"
+    assert [part.uncounted for part in repaired.parts] == [False, True, False]
+    assert "metadata.json: counts 2 trajectories, and 0 are there now" in str(repaired.parts[1].problems)
     assert keys_at(tmp_path / "whole" / "rank_1") == {}, "so that the run can be opened"
     assert len(keys_at(tmp_path / "whole" / "rank_2")) == 2
 
@@ -145,20 +146,22 @@ def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
                 reader.get(1)
 
 
-def test_the_lost_index_of_a_closed_store_is_told_by_its_file(run: Run, store: Path) -> None:
-    os.truncate(store / "trajectory_index.json", 100)
+def test_a_closed_store_without_index_and_copy_is_rebuilt_from_its_shards(
+    run: Run, store: Path, tmp_path: Path
+) -> None:
+    before = verify(store).trajectories
+    for name in ("trajectory_index.json", "index_copy.json"):
+        os.truncate(store / name, 100)
     (problem,) = verify(store).problems
-    assert (problem.file, problem.lost, problem.uncounted) == ("trajectory_index.json", (), True)
-    assert "the log cannot replace it" in problem.message
+    assert (problem.file, problem.lost, problem.uncounted) == ("trajectory_index.json", (), False)
+    assert "from the labels of the shards" in problem.message
     (store / "metadata.json").write_text("no metadata")
-    (problem,) = verify(store).problems
-    assert "metadata.json is damaged too" in problem.message
-    for name in ("metadata.json", "trajectory_index.json"):  # as an interrupted copy leaves them at a URL
+    assert {problem.file for problem in verify(store).problems} == {"trajectory_index.json", "metadata.json"}
+    for name in ("metadata.json", "trajectory_index.json", "index_copy.json"):
         (store / name).unlink()
-    (problem,) = verify(store).problems
-    assert "copy to here was interrupted, run it again" in problem.message
-    code, out, _ = run("verify", store)
-    assert (code, "trajectories that nobody can count" in out) == (DAMAGED, True)
+    assert run("verify", store)[0] == DAMAGED
+    assert repair_store(store, tmp_path / "whole").is_whole
+    assert verify(tmp_path / "whole").trajectories == before
 
 
 def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -> None:
@@ -172,14 +175,16 @@ def test_errors_of_a_damaged_log_or_index_say_what_can_be_done(tmp_path: Path) -
         for name, at in (("first", 20), ("second", data.index(b"\n") + 30), ("index", None)):
             copy = copy_live(live, tmp_path / name)
             if at is None:
-                (copy / "trajectory_index.json").write_text("{}")
+                for file in ("trajectory_index.json", "index_copy.json"):
+                    (copy / file).write_text("{}")
             else:
                 (copy / "log" / log.name).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-    for name, lost in (("first", ((0, 0), (1, 4))), ("second", ((1, 1),)), ("index", ())):
+    for name in ("first", "second", "index"):
         remedy = "strict=False loads the intact part, and `trajstore repair`"
         refused_to_all(tmp_path / name, CorruptStoreError, remedy)
         problems = verify(tmp_path / name).problems
-        assert tuple(sorted(pair for problem in problems for pair in problem.lost)) == lost
+        assert not any(problem.lost or problem.uncounted for problem in problems), "the shards have them"
+        assert len(keys_at(tmp_path / name, strict=False)) == 5
         assert len(problems) <= 3, "not one for each record that is lost with the first"
 
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.cli.stores import Run, write_store
 from tests.cli.test_pool import write_rollouts
-from tests.stores import flip, stored
+from tests.stores import damage_indexes, flip, stored
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.store.sealed import INDEX_NAME
 from trajstore.cli import _BUILT_IN, DAMAGED, FAILED, commands
@@ -57,7 +57,8 @@ def of_the_future(store: Path) -> None:
         (lambda store: shards_of(store)[-1].unlink(), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, 0)),
         # recomputable data is no loss
         (lambda store: (store / "metadata.json").write_bytes(b"{"), (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),
-        (lambda store: os.truncate(store / INDEX_NAME, 99), (DAMAGED, DAMAGED, DAMAGED, DAMAGED, DAMAGED)),
+        (lambda store: os.truncate(store / INDEX_NAME, 99), (DAMAGED, DAMAGED, 0, 0, 0)),  # its copy is used
+        (damage_indexes, (DAMAGED, DAMAGED, DAMAGED, 0, DAMAGED)),
         (of_the_future, (FAILED, FAILED, FAILED, FAILED, FAILED)),
         (shutil.rmtree, (FAILED, FAILED, FAILED, FAILED, FAILED)),
     ],

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
-from tests.stores import in_memory, stored
+from tests.stores import in_memory, overwrite_by_rlinf, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
@@ -256,7 +256,7 @@ def test_whole_episodes_are_counted_whatever_was_evicted_before(tmp_path: Path) 
 def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for rank in range(4):
         write_store(tmp_path / f"rank_{rank}", range(10 * rank, 10 * rank + 2 + rank))
-    (tmp_path / "rank_1" / "trajectory_index.json").write_bytes(b"damaged")
+    overwrite_by_rlinf(tmp_path / "rank_1")
     next((tmp_path / "rank_2" / "shards").iterdir()).unlink()
     out = run.out("inspect", tmp_path, code=DAMAGED)
     assert len(out.splitlines()) < 35

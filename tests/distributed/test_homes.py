@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 from tests.distributed.test_server import ids_of, parcel_of, server
+from tests.stores import damage_indexes
 from tests.support.witness import witness
 from trajstore.distributed.starting import unserved_below
 
@@ -19,7 +20,7 @@ def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:
         ids.append(store.describe().store_id)
         store.close()
     (tmp_path / "rank_7").mkdir()  # empty
-    (tmp_path / "rank_2" / "trajectory_index.json").write_bytes(b"{")
+    damage_indexes(tmp_path / "rank_2")
     served = {0: (here, ids[0]), 1: ("another", "begun-there"), 3: ("another", ids[3]), 4: (here, "of a namesake")}
     (old, damaged, other) = unserved_below(str(tmp_path), served)
     assert (old[0], old[1], old[3]) == (1, here, "5 trajectories")

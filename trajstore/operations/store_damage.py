@@ -23,7 +23,7 @@ from trajstore._core.store.log_records import decode_lines, ids_in_words, ranges
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
-from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME
+from trajstore._core.store.sealed import COPY_NAME, INDEX_NAME, LEDGER_NAME, METADATA_NAME, unseal, without_advice
 from trajstore.errors import (
     CorruptStoreError,
     DescriptorLimitError,
@@ -68,6 +68,7 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
         _check_torn_tail(catalog, result)
         _check_fences(catalog, result)
         _check_inbox(catalog, result)
+        _check_copy(catalog, result)
         _check_lock(directory, result)
 
 
@@ -83,12 +84,15 @@ def _check_inbox(catalog: Catalog, result: Verification) -> None:
 def _open(directory: Directory, result: Verification) -> Catalog:
     """Open a store; if it is damaged, record the damage and open the intact part."""
     try:
-        return Catalog.open(directory)
-    except CorruptStoreError as error:
-        catalog = SalvagedCatalog.open(directory)
-        for damage in catalog.damage or [Damage(str(error))]:
-            result.problems.append(problem_of(damage, directory))
+        catalog = Catalog.open(directory)
+        if catalog.index_damage:
+            result.problems.append(problem_of(Damage(catalog.index_damage), directory))
         return catalog
+    except CorruptStoreError as error:
+        salvaged = SalvagedCatalog.open(directory)
+        for damage in salvaged.damage or [Damage(str(error))]:
+            result.problems.append(problem_of(damage, directory))
+        return salvaged
 
 
 _BEGINNING = re.compile(rb"[0-9a-f]{0,8}\Z|[0-9a-f]{8} (\{|\Z)")
@@ -165,6 +169,23 @@ def _is_cut_short(data: bytes, offset: int) -> bool:
     if zeros:
         return zeros == len(data) or (offset + zeros) % _SECTOR == 0
     return _BEGINNING.match(data) is not None
+
+
+def _check_copy(catalog: Catalog, result: Verification) -> None:
+    """Check the copy of the index; a live writer may just have written both."""
+    if catalog.index_damage or isinstance(catalog, SalvagedCatalog):
+        return
+    try:
+        unseal("snapshot", catalog.directory.read(COPY_NAME), COPY_NAME)
+    except FileNotFoundError:
+        files, _ = catalog.directory.listing()
+        if catalog.directory.can_append and LOCK_NAME in files and LEDGER_NAME not in files:  # not of a mirror
+            result.notes.append(f"{COPY_NAME}: absent; it is written again with {INDEX_NAME}")
+    except CorruptStoreError as error:
+        text = (
+            f"{without_advice(str(error))}; nothing is lost, for {INDEX_NAME} is whole; both are written again with it"
+        )
+        result.problems.append(Problem(COPY_NAME, text))
 
 
 def _check_lock(directory: Directory, result: Verification) -> None:

@@ -43,7 +43,7 @@ from trajstore._core.reading.places import is_file_of_rlinf, store_above
 from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.shard_access import flat_of
 from trajstore._core.reading.sources import Source
-from trajstore._core.store.additions import starts_of
+from trajstore._core.store.additions import label_at, starts_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import LOG_FOLDER
@@ -51,7 +51,7 @@ from trajstore._core.store.notes import Notes
 from trajstore._core.store.rlinf_layout import INDEX_NAMES
 from trajstore._core.store.row_location import STARTS
 from trajstore._core.store.run_ids import ID_LIMIT, own_id, rank_of_id
-from trajstore._core.store.sealed import METADATA_NAME
+from trajstore._core.store.sealed import COPY_NAME, METADATA_NAME
 from trajstore._core.store.shard_table import shard_name
 from trajstore.errors import (
     ConfigurationError,
@@ -177,7 +177,7 @@ def check_target(target: Directory, above: Iterable[Directory]) -> None:
         live = "that is being written" if LOCK_NAME in files and target.size(LOCK_NAME) else "of its own"
         raise ConfigurationError(f"{target.url}: is a store {live}; {own}")
     if isinstance(target, LocalDirectory):  # elsewhere nothing is deleted, and an incomplete checkpoint is rewritten
-        known = {METADATA_NAME, *INDEX_NAMES, SHARDS_FOLDER, READERS_FOLDER}
+        known = {METADATA_NAME, COPY_NAME, *INDEX_NAMES, SHARDS_FOLDER, READERS_FOLDER}
         others = [name for name in (*files, *folders) if name not in known and not is_file_of_rlinf(name)]
         if others or ((files or folders) and METADATA_NAME not in files):
             first = min(others or [*files, *folders])
@@ -240,18 +240,18 @@ def _write_store(
     for source, names in files.items():
         target.bring(source.directory, names)
 
-    def write(number: int, content: ShardContent) -> ShardManifest:
-        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content, search=once)
+    def write(number: int, content: ShardContent, entries: Mapping[str, Any]) -> ShardManifest:
+        encoded, manifest = encoded_shard(trajectory_format, shard_name(number), content, entries=entries, search=once)
         target.publish(encoded)
         return manifest
 
-    def write_group(task: tuple[int, Loose]) -> tuple[ShardManifest, Loose]:
-        number, group = task
-        return write(number, ShardContent.of([flat for _, flat in group])), group
+    def write_group(task: tuple[int, tuple[Loose, Mapping[str, Any]]]) -> tuple[ShardManifest, Loose]:
+        number, (group, entries) = task
+        return write(number, ShardContent.of([flat for _, flat in group]), entries), group
 
     for at in decoded:
         number = len(catalog.shards)
-        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, *values[at])))
+        taken[at] = catalog.shards.add(number, write(number, _values_at(snapshot, *values[at]), {}))
     for manifest, group in in_order(write_group, enumerate(_loose_groups(snapshot, loose), start=len(catalog.shards))):
         row = catalog.shards.add(len(catalog.shards), manifest)
         _set_locations(snapshot.index, row, [at for at, _ in group], [flat for _, flat in group])
@@ -264,13 +264,14 @@ def _write_store(
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
-    last = [catalog.snapshot_file(), catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)]
+    local, index = isinstance(target, LocalDirectory), catalog.snapshot_file()
+    metadata = catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)
     # A local directory is renamed into place as a whole; elsewhere, a reader that sees the metadata finds all else.
-    first = 2 if isinstance(target, LocalDirectory) else 1
-    target.publish(last[:first])
+    target.publish([*catalog.with_copy(index), metadata] if local else [index])
     if check is not None:
         check(target)
-    target.publish(last[first:])
+    if not local:
+        target.publish([metadata])
 
 
 def _values_at(snapshot: ReadSnapshot, number: int, row: int) -> ShardContent:
@@ -288,11 +289,6 @@ def _set_locations(index: TrajectoryIndex, row: int, entries: Sequence[int], fla
     starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
     locations = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
     index.point(np.array(entries, np.int64), locations)
-    for at, flat in zip(entries, flats, strict=True):
-        index.note_extent(at, flat.extent)
-        index.note_nbytes(at, flat.nbytes)
-        if flat.versions is None and flat.schema.kind == "step" and (versions := versions_of(flat)) is not None:
-            index.note_versions(at, versions)
 
 
 def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
@@ -300,14 +296,19 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[Loose]:
-    """Yield trajectories without a shard to link, by schema, in groups of a shard's size."""
-    flats = ((at, _flat_at(snapshot, at)) for at in loose)
+def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[tuple[Loose, Mapping[str, Any]]]:
+    """Yield trajectories without a shard to link, by schema, in groups of a shard's size, and what their label says."""
+    index, flats = snapshot.index, ((at, _flat_at(snapshot, at)) for at in loose)
     for portion, _ in portions(flats, _SHARD_BYTES, lambda item: item[1].nbytes):
         groups: dict[Schema, Loose] = {}
         for at, flat in portion:
             groups.setdefault(flat.schema, []).append((at, flat))
-        yield from groups.values()
+            index.note_extent(at, flat.extent)
+            index.note_nbytes(at, flat.nbytes)
+            if flat.versions is None and flat.schema.kind == "step" and (versions := versions_of(flat)) is not None:
+                index.note_versions(at, versions)
+        for group in groups.values():
+            yield group, label_at(index, np.array([at for at, _ in group]))
 
 
 def _flat_at(snapshot: ReadSnapshot, at: int) -> FlatTrajectory:

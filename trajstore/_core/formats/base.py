@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import orjson
 import torch
 
 from trajstore._core.columns.flat import FlatTrajectory
 from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.files.base import Buffer, EncodedFile
+from trajstore.errors import CorruptStoreError
 
 SHARDS_FOLDER = "shards"
 """Folder of a store's shard files."""
@@ -43,11 +45,13 @@ class ShardContent:
         schema: their columns.
         extents: of each trajectory, in order; at least one.
         pieces: per column, the raw rows of all trajectories in order, as consecutive buffers.
+        entries: what its label says of the trajectories; None without a label.
     """
 
     schema: Schema
     extents: Sequence[Extent]
     pieces: Sequence[Sequence[Buffer]]
+    entries: Mapping[str, Any] | None = None
 
     @staticmethod
     def of(flats: Sequence[FlatTrajectory]) -> ShardContent:
@@ -68,6 +72,22 @@ class ShardContent:
             nbytes = sum(memoryview(piece).nbytes for piece in self.pieces[column])
             rows[column] = nbytes // self.schema.row_nbytes[column]
         return tuple(rows)
+
+    @cached_property
+    def column_crc32(self) -> tuple[int, ...]:
+        """CRC-32 of each column's raw rows."""
+        return tuple(crc32_of(pieces) for pieces in self.pieces)
+
+    def described(self) -> dict[str, Any]:
+        """Return label and extents, as every format stores them."""
+        label = {} if self.entries is None else {"label": self._label(self.entries)}
+        return {"trajectories": list(map(list, self.extents)), **label}
+
+    def _label(self, entries: Mapping[str, Any]) -> str:
+        """Return the label, one line: a checksum and what the index knows of the shard; see :func:`read_label`."""
+        shard = {"schema": self.schema.to_json(), "rows": self.rows, "column_crc32": self.column_crc32}
+        body = orjson.dumps({**shard, "entries": entries})
+        return f"{zlib.crc32(body):08x} {body.decode()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +169,38 @@ class TrajectoryFormat(ABC):
     @abstractmethod
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         """Return a reader of a stored shard."""
+
+    @abstractmethod
+    def find(self, data: Buffer, source: str) -> tuple[Mapping[str, Any], list[int] | None]:
+        """Return :meth:`ShardContent.described` as stored in a shard's first file, and where its columns begin there.
+
+        Args:
+            data: the file.
+            source: its name, for messages.
+
+        Returns:
+            The values, unchecked, and the byte offset of each column's raw rows; None where they must be decoded.
+
+        Raises:
+            CorruptStoreError: it is damaged.
+            UnsafeContentError: reading it would run code.
+            KeyError, TypeError, ValueError, AttributeError: it is not a shard.
+        """
+
+
+def read_label(label: Any, source: str) -> Mapping[str, Any]:
+    """Return the values of a label.
+
+    Raises:
+        CorruptStoreError: it is absent, or its checksum does not match.
+    """
+    if not isinstance(label, str):
+        raise CorruptStoreError(f"{source}: has no label that names its trajectories")
+    crc, _, body = label.encode("utf-8", "replace").partition(b" ")
+    if crc != b"%08x" % zlib.crc32(body):
+        raise CorruptStoreError(f"{source}: label: the checksum does not fit the content")
+    value: Mapping[str, Any] = orjson.loads(body)
+    return value
 
 
 def crc32_of(pieces: Sequence[Buffer]) -> int:

@@ -8,7 +8,9 @@ headers, zarr metadata, compressed or pickled columns). So damage is reported wi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore._core.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
@@ -37,15 +39,28 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
             regions[place.file].append((place.offset, place.offset + lengths[column]))
     files = []
     for file, inside in zip(encoded.files, regions, strict=True):
-        files.append(StoredFile(file.name, file.nbytes, _crc32_outside(file.pieces, sorted(inside))))
+        files.append(StoredFile(file.name, file.nbytes, crc32_outside(file.pieces, sorted(inside))))
     return ShardManifest(name, format_name, schema, tuple(files), encoded.places, encoded.column_crc32, rows)
 
 
 def encoded_shard(
-    form: TrajectoryFormat, name: str, content: ShardContent, *, search: bool = False
+    form: TrajectoryFormat,
+    name: str,
+    content: ShardContent,
+    *,
+    entries: Mapping[str, Any] | None = None,
+    search: bool = False,
 ) -> tuple[tuple[EncodedFile, ...], ShardManifest]:
-    """Return the files of a shard called ``name``, and its manifest; ``search``: see :func:`~.frames.folded`."""
-    content = folded(content, search=search)
+    """Return the files of a shard and its manifest.
+
+    Args:
+        form: its format.
+        name: its name.
+        content: its trajectories.
+        entries: what its label says of them; None without a label.
+        search: see :func:`~.frames.folded`.
+    """
+    content = folded(replace(content, entries=entries), search=search)
     encoded = form.encode(name, content)
     return encoded.files, manifest_of(encoded, form.name, name, content)
 
@@ -76,7 +91,7 @@ def check_file(data: Buffer, manifest: ShardManifest, file_index: int) -> list[s
                 for other, before in manifest.schema.stored_once.items()
                 if before == column
             ]
-    if _crc32_outside([view], sorted(inside)) != file.crc32:
+    if crc32_outside([view], sorted(inside)) != file.crc32:
         damage.append(f"{file.name}: {ENVELOPE}: checksum does not fit the content")
     return damage
 
@@ -93,7 +108,7 @@ def column_region(manifest: ShardManifest, column: int) -> tuple[int, int]:
     return place.offset, place.offset + manifest.rows[column] * manifest.schema.row_nbytes[column]
 
 
-def _crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:
+def crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:
     """Return the CRC-32 of all bytes of consecutive pieces outside the sorted regions."""
     crc = 0
     position = 0  # in the file

@@ -77,7 +77,7 @@ def folded(content: ShardContent, *, search: bool) -> ShardContent:
         once.add(number)
     axes = [Axis.NEXT if number in once else column.axis for number, column in enumerate(schema.columns)]
     specs = [(c.name, c.torch_dtype, c.row_shape, axis) for c, axis in zip(schema.columns, axes, strict=True)]
-    return ShardContent(intern_schema(schema.kind, specs), content.extents, pieces)
+    return ShardContent(intern_schema(schema.kind, specs), content.extents, pieces, content.entries)
 
 
 def _addresses(pieces: Sequence[Buffer], width: int) -> IntArray:

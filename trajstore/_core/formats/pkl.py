@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore._core.formats.base import (
     SHARD_LAYOUT,
     SHARDS_FOLDER,
@@ -49,7 +50,7 @@ class PklFormat(TrajectoryFormat):
             "version": SHARD_VERSION,
             "kind": schema.kind,
             "columns": columns,
-            "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
+            **content.described(),
         }
         unmapped = (None,) * len(schema.columns)
         data = pickle.dumps(document, protocol=_PROTOCOL)
@@ -57,6 +58,9 @@ class PklFormat(TrajectoryFormat):
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _PklReader(fetch, manifest)
+
+    def find(self, data: Buffer, source: str) -> tuple[Mapping[str, Any], list[int] | None]:
+        return safe_loads(data, source=source), None
 
 
 class _PklReader(ShardReader):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from trajstore._core.files.base import EncodedFile
+from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore._core.formats.base import (
     SHARD_LAYOUT,
     SHARDS_FOLDER,
@@ -18,7 +19,6 @@ from trajstore._core.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    crc32_of,
     rows_from_bytes,
 )
 from trajstore._core.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
@@ -29,7 +29,7 @@ SHARD_VERSION = 1
 
 @dataclass(frozen=True)
 class PtFormat(TrajectoryFormat):
-    """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories"}``.
+    """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories", "label"}``.
 
     ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, which defines its numbers of rows.
     """
@@ -39,25 +39,29 @@ class PtFormat(TrajectoryFormat):
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
         schema = content.schema
         slots = {}
-        for column, pieces, rows in zip(schema.columns, content.pieces, content.rows, strict=True):
-            shape = (rows, *column.row_shape)
-            slots[column.name] = TensorSlot(pieces, column.torch_dtype, shape, crc32_of(pieces))
+        parts = zip(schema.columns, content.pieces, content.rows, content.column_crc32, strict=True)
+        for column, pieces, rows, crc in parts:
+            slots[column.name] = TensorSlot(pieces, column.torch_dtype, (rows, *column.row_shape), crc)
         document = {
             "layout": SHARD_LAYOUT,
             "version": SHARD_VERSION,
             "kind": schema.kind,
             "columns": slots,
-            "trajectories": list(map(list, content.extents)),
+            **content.described(),
         }
         written, offsets = write_torch_zip(document)
         return EncodedShard(
             files=(EncodedFile(f"{SHARDS_FOLDER}/{name}.pt", written),),
             places=tuple(ColumnPlace(0, offset) for offset in offsets),
-            column_crc32=tuple(slot.crc32 for slot in slots.values()),
+            column_crc32=content.column_crc32,
         )
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _PtReader(fetch, manifest)
+
+    def find(self, data: Buffer, source: str) -> tuple[Mapping[str, Any], list[int] | None]:
+        content = locate(data, source=source)
+        return content, [place.offset for place in content["columns"].values()]
 
 
 class _PtReader(ShardReader):

@@ -3,7 +3,8 @@
 Any Zarr v3 reader opens ``shards/<name>.zarr``. A column's array has the column's dotted name, quoted
 where Zarr would not accept it; attributes have the rest, so that a group describes itself::
 
-    shards/<name>.zarr/zarr.json            attributes: layout, version, schema, trajectories [T, B, E, document bytes]
+    shards/<name>.zarr/zarr.json            attributes: layout, version, schema, label,
+                                            trajectories [T, B, E, document bytes]
                        <column>/zarr.json   attributes: name, axis, torch_dtype if Zarr lacks that dtype
                        <column>/c.0.0       chunk: row-major, little-endian, then the codec
 
@@ -15,7 +16,7 @@ forked while another thread is inside zarr: use spawn where shards are being wri
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -41,7 +42,6 @@ from trajstore._core.formats.base import (
     ShardManifest,
     ShardReader,
     TrajectoryFormat,
-    crc32_of,
     rows_from_bytes,
 )
 from trajstore._core.formats.checksums import check_file
@@ -103,7 +103,7 @@ class ZarrFormat(TrajectoryFormat):
             elif self.codec == "none" and self._chunk_rows(spec, count) == count:
                 files.append(EncodedFile(f"{node}/{_METADATA}", [_whole_metadata(self, spec, count)]))
                 mapped[column] = ColumnPlace(len(files), 0)
-                crcs[column] = crc32_of(pieces)
+                crcs[column] = content.column_crc32[column]
                 files.append(EncodedFile(f"{node}/c{'.0' * (1 + len(spec.row_shape))}", pieces))
             else:
                 written = _write_array(self, spec, count, pieces)
@@ -117,6 +117,9 @@ class ZarrFormat(TrajectoryFormat):
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
         return _ZarrReader(fetch, manifest)
+
+    def find(self, data: Buffer, source: str) -> tuple[Mapping[str, Any], list[int] | None]:
+        return orjson.loads(data)["attributes"], None
 
     def _chunk_rows(self, spec: ColumnSpec, rows: int) -> int:
         """Return the rows of one chunk, such that all chunks are about equally full."""
@@ -183,7 +186,7 @@ def _group_metadata(content: ShardContent) -> bytes:
         "layout": SHARD_LAYOUT,
         "version": SHARD_VERSION,
         "schema": content.schema.to_json(),
-        "trajectories": [[e.steps, e.batch, e.extra, e.document] for e in content.extents],
+        **content.described(),
     }
     zarr.create_group(zarr.storage.MemoryStore(written), zarr_format=3, attributes=attributes)
     return bytes(written[_METADATA].to_bytes())

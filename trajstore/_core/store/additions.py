@@ -17,7 +17,7 @@ from trajstore._core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore._core.columns.schema import Extent, Kind
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.facts import AGENT, fact_columns, joined
-from trajstore._core.store.index import COLUMNS, renumbered
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex, renumbered
 from trajstore._core.store.log_records import integers, parse_ranges, ranges_of
 from trajstore._core.store.packing import StringTable
 from trajstore._core.store.row_location import STARTS
@@ -165,6 +165,28 @@ def entries_to_json(entries: NewEntries) -> dict[str, Any]:
         **({"valid": columns["num_samples"].tolist()} if partial else {}),
         **({"facts": facts} if of_rollouts else {}),
     }
+
+
+_ELSEWHERE = ("extents", "facts")
+"""Values of a log record that a shard has beside its label, and in its documents."""
+
+
+def for_label(values: Mapping[str, Any], times: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Return what a shard's label says of its trajectories.
+
+    Args:
+        values: what a log record says of them.
+        times: when each was committed, or for new ones is about to be, in µs since 1970; written as differences.
+    """
+    said = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    return {**said, "times": np.diff(times, prepend=0).tolist()}
+
+
+def label_at(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """Return what a shard's label says of an index's trajectories, which ascend by id; see :func:`for_label`."""
+    columns = index.take(positions)
+    weights = [index.texts[number] for number in columns["weights"].tolist()]
+    return for_label(entries_to_json(NewEntries(columns, index.texts, weights, {})), columns["committed"])
 
 
 def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -7,8 +7,10 @@ guarded by ``CommitLog._lock``, a follower's by ``View.steady``.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -25,12 +27,12 @@ from trajstore._core.store.notes import Notes
 from trajstore._core.store.packing import declared_rows
 from trajstore._core.store.saved_points import Pins, Snapshot, pin_name
 from trajstore._core.store.sealed import (
+    COPY_NAME,
     FROM_A_COPY,
     INDEX_NAME,
     LAYOUT,
     LEDGER_NAME,
     METADATA_NAME,
-    OR_FROM_THE_LOG,
     OR_WHAT_IS_WHOLE,
     parse_metadata,
     unseal,
@@ -38,6 +40,8 @@ from trajstore._core.store.sealed import (
 )
 from trajstore._core.store.shard_table import ShardTable
 from trajstore.errors import CorruptStoreError, StoreError, StoreNotFoundError
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -72,6 +76,8 @@ class Catalog(Committed):
         self.segment = ""
         self.segment_end = 0
         self.segment_torn = 0
+        self.index_damage = ""
+        """Damage of the index file, where its copy was read; empty if there is none."""
         self.told_ids = 0
         """Next id according to ``metadata.json``, which was read before the log."""
 
@@ -193,7 +199,7 @@ class Catalog(Committed):
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
             self._note_told(self.metadata())
-            data = self.directory.read(INDEX_NAME)
+            value = self._index_value(source)
         except StoreNotFoundError:
             raise  # it existed when it was opened
         except FileNotFoundError as error:
@@ -203,10 +209,7 @@ class Catalog(Committed):
                 if not absent:  # both were just created
                     self._load_snapshot()
                     return
-                lost = (
-                    f"without {' and '.join(absent)}, but there are shards{FROM_A_COPY}"
-                    f"{OR_FROM_THE_LOG if INDEX_NAME in absent else OR_WHAT_IS_WHOLE}"
-                )
+                lost = f"without {' and '.join(absent)}, but there are shards{FROM_A_COPY}{OR_WHAT_IS_WHOLE}"
                 if METADATA_NAME in absent and LEDGER_NAME in present:
                     raise StoreNotFoundError(
                         f"{self.directory.url}: no store here yet: the first copy to this mirror is running, or "
@@ -216,13 +219,31 @@ class Catalog(Committed):
             raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here (no {METADATA_NAME})") from error
         except NotADirectoryError as error:
             raise StoreNotFoundError(f"{self.directory.url}: not a directory") from error
-        try:
-            value = unseal("snapshot", data, source)
-        except CorruptStoreError as error:
-            raise CorruptStoreError(f"{without_advice(str(error))}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
-        self.snapshot_bytes = len(data)
-        del data
         self._take_snapshot(value, source)
+
+    def _index_value(self, source: str) -> Any:
+        """Return the value of the index file, or of its copy.
+
+        Raises:
+            FileNotFoundError, CorruptStoreError: neither can be read; the error is that of the index file.
+        """
+        try:
+            return self._unsealed(INDEX_NAME)
+        except (FileNotFoundError, CorruptStoreError) as error:
+            with suppress(FileNotFoundError, CorruptStoreError):
+                value = self._unsealed(COPY_NAME)
+                why = "missing" if isinstance(error, FileNotFoundError) else without_advice(str(error))
+                self.index_damage = f"{source}: {why.removeprefix(f'{source}: ')}; its copy {COPY_NAME} is used instead"
+                logger.warning("%s; the next writer writes it again", self.index_damage)
+                return value
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise CorruptStoreError(f"{without_advice(str(error))}{FROM_A_COPY}{OR_WHAT_IS_WHOLE}") from error
+
+    def _unsealed(self, name: str) -> Any:
+        data = self.directory.read(name)
+        self.snapshot_bytes = len(data)
+        return unseal("snapshot", data, f"{self.directory.url}/{name}")
 
     def _take_snapshot(self, value: Any, source: str) -> None:
         """Load the index file's value.

@@ -40,6 +40,7 @@ from trajstore._core.store.row_notes import RowShard
 from trajstore._core.store.run_ids import ID_LIMIT, in_run
 from trajstore._core.store.saved_points import Pins, Snapshot
 from trajstore._core.store.sealed import (
+    COPY_NAME,
     INDEX_NAME,
     LAYOUT,
     LAYOUT_VERSION,
@@ -498,6 +499,11 @@ class Committed:
             }
         )
         return EncodedFile(INDEX_NAME, [seal("snapshot", body)])
+
+    @staticmethod
+    def with_copy(index: EncodedFile) -> list[EncodedFile]:
+        """Return the index file, and its copy, as local stores have both."""
+        return [index, EncodedFile(COPY_NAME, index.pieces)]
 
     def metadata_file(self, **values: Any) -> EncodedFile:
         """Return ``metadata.json`` of this state; ``values`` are the buffer's own."""

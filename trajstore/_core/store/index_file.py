@@ -13,7 +13,7 @@ from trajstore._core.store.entry_checks import EntryGate, check_lengths, fact_ra
 from trajstore._core.store.facts import MOST_SCORES, fact_dtype, is_fact
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
-from trajstore._core.store.sealed import FROM_A_COPY, OR_FROM_THE_LOG
+from trajstore._core.store.sealed import FROM_A_COPY, OR_WHAT_IS_WHOLE
 from trajstore._core.store.waiting import Packed
 from trajstore.errors import CorruptStoreError
 
@@ -90,7 +90,7 @@ def _unpacked_later(
     try:
         column = unpack(packed, dtype)
     except CorruptStoreError as error:
-        raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_FROM_THE_LOG}") from error
+        raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_WHAT_IS_WHOLE}") from error
     faults = out_of_range({name: column}, fact_ranges(texts))
     EntryGate().admit({"trajectory_id": ids}, ((f"{source}: {fault}", wrong) for fault, wrong in faults))
     return column

@@ -20,9 +20,12 @@ from trajstore.errors import CorruptStoreError, trajectories
 _MOST = 1 << 20
 """Limit on the total width of id gaps; wider gaps prove nothing, since ids may be forged or start anywhere."""
 
-_LEFT_OUT = "; what was committed there is left out"
+_LEFT_OUT = "; what was committed there and no shard has is left out"
 
-_NOTHING = "; no trajectory is lost by it; what was evicted there, if anything, is shown again"
+_NOTHING = (
+    "; no trajectory is lost by it, for the shards have them; what was evicted there, if anything, is shown again, and "
+    "late values given there are lost"
+)
 
 _ENOUGH = 8
 """Minimum number of known trajectories for a reliable id stride."""
@@ -96,6 +99,16 @@ class LostRecords:
         self._evicted: list[npt.NDArray[np.int64]] = []
         self._next_id = 0
 
+    @property
+    def any(self) -> bool:
+        """Whether some record is missing or invalid."""
+        return bool(self._damage)
+
+    @property
+    def evicted(self) -> npt.NDArray[np.int64]:
+        """Ids that readable records evict, as inclusive ranges ``[n, 2]``."""
+        return np.concatenate([np.zeros((0, 2), np.int64), *self._evicted])
+
     def begins(self, next_id: int) -> None:
         """Set the next id of the snapshot that precedes the log."""
         self._next_id = max(self._next_id, next_id)
@@ -130,11 +143,10 @@ class LostRecords:
             if hole.high is None:
                 hole.high = max(high, hole.low)
 
-    def refused(self, damage: Damage, record: Mapping[str, Any], ranges: Sequence[tuple[int, int]]) -> None:
+    def refused(self, damage: Damage, ranges: Sequence[tuple[int, int]]) -> None:
         """Add a record that is readable but invalid, with the ids that it adds."""
         self._note(damage)
         self._holes += [_Hole(damage, low, high + 1) for low, high in ranges]
-        damage.uncounted |= not ranges and record.get("operation") not in ("evict", "rewrite", "annotate")
 
     def settle(self, present: npt.NDArray[np.int64], counter: int) -> None:
         """Set the lost ids of each damage.
@@ -143,13 +155,13 @@ class LostRecords:
             present: ids of the existing trajectories.
             counter: the next id according to other files; 0 if unknown.
         """
+        present = np.unique(present)
+        counter = max(counter, int(present.max(initial=-1)) + 1)
         for hole in self._holes:
             if hole.high is None:  # the log's last records are missing
-                hole.damage.uncounted = True
+                hole.damage.uncounted |= counter <= hole.low
                 hole.high = max(counter, hole.low)
-        present = np.unique(present)
         stride = int(np.gcd.reduce(np.diff(present))) if len(present) >= _ENOUGH else 1
-        evicted = np.concatenate([np.zeros((0, 2), np.int64), *self._evicted])
         most = _MOST
         for hole in self._holes:
             high = hole.low if hole.high is None else hole.high
@@ -160,7 +172,7 @@ class LostRecords:
             ids = np.arange(hole.low, high, dtype=np.int64)
             if stride > 1:
                 ids = ids[(ids - present[0]) % stride == 0]
-            ids = ids[~np.isin(ids, present) & ~lie_in(ids, evicted)]
+            ids = ids[~np.isin(ids, present) & ~lie_in(ids, self.evicted)]
             hole.damage.lost += tuple((low, high) for low, high in ranges_of(ids.tolist()))
         for damage in self._damage:
             damage.lost = _joined(damage.lost)

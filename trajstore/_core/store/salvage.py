@@ -1,8 +1,8 @@
 """Opens a damaged directory and recovers its intact data.
 
 ``Catalog.open`` refuses a directory at the first damage. This module continues: it rebuilds ``metadata.json`` from the
-index, rebuilds a damaged index from the log if that has every commit, and skips invalid records and entries.
-Nothing is written.
+index, skips invalid records and entries, and takes the trajectories that index and log do not name from the labels of
+their shards. Nothing is written.
 """
 
 from __future__ import annotations
@@ -14,27 +14,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore._core.columns.schema import Schema
 from trajstore._core.files.base import Directory
 from trajstore._core.formats.base import SHARDS_FOLDER
-from trajstore._core.store.additions import added_in
+from trajstore._core.store.additions import AddedShard, added_in, entries_from_json
 from trajstore._core.store.catalog import Catalog, log_segments
-from trajstore._core.store.entry_checks import EntryGate
-from trajstore._core.store.log_records import decode_each, natural, record_without_end
+from trajstore._core.store.entry_checks import EntryGate, check_lengths, range_faults, shape_faults
+from trajstore._core.store.labelled_shards import read_shard
+from trajstore._core.store.log_records import decode_each, lie_in, natural, record_without_end
 from trajstore._core.store.lost_records import Damage, LostRecords
 from trajstore._core.store.sealed import (
-    FROM_A_COPY,
     INDEX_NAME,
     LAYOUT,
     LAYOUT_VERSION,
     METADATA_NAME,
     is_of_rlinf,
     parse_metadata,
-    unseal,
     without_advice,
 )
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, counted, listed
+from trajstore._core.store.shard_table import shard_number
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, UnsafeContentError, counted, listed, trajectories
 
 _LOST = Schema("step", ())
 """Placeholder for a schema of a damaged record; it matches no shard."""
@@ -55,6 +56,8 @@ class SalvagedCatalog(Catalog):
         self.damage: list[Damage] = []
         self._lost = LostRecords()
         self._index_lost = False
+        self._first_unnamed = 0
+        """Lowest id of the trajectories that the index cannot name."""
         self._last_refused: _Refused | None = None
 
     @property
@@ -74,13 +77,15 @@ class SalvagedCatalog(Catalog):
         Raises:
             StoreNotFoundError: there is no store.
             UnsupportedVersionError: it has another layout version.
-            CorruptStoreError: neither the index nor the log is usable.
+            CorruptStoreError: RLinf has written into the store.
         """
         catalog = cls(directory)
         catalog.metadata()  # first: refuses another layout
         catalog._load_snapshot()
-        catalog._lost.begins(catalog.next_id)
         catalog.load_pins()  # first: pinned entries survive eviction
+        if catalog._index_lost:
+            catalog._rebuild_index()
+        catalog._lost.begins(catalog.next_id)
         catalog._read_whole_log()
         catalog.load_pins()
         if catalog.left_out:
@@ -99,9 +104,11 @@ class SalvagedCatalog(Catalog):
             except CorruptStoreError as error:
                 if not catalog.damage:  # else a consequence of that damage
                     catalog._lost.missing(catalog._warn(without_advice(str(error))))
-        catalog._settle()
         if catalog._index_lost:
-            catalog._settle_line()
+            catalog._note_count(metadata)
+        elif catalog._lost.any:
+            catalog._take_shards()
+        catalog._settle()
         return catalog
 
     def _settle(self) -> None:
@@ -147,46 +154,78 @@ class SalvagedCatalog(Catalog):
         damage = self._warn(f"{without_advice(str(error))}; what only this pin named is left out")
         damage.uncounted = True
 
+    # -- shards that nothing names ----------------------------------------------------------------
+
+    def _take_shards(self) -> None:
+        """Add the trajectories of shards that neither the index nor a readable record names, by their labels.
+
+        Which of them were evicted is known from the index, the readable records and the heads that were left.
+        """
+        known = [names for _, names, _ in self.shards.file_sizes(np.flatnonzero(self.needed_shards()))]
+        unnamed: dict[int, list[str]] = {}
+        for name in sorted(set(self.directory.names(SHARDS_FOLDER)).difference(*known)):
+            if (number := shard_number(name)) is not None:
+                unnamed.setdefault(number, []).append(name)
+        for number, files in sorted(unnamed.items()):
+            try:
+                self._take_shard(number, files)
+            except (*_BAD_VALUES, UnsafeContentError) as error:
+                detail = str(error).removeprefix(f"{self.directory.url}/")
+                self._warn(f"{self.directory.url}/{detail}; no readable commit names it").uncounted = True
+        for index in (self.index, self.pinned):
+            _, order = np.unique(index["trajectory_id"], return_index=True)
+            index.replace(index.take(index.first + order))
+        self.notes.lay_over(self.index)
+
+    def _take_shard(self, number: int, files: Sequence[str]) -> None:
+        manifest, entries = read_shard(self.directory, number, files)
+        row, schema = len(self.shards), manifest.schema
+        columns: Mapping[str, Any] = {}
+        if entries:
+            columns = entries_from_json([AddedShard(0, number, row, manifest, entries, 0)], self.index.texts)
+            columns = {**columns, "committed": entries["times"]}
+            check_lengths(columns)
+            columns = self._gate.admit(columns, range_faults(columns, row + 1, len(self.index.texts)))
+            columns = self._gate.admit(columns, shape_faults(columns, schema.kind == "step", schema.has_valid))
+        self._add_shard(number, manifest, self.generation)
+        if not entries:
+            return
+        ids = columns["trajectory_id"]
+        new = ids >= self._first_unnamed
+        left = lie_in(ids, self._lost.evicted) | self._left(ids)
+        for index, chosen in ((self.index, new & ~left), (self.pinned, new & left & self.pins.named(ids))):
+            chosen &= index.find_many(ids) < 0
+            index.append(index.translated({name: column[chosen] for name, column in columns.items()}, self.index.texts))
+        self.next_id = max(self.next_id, int(ids.max()) + 1)
+
+    def _left(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which ids the store left when it last went to a snapshot, if it kept the head that it left."""
+        heads = [head for head in self.pins.heads.values() if head.left_for and head.visit + 1 == self.visit]
+        if not self._index_lost or not heads or (target := self.pins.heads.get(str(heads[0].left_for))) is None:
+            return np.zeros(len(ids), np.bool_)
+        return lie_in(ids, heads[0].ids) & ~lie_in(ids, target.ids)
+
     # -- the index --------------------------------------------------------------------------------
 
     def _load_snapshot(self) -> None:
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
-            value = unseal("snapshot", self.directory.read(INDEX_NAME), source)
-            self._take_snapshot(value, source)
+            self._take_snapshot(self._index_value(source), source)
+            if self.index_damage:
+                self._warn(self.index_damage)
         except (FileNotFoundError, *_BAD_VALUES) as error:
-            segments = log_segments(self.directory)
-            if isinstance(error, FileNotFoundError) and not segments and not self.directory.names(SHARDS_FOLDER):
+            missing = isinstance(error, FileNotFoundError)
+            if missing and not log_segments(self.directory) and not self.directory.names(SHARDS_FOLDER):
                 raise StoreNotFoundError(f"{self.directory.url}: no trajectory store here") from error
-            detail = without_advice(str(error)).removeprefix(f"{source}: ")
-            reason = f"{source}: missing" if isinstance(error, FileNotFoundError) else f"{source}: {detail}"
-            if not self._has_first_commits(segments):
-                self._check_not_overwritten()
-                again = "if a copy to here was interrupted, run it again"
-                too = f"; {METADATA_NAME} is damaged too ({again})" if self.damage else ""
-                raise CorruptStoreError(
-                    f"{reason}; the log cannot replace it, it does not begin with the first commit{FROM_A_COPY}. "
-                    f"Without one, only the files in {SHARDS_FOLDER}/ are left, without ids{too}"
-                ) from error
+            self._check_not_overwritten()
+            detail = "missing" if missing else without_advice(str(error)).removeprefix(f"{source}: ")
             fresh = SalvagedCatalog(self.directory)
             fresh.damage = self.damage
             self.__dict__.update(fresh.__dict__)
             self.store_id = str(self.metadata().get("store_id") or uuid.uuid4())
             self._index_lost = True
-            self._warn(f"{reason}: worked out again from the log, which has every commit")
-
-    def _has_first_commits(self, segments: Sequence[tuple[int, str]]) -> bool:
-        """Return whether the log begins with the first commit and continues; a lone first fence does not count.
-
-        A fence's segment is kept when the segments after it are deleted.
-        """
-        if not segments or segments[0][0] != 1:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            records = [record for record, _ in decode_each(self.directory.read(segments[0][1])) if record is not None]
-            only_fence = len(records) == 1 and "fence" in records[0]
-            return not only_fence or len(segments) == 1 or segments[1][0] == 2
-        return False
+            self._warn(f"{source}: {detail}; {_FROM_SHARDS}")
+        self._first_unnamed = self.next_id
 
     def _check_not_overwritten(self) -> None:
         """Raise if RLinf overwrote the index and the metadata."""
@@ -194,6 +233,35 @@ class SalvagedCatalog(Catalog):
             data = self.directory.read(METADATA_NAME)
             if is_of_rlinf(data):
                 parse_metadata(data, f"{self.directory.url}/{METADATA_NAME}")
+
+    def _rebuild_index(self) -> None:
+        """Rebuild the index from shards and pins; the log's evictions and late values follow."""
+        heads = self.pins.heads.values()
+        newest = max(heads, key=lambda head: head.generation, default=None)
+        self.generation = max(self.metadata()["generation"], newest.generation if newest else 0)
+        self._settle_line()
+        self._take_shards()
+        times = self.index["committed"]  # they never decrease, and those of labels may
+        later = np.where(times < 0, times, np.maximum.accumulate(times)) if len(times) else times
+        self.index.note_committed(np.arange(self.index.first, self.index.end), later)
+        if newest is not None:
+            try:
+                self.notes = self.values_of(newest)
+            except CorruptStoreError as error:
+                self._warn(without_advice(str(error)))
+            self.notes.lay_over(self.index)
+        segments = log_segments(self.directory)
+        self.generation = min([self.generation, *(first - 1 for first, _ in segments)])
+
+    def _note_count(self, metadata: Mapping[str, Any]) -> None:
+        """Compare the rebuilt index with the counts in ``metadata.json``, which evictions since have made too high."""
+        self.generation = max(
+            [self.generation, metadata["generation"], *(h.generation for h in self.pins.heads.values())]
+        )
+        if isinstance(size := metadata.get("size"), int) and size != len(self.index):
+            counted_there = f"counts {trajectories(size)}, and {len(self.index):,} are there now"
+            damage = self._warn(f"{self.directory.url}/{METADATA_NAME}: {counted_there}")
+            damage.uncounted = size > len(self.index)
 
     # -- the log ----------------------------------------------------------------------------------
 
@@ -238,6 +306,9 @@ class SalvagedCatalog(Catalog):
                 first, last = self.generation + 1, generation - 1
                 missing = f"record of generation {first} is" if first == last else f"records {first} to {last} are"
                 self._lost.missing(self._warn(f"{source}: the {missing} missing"))
+            if self._index_lost and record["operation"] in ("add", "rewrite"):  # the shards say it
+                self.generation = generation
+                return
             adds = self._lost.read(record)
             source_record = record.get("rows", record) if record["operation"] == "annotate" else record
             if source_record.get("schemas") and record["operation"] in ("add", "annotate"):
@@ -249,7 +320,7 @@ class SalvagedCatalog(Catalog):
                 del self._schemas[number:]
             self.apply([record])
         except (*_BAD_VALUES, UnsafeContentError) as error:
-            self._lost.refused(self._refused(source, record.get("generation"), str(error)), record, adds)
+            self._lost.refused(self._refused(source, record.get("generation"), str(error)), adds)
             if isinstance(record.get("generation"), int):
                 self.generation = max(self.generation, record["generation"])
 
@@ -281,6 +352,11 @@ class _Refused:
         return following and (source, reason) == (self.source, self.reason)
 
 
+_FROM_SHARDS = (
+    "worked out again from the labels of the shards, the log and the pins. What these do not say is not known: "
+    "evictions (such trajectories may be shown again), and late values since the newest pin or saved point"
+)
+
 _WORKED_OUT = "worked out again from the index; seed and generator state are lost"
 
 
@@ -290,10 +366,11 @@ def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
     Raises:
         StoreNotFoundError: there is no store.
         UnsupportedVersionError: it has another layout version.
-        CorruptStoreError: neither the index nor the log is usable.
+        CorruptStoreError: RLinf has written into the store.
     """
     try:
-        return Catalog.open(directory), []
+        catalog = Catalog.open(directory)
+        return catalog, [Damage(catalog.index_damage)] if catalog.index_damage else []
     except (CorruptStoreError, StoreNotFoundError):
         catalog = SalvagedCatalog.open(directory)
         return catalog, catalog.damage

@@ -15,6 +15,8 @@ METADATA_NAME = "metadata.json"
 RESTORE_NAME = "restore.json"
 """Names the mirror in an unfinished restore; removed once it is a store."""
 INDEX_NAME = "trajectory_index.json"
+COPY_NAME = "index_copy.json"
+"""The same file once more, read where the index is missing or damaged. Local stores have it."""
 
 LEDGER_NAME = "mirror.json"
 """In a mirror: its owner, and the copied files that its index does not name yet."""
@@ -24,15 +26,12 @@ FROM_A_COPY = "; restore it from a copy"
 """Ending of messages about damaged files."""
 
 OR_WHAT_IS_WHOLE = "; strict=False loads the intact part, and `trajstore repair` makes a new store of it"
-"""Further remedy where part of the file is readable."""
-
-OR_FROM_THE_LOG = f"{OR_WHAT_IS_WHOLE}, if the log still has every commit"
-"""The same, where the index is unreadable."""
+"""Further remedy."""
 
 
 def without_advice(text: str) -> str:
     """Strip the repair hint from a damage message."""
-    for advice in (OR_FROM_THE_LOG, OR_WHAT_IS_WHOLE, FROM_A_COPY):
+    for advice in (OR_WHAT_IS_WHOLE, FROM_A_COPY):
         text = text.removesuffix(advice)
     return text
 
@@ -119,7 +118,7 @@ def parse_metadata(data: bytes, source: str) -> dict[str, Any]:
             f"{source}: RLinf has written into this store and replaced its metadata.json and trajectory_index.json; "
             "shards/ and log/ are unchanged. Move RLinf's files (these two and trajectory_*) to a directory of "
             "their own, from which they load, and put the two files of trajstore back from a checkpoint or a copy; "
-            "load_checkpoint(strict=False) reads the contents of the log"
+            "load_checkpoint(strict=False) reads what the copy of the index, the log and the shards have"
         )
     if values.get("layout") != LAYOUT:
         raise CorruptStoreError(

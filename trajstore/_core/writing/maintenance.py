@@ -20,7 +20,14 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.given import INBOX_FOLDER
 from trajstore._core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore._core.store.saved_points import PINS_FOLDER
-from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME, begins_sealed, is_of_rlinf, parse_metadata
+from trajstore._core.store.sealed import (
+    COPY_NAME,
+    INDEX_NAME,
+    METADATA_NAME,
+    begins_sealed,
+    is_of_rlinf,
+    parse_metadata,
+)
 from trajstore._core.store.shard_table import shard_number
 from trajstore.errors import CorruptStoreError, counted, listed, written
 
@@ -29,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _OF_RLINF = ".rlinf"
 
-_OF_A_STORE = (METADATA_NAME, INDEX_NAME, SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER)
+_OF_A_STORE = (METADATA_NAME, INDEX_NAME, COPY_NAME, SHARDS_FOLDER, LOG_FOLDER, PINS_FOLDER)
 
 STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
 """Created when a writer opens a store; not recreated if they disappear later."""
@@ -45,7 +52,7 @@ def check_unused(directory: Directory) -> None:
     """
     names = directory.names()
     if INDEX_NAME in names and Catalog.has_begun(directory):
-        names.remove(INDEX_NAME)
+        names = [name for name in names if name not in (INDEX_NAME, COPY_NAME)]
     files = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
     if METADATA_NAME in files:
         parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
@@ -253,15 +260,16 @@ class Snapshots:
             StoreWriteError: writing failed; the log still has everything.
         """
         with written(": the index could not be written; the log still has everything"):
-            rlinf_files = files_of_rlinf(self._directory, catalog.snapshot_bytes)
+            damaged = bool(catalog.index_damage)  # and so its bytes are not those of RLinf
+            rlinf_files = {} if damaged else files_of_rlinf(self._directory, catalog.snapshot_bytes)
             if rlinf_files:
                 keep_files_of_rlinf(self._directory, rlinf_files)
             index = catalog.snapshot_file()
-            self._directory.publish([index])
+            self._directory.publish(catalog.with_copy(index) if self._directory.can_append else [index])
             metadata = catalog.metadata_file(**self._metadata())
             self._directory.publish([metadata])
         catalog.snapshot_generation = self.renewed = catalog.generation
-        catalog.snapshot_bytes = index.nbytes
+        catalog.snapshot_bytes, catalog.index_damage = index.nbytes, ""
         catalog.log_bytes = 0
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 

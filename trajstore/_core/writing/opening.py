@@ -69,7 +69,7 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
     if not directory.can_append:
         fence(directory, catalog)  # before leftovers are determined
     garbage = Garbage(directory, catalog)
-    if catalog.generation > catalog.snapshot_generation or catalog.segment_torn:
+    if catalog.generation > catalog.snapshot_generation or catalog.segment_torn or catalog.index_damage:
         # Always after a fence, since an earlier writer's knowledge of the index must become outdated.
         # Start a new segment: a torn last record stays behind in the old one.
         segments = directory.names(LOG_FOLDER)

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trajstore._core.base.clock import microseconds
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import Buffer, Directory, EncodedFile
 from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
 from trajstore._core.formats.frames import could_be_stored_once
-from trajstore._core.store.additions import entries_to_json
+from trajstore._core.store.additions import entries_to_json, for_label
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.groups import Run, ShardDraft
 from trajstore.errors import StoreLockedError, listed
@@ -175,12 +176,14 @@ class Publisher:
         for part in parts:
             name = shard_name(part.number)
             content = content_of(part.runs, part.entries.extents, self._scratch)
-            encoded, manifest = encoded_shard(self._format, name, content, search=self._once)
+            values = entries_to_json(part.entries)
+            entries = for_label(values, np.full(len(part.entries), microseconds()))
+            encoded, manifest = encoded_shard(self._format, name, content, entries=entries, search=self._once)
             manifests.append(manifest)
             if self._once:
                 self._tell_twice(manifest)
             files += encoded
-            part.record = orjson.dumps(entries_to_json(part.entries))
+            part.record = orjson.dumps(values)
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
             part.manifest = manifest

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,9 @@ from trajstore._core.files.base import Buffer, Directory
 from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
 from trajstore._core.reading.shard_access import damage_of, reader_of, rows_of
+from trajstore._core.store.additions import label_at
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.row_location import STARTS, RowLocation
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.commit_log import CommitLog
@@ -200,7 +203,7 @@ class Rewriter:
                 readable = {row: source for row, source in sources.items() if source is not None}
                 if len(readable) < len(sources):
                     return True  # choose again, without those that are damaged
-                number, nbytes = self._rewrite(chosen.entries, readable)
+                number, nbytes = self._rewrite(chosen, readable)
             if len(readable) == 1 and nbytes >= chosen.nbytes:
                 self._leave(number)
             self._log.collect_garbage()
@@ -229,7 +232,7 @@ class Rewriter:
         if not rows:
             return None
         nbytes = int(usage.total[rows].sum())
-        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, _entries_in(catalog, rows), nbytes)
+        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, *_entries_in(catalog, rows), nbytes)
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
         """Return an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
@@ -248,9 +251,9 @@ class Rewriter:
         )
         return None
 
-    def _rewrite(self, entries: Sequence[_Entry], sources: dict[int, _OpenShard]) -> tuple[int, int]:
+    def _rewrite(self, chosen: _Chosen, sources: dict[int, _OpenShard]) -> tuple[int, int]:
         """Write one merged shard; return its number and the bytes of its rows."""
-        number = self._new_shard()
+        number, entries = self._new_shard(), chosen.entries
         schema = sources[entries[0].location.table].manifest.schema
         pieces: list[list[Buffer]] = [[] for _ in schema.columns]
         for entry in entries:
@@ -258,7 +261,7 @@ class Rewriter:
                 pieces[column].append(piece)
         extents = [entry.extent for entry in entries]
         content = ShardContent(schema, extents, pieces)
-        files, manifest = encoded_shard(self._format, shard_name(number), content)
+        files, manifest = encoded_shard(self._format, shard_name(number), content, entries=chosen.label)
         self._directory.publish(files)
         with self._log.recording(manifest):
             self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
@@ -271,6 +274,7 @@ class _Chosen:
 
     manifests: Mapping[int, ShardManifest]
     entries: Sequence[_Entry]
+    label: Mapping[str, Any]
     nbytes: int
     """Bytes of all rows written to the shards."""
 
@@ -284,20 +288,23 @@ class _Entry:
     location: RowLocation
 
 
-def _entries_in(catalog: Catalog, rows: Sequence[int]) -> list[_Entry]:
-    """Return the live or pinned entries in some shards, by ascending id."""
+def _entries_in(catalog: Catalog, rows: Sequence[int]) -> tuple[list[_Entry], dict[str, Any]]:
+    """Return the live or pinned entries in some shards, by ascending id, and what their new shard's label says."""
     chosen = np.zeros(len(catalog.shards), np.bool_)
     chosen[rows] = True
-    names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
-    entries = []
+    found = TrajectoryIndex()
     for index in (catalog.index, catalog.pinned):
-        inside = chosen[index["shard"]]
+        inside = index.first + np.flatnonzero(chosen[index["shard"]])
+        found.append(found.translated(index.take(inside), index.texts))
+    order = np.argsort(found["trajectory_id"], kind="stable")
+    names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
+    entries = [
+        _Entry(number, Extent(steps, batch, extra, document), RowLocation(row, *starts))
         for number, row, steps, batch, extra, document, *starts in zip(
-            *(index[name][inside].tolist() for name in names), strict=True
-        ):
-            extent = Extent(steps, batch, extra, document)
-            entries.append(_Entry(number, extent, RowLocation(row, *starts)))
-    return sorted(entries, key=lambda entry: entry.trajectory_id)
+            *(found[name][order].tolist() for name in names), strict=True
+        )
+    ]
+    return entries, label_at(found, order)
 
 
 class _OpenShard:

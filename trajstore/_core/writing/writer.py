@@ -174,7 +174,7 @@ class StoreWriter:
             known = dict(catalog.notes.kinds)
         content = content_of_rows(rows, said.ids, extents, kinds, known)
         number = self.queue.new_shard()
-        files, manifest = encoded_shard(self._format, shard_name(number), content)
+        files, manifest = encoded_shard(self._format, shard_name(number), content, entries={})
         said = replace(said, rows=RowShard(number, manifest, tuple(content.extents)))
         with self.log.standing_still() as catalog:
             catalog.notes.check(said)  # before anything is written

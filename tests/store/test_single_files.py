@@ -1,0 +1,144 @@
+"""No single file is the store: whichever file of a closed run is lost or damaged, repair brings back all else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.stores import flip
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore._core.formats import FORMATS
+from trajstore.operations.copying import repair_store
+from trajstore.operations.verify import verify
+
+pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+
+State = dict[str, dict[str, Any]]
+"""Of each UUID: id, facts, late values, rewards or tokens."""
+
+EVICTED = {0, 4, 8}
+
+
+def rollout(number: int) -> AgentTrajectory:
+    return AgentTrajectory(
+        input_ids=torch.full((9,), number),
+        messages=[{"role": "user", "content": "go"}, {"role": "assistant", "content": f"{number} é"}],
+        task_id=f"task {number}",
+        policy_version=number,
+        reward=Reward(outcome=number / 8, metadata={"judge": number}),
+    )
+
+
+def block(number: int) -> Trajectory:
+    valid = torch.tensor([[True, False], [True, True], [False, True]]) if number % 2 else None
+    return Trajectory(rewards=torch.full((3, 2, 1), float(number)), valid=valid, model_weights_id=f"w{number}")
+
+
+def written(path: Path, form: str) -> None:
+    """Two sessions: mixed kinds, evictions, a compacted shard, pins, saved points, late values of all kinds."""
+    options: Any = {"auto_save": True, "auto_save_path": path, "trajectory_format": form}
+    with TrajectoryReplayBuffer(**options) as buffer:
+        for numbers in (range(4), range(4, 6)):
+            buffer.add_trajectories([rollout(number) for number in numbers])
+            buffer.flush()
+        buffer.add_trajectories([block(6), block(7)])
+        annotate(buffer, [1, 2], {"score": [0.5, 2], "tag": "good"})
+        annotate(buffer, [6], {"per_step": [torch.ones(3, 2)]})
+        buffer.evict([0])
+        buffer.compact()
+        buffer.points.pin("kept")
+        buffer.points.save(1, state={"note": 1})
+        buffer.evict([4])
+    with TrajectoryReplayBuffer(**options) as buffer:
+        buffer.add_trajectories([rollout(8), rollout(9)])
+        annotate(buffer, [9, 2], {"score": [1, 3]})
+        buffer.points.save(2, state={"note": 2})
+        buffer.evict([8])
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "zarr":
+        pytest.importorskip("zarr")
+    path = tmp_path_factory.mktemp(request.param) / "run"
+    for rank in range(2):
+        written(path / f"rank_{rank}", request.param)
+    return path
+
+
+def shown(path: Path, pin: str | None = None, *, time: bool = True) -> State:
+    """Return what a rank shows, now or at a snapshot."""
+    with TrajectoryReplayBuffer.open(path, pin=pin) as reader:
+        rows = reader.query().table().to_dicts()
+        facts = {row["trajectory_id"]: {name: row[name] for name in row if row[name] is not None} for row in rows}
+        state = {}
+        for number, uuid in zip(reader.trajectory_ids, reader.trajectory_uuids, strict=True):
+            content = reader.get(int(number))
+            values = content.input_ids if isinstance(content, AgentTrajectory) else content.rewards
+            state[str(uuid)] = {
+                **facts[number],
+                "content": values.tolist(),
+                "metadata": getattr(content, "metadata", 0),
+            }
+            if not time:
+                state[str(uuid)].pop("committed")
+    return state
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def ids_lost(path: Path) -> set[int]:
+    """Return the ids that verify says are lost."""
+    return {
+        number for problem in verify(path).problems for low, high in problem.lost for number in range(low, high + 1)
+    }
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, flip], ids=["deleted", "truncated", "flipped"])
+def test_whatever_file_is_lost_all_else_comes_back(run: Path, damage: Callable[[Path], None], tmp_path: Path) -> None:
+    case, new = tmp_path / "run", tmp_path / "new"
+    before = {rank: shown(run / rank) for rank in ("rank_0", "rank_1")}
+    files = sorted(file.relative_to(run / "rank_1") for file in (run / "rank_1").rglob("*") if file.is_file())
+    # A zarr shard has a dozen files: every fifth of them, another one for each damage.
+    several = [file for file in files if len(file.parts) > 2]
+    skipped = {file for at, file in enumerate(several) if at % 5 != [Path.unlink, truncate, flip].index(damage)}
+    for file in sorted({*files} - skipped):
+        shutil.copytree(run, case)
+        if (case / "rank_1" / file).stat().st_size or damage is Path.unlink:
+            damage(case / "rank_1" / file)
+        lost = ids_lost(case / "rank_1")
+        assert not lost or file.parts[0] == "shards", file
+        repair_store(case, new)
+        assert shown(new / "rank_0") == before["rank_0"], file
+        left = {uuid: entry for uuid, entry in before["rank_1"].items() if entry["trajectory_id"] not in lost}
+        found = shown(new / "rank_1")
+        if file.parts[0] == "shards" and not lost:  # the shard of late values by row
+            assert found.keys() == left.keys(), file
+        else:
+            assert found == left, file
+        shutil.rmtree(case)
+        shutil.rmtree(new)
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_without_any_index_the_shards_and_pins_say_it(run: Path, metadata: bool, tmp_path: Path) -> None:
+    store = shutil.copytree(run / "rank_0", tmp_path / "store")
+    before = shown(store, time=False)
+    for name in ("trajectory_index.json", "index_copy.json", *(() if metadata else ("metadata.json",))):
+        (store / name).unlink()
+    problems = str(verify(store).problems)
+    assert "evictions (such trajectories may be shown again)" in problems
+    assert ("counts 7 trajectories, and 9 are there now" in problems) == metadata
+    assert repair_store(store, tmp_path / "new").is_whole
+    found = shown(tmp_path / "new", time=False)
+    again = {entry["trajectory_id"] for uuid, entry in found.items() if uuid not in before}
+    assert again <= EVICTED
+    assert {uuid: found[uuid] for uuid in before} == before
