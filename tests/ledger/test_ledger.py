@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,94 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
     file.rename(tmp_path / "steps-000001-after-1.log")
     with pytest.raises(CorruptStoreError, match=r"lacks the file steps-000000-after-\*\.log"):
         read(tmp_path)
+
+
+def _lines(*order: int) -> Callable[[list[bytes]], list[bytes]]:
+    return lambda lines: [lines[at] for at in order]
+
+
+def _flipped(at: int, byte: int) -> Callable[[list[bytes]], list[bytes]]:
+    def flip(lines: list[bytes]) -> list[bytes]:
+        line = bytearray(lines[at])
+        line[byte] ^= 1
+        return [*lines[:at], bytes(line), *lines[at + 1 :]]
+
+    return flip
+
+
+@pytest.mark.parametrize(
+    ("damage", "left", "fault"),
+    [
+        (_flipped(3, 20), [1, 2, 3], "is damaged; [0-9,]+ bytes are left out"),
+        (_flipped(3, 3), [1, 2, 3], "is damaged; [0-9,]+ bytes are left out"),
+        (_flipped(1, 40), [1, 3, 4], "is damaged; [0-9,]+ bytes are left out"),
+        (_flipped(3, -1), [1, 2, 3, 4], "the line feed of the record at byte"),
+        (_lines(0, 2, 3), [1, 3, 4], "records are missing: step 3 follows step 2, and here 1"),
+        (_lines(1, 2, 3), [2, 3, 4], "records are missing: step 2 follows step 1, and here nothing"),
+        (_lines(0, 1, 1, 2, 3), [1, 2, 3, 4], "repeats step 2"),
+        (_lines(0, 1, 2, 3, 0), [1, 2, 3, 4], "repeats step 1"),
+        (_lines(0, 2, 1, 3), [1, 2, 3, 4], "is out of order: step 2 after step 3"),
+        (_lines(3, 2, 1, 0), [1, 2, 3, 4], r"is out of order: step 3 after step 4 \(and 2 more faults\)"),
+    ],
+)
+def test_a_damaged_record_is_named_and_all_others_are_read(
+    damage: Callable[[list[bytes]], list[bytes]], left: list[int], fault: str, tmp_path: Path
+) -> None:
+    with Ledger(tmp_path) as ledger:
+        for number in (1, 2, 3, 4):
+            ledger.record(step(number))
+    file = tmp_path / "steps-000000-after-none.log"
+    file.write_bytes(b"".join(damage(file.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(CorruptStoreError, match=rf"after-none\.log: .*{fault}.*; strict=False reads the others"):
+        read(tmp_path)
+    with pytest.raises(CorruptStoreError):  # an acknowledged record is not dropped as an incomplete one
+        Ledger(tmp_path)
+    intact = read(tmp_path, strict=False)
+    assert ([*intact.steps], intact.torn) == (left, 0)
+    assert all(same(intact.steps[number], step(number)) for number in left)
+    problems = audit(intact).problems
+    assert set(intact.damaged) < {*problems, ""}
+    assert not any("incomplete" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_an_emptied_ledger_is_a_problem(files: int, tmp_path: Path) -> None:
+    with Ledger(tmp_path, segment_bytes=1) as ledger:
+        for number in range(1, files + 1):
+            ledger.record(step(number))
+    sorted(tmp_path.glob("steps-*"))[-1].write_bytes(b"")
+    (problem,) = audit(read(tmp_path)).problems
+    with pytest.warns(UserWarning, match="is empty and is removed"), Ledger(tmp_path) as ledger:
+        assert ledger.last == (files - 1 or None)
+    assert problem.startswith("the newest file is empty: " + ("no step is recorded" if files == 1 else "nothing is"))
+
+
+@pytest.mark.parametrize("size", [0, -1, -100])
+def test_an_earlier_file_without_its_end_is_damaged(size: int, tmp_path: Path) -> None:
+    with Ledger(tmp_path, segment_bytes=1) as ledger:
+        for number in (1, 2, 3):
+            ledger.record(step(number))
+    file = tmp_path / "steps-000001-after-1.log"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(
+        CorruptStoreError, match=r"after-1\.log: its end is missing: it ends with step 1, and steps-0+2"
+    ):
+        read(tmp_path)
+    intact = read(tmp_path, strict=False)
+    assert [*intact.steps] == [1, 3]
+    assert set(intact.damaged) < set(audit(intact).problems)
+
+
+def test_a_line_that_never_reached_the_disk_is_incomplete(tmp_path: Path) -> None:
+    with Ledger(tmp_path) as ledger:
+        ledger.record(step(1))
+        ledger.record(step(2))
+    file = tmp_path / "steps-000000-after-none.log"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[1][:50] + bytes(60) + lines[1][110:])
+    contents = read(tmp_path)
+    assert ([*contents.steps], contents.torn) == ([1], len(lines[1]))
+    assert "incomplete record" in audit(contents).problems[0]
 
 
 def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:

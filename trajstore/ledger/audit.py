@@ -96,6 +96,9 @@ def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
     problems += _fresh_twice(ledger)
     if ledger.torn:
         problems.append(f"after step {ledger.last}: {counted(ledger.torn, 'byte')} of an incomplete record")
+    if ledger.empty:
+        ends = "no step is recorded" if ledger.last is None else f"nothing is recorded after step {ledger.last}"
+        problems.append(f"the newest file is empty: {ends}, or what was recorded is lost")
     problems += ledger.damaged
     rows = sum(len(step.rows) for step in ledger.steps.values())
     replayed = sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values())

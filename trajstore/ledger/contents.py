@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from trajstore._core.files.base import Directory
 from trajstore._core.files.opening import open_directory
-from trajstore._core.store.log_records import LogTail, decode_each, decode_lines
-from trajstore._core.store.sealed import without_advice
+from trajstore._core.store.log_records import LogTail, decode_each, record_without_end
 from trajstore.errors import CorruptStoreError, StoreNotFoundError
 from trajstore.ledger.step import ROW, TrainedStep
 
@@ -42,45 +41,80 @@ class Segment:
         """Name of the file."""
         return f"steps-{self.number:06d}-after-{'none' if self.after is None else self.after}.log"
 
-    def records(self, directory: Directory, damaged: list[str] | None = None) -> LogTail:
-        """Return its records.
+    def records(
+        self, directory: Directory, damaged: list[str] | None = None, following: Segment | None = None
+    ) -> LogTail:
+        """Return its records, by step.
 
         Args:
             directory: of the ledger.
-            damaged: if given, damaged records are left out, and a sentence on each is appended.
+            damaged: if given, damaged records are left out, and a sentence on each fault is appended.
+            following: the next file; None for the newest one, which alone may end in an incomplete record.
 
         Raises:
-            CorruptStoreError: one is damaged, or is not a record of this file.
+            CorruptStoreError: a record is damaged, missing, doubled, out of order, or not of this file.
         """
         source, data = f"{directory.url}/{self.name}", directory.read(self.name)
-        after = self.after
-        try:
-            tail = decode_lines(data, source)
-        except CorruptStoreError as error:
-            if damaged is None:
-                raise CorruptStoreError(f"{without_advice(str(error))}; strict=False reads the others") from error
-            return _intact(data, source, damaged)
-        for record in tail.records:
-            number = record.get("step")
-            before = -1 if after is None else after
-            if type(number) is not int or record.get("after") != after or number <= before:
-                raise CorruptStoreError(
-                    f"{source}: step {number!r} after {record.get('after')!r} follows step {after!r}: it is damaged"
-                )
-            after = number
-        return tail
+        lines, torn = _decoded(data)
+        faults: list[str] = []
+        steps: dict[int, dict[str, Any]] = {}
+        newest = first = _number(self.after)
+        for begin, length, record in lines:
+            at = f"the record at byte {begin}"
+            number, after = (record or {}).get("step"), (record or {}).get("after")
+            if record is None:
+                faults.append(f"{at} is damaged; {length:,} bytes are left out")
+            elif not (type(number) is int and type(after) in (int, type(None)) and first <= _number(after) < number):
+                faults.append(f"{at} is not of this file: step {number!r} after {after!r}")
+            elif number in steps:
+                faults.append(f"{at} {'repeats' if record == steps[number] else 'is another one of'} step {number}")
+            else:
+                if number < newest:
+                    faults.append(f"{at} is out of order: step {number} after step {newest}")
+                steps[number], newest = record, max(newest, number)
+        records = [steps[number] for number in sorted(steps)]
+        last, whole = self.after, all(record for _, _, record in lines)
+        for record in records:
+            if record["after"] != last and whole:  # else a consequence
+                missing = f"{record['after']}, and here {'nothing' if last is None else last}"
+                faults.append(f"records are missing: step {record['step']} follows step {missing}")
+            last = record["step"]
+        if lines and not torn and not data.endswith(b"\n"):
+            faults.append(f"the line feed of the record at byte {lines[-1][0]} is damaged")
+        if following is not None and (torn or _number(following.after) > _number(last)):
+            faults.append(f"its end is missing: it ends with step {last}, and {following.name} follows it")
+        if faults and damaged is None:
+            more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+            raise CorruptStoreError(f"{source}: {faults[0]}{more}; strict=False reads the others")
+        if damaged is not None:
+            damaged += [f"{source}: {fault}" for fault in faults]
+        return LogTail(records, len(data) - torn, torn)
 
 
-def _intact(data: bytes, source: str, damaged: list[str]) -> LogTail:
-    records: list[dict[str, Any]] = []
-    begin = 0
+def _number(step: int | None) -> int:
+    """Return a step as a number that precedes every step if it is None."""
+    return -1 if step is None else step
+
+
+def _decoded(data: bytes) -> tuple[list[tuple[int, int, dict[str, Any] | None]], int]:
+    """Return place, length and record of each line, None for a damaged one; and the bytes of an incomplete last one.
+
+    A crash leaves the beginning of a line, or zeros where the disk wrote nothing. All else was complete and durable.
+    """
+    lines: list[tuple[int, int, dict[str, Any] | None]] = []
+    begin = torn = 0
     for record, end in decode_each(data):
-        if record is None:
-            damaged.append(f"{source}: the record at byte {begin} is damaged; {end - begin:,} bytes are left out")
-        else:
-            records.append(record)
+        if record is None and end == len(data):
+            record = record_without_end(data[begin:])
+            complete = record is not None or (data.endswith(b"\n") and _ZEROS not in data[begin:])
+            torn = 0 if complete else end - begin
+        if not torn:
+            lines.append((begin, end - begin, record))
         begin = end
-    return LogTail(records, len(data), 0)
+    return lines, torn
+
+
+_ZEROS = bytes(16)
 
 
 def segments_of(directory: Directory) -> list[Segment]:
@@ -105,12 +139,14 @@ class LedgerContents:
         steps: by number, in order: those that led to the newest one.
         replaced: numbers of steps that a resumed run replaced, in the order of their recording.
         torn: bytes of an incomplete record at the end.
+        empty: whether the newest file has no bytes: its first record was interrupted, or it was emptied.
         damaged: a sentence on each damaged record, which is left out; only with ``strict=False``.
     """
 
     steps: dict[int, TrainedStep]
     replaced: tuple[int, ...]
     torn: int
+    empty: bool = False
     damaged: tuple[str, ...] = ()
 
     @property
@@ -175,7 +211,7 @@ def contents_of(
 ) -> LedgerContents:
     """Return the contents of a ledger's files; arguments as for :func:`read`."""
     damaged: list[str] | None = None if strict else []
-    last_segment = segments[-1]
+    files, last_segment = segments, segments[-1]
     newest = last_segment.records(directory, damaged)
     if not newest.records:  # a crash before its first record: it replaces nothing
         segments = segments[:-1]
@@ -187,7 +223,7 @@ def contents_of(
         end = min(starts[place + 1 :], default=math.inf)
         if (first, last) != (0, None) and not (start < min(end, high) and first <= end):
             continue
-        tail = newest if segment is last_segment else segment.records(directory, damaged)
+        tail = newest if segment is last_segment else segment.records(directory, damaged, files[place + 1])
         for record in tail.records:
             if not first <= record["step"] <= high:
                 continue
@@ -195,4 +231,5 @@ def contents_of(
                 replaced.append(record["step"])
             else:
                 steps[record["step"]] = TrainedStep.from_json(record, f"{directory.url}/{segment.name}")
-    return LedgerContents(steps, tuple(replaced), newest.torn, tuple(damaged or ()))
+    empty = not newest.end and not newest.torn
+    return LedgerContents(steps, tuple(replaced), newest.torn, empty, tuple(damaged or ()))

@@ -69,6 +69,12 @@ class Ledger(Closing):
                 self._directory.cut(segment.name, tail.end)
             if tail.records:
                 return
+            if not tail.torn:
+                warnings.warn(
+                    f"{self._directory.url}/{segment.name}: is empty and is removed: its first record was interrupted, "
+                    "or what was recorded is lost",
+                    stacklevel=4,
+                )
             self._directory.remove([segment.name], durable=True)
             self._segments.pop()
             self._last = None
