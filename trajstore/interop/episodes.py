@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
-from trajstore.errors import InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
 from trajstore.trajectory import Trajectory, get_model_weights_id
 
@@ -104,3 +104,27 @@ def leaves(value: Any, separator: str, path: str = "") -> Iterator[tuple[str, An
             yield from leaves(item, separator, f"{path}{separator}{name}" if path else name)
     else:
         yield path, value
+
+
+def images_as(name: str, images: Any, shape: Sequence[int], first: bool = False) -> Any:
+    """Return decoded images with the axes of a declared shape.
+
+    Args:
+        name: of the values, for errors.
+        images: ``[rows, height, width, channels]``.
+        shape: ``[height, width, channels]``, ``[channels, height, width]``, or ``[height, width]`` of gray ones.
+            One channel may be declared where three have equal values, as in videos of gray images.
+        first: channels are first if both orders fit.
+
+    Raises:
+        CorruptStoreError: the images have another size or number of channels.
+    """
+    last, wanted = images, tuple(shape)
+    if 1 in (wanted[0], wanted[-1]) or len(wanted) == 2:
+        last = images[..., :1] if bool((images == images[..., :1]).all()) else images
+    orders = [last, np.moveaxis(last, -1, 1)]
+    for found in [*(reversed(orders) if first else orders), last[..., 0]]:
+        if found.shape[1:] == wanted:
+            return np.ascontiguousarray(found)
+    height, width, channels = images.shape[1:]
+    raise CorruptStoreError(f"{name}: images of {height} x {width} and {channels} channels; declared: {list(shape)}")

@@ -205,6 +205,39 @@ def damaged(key: str, reason: str, done: int) -> Item:
     return Item(key, load, done)
 
 
+def numbered(known: Iterable[int], count: int, load: Callable[[int], AnyTrajectory]) -> Source:
+    """Return episodes that have numbers; numbers without an episode are damaged items.
+
+    Args:
+        known: numbers of the episodes.
+        count: how many the data set's own metadata counts.
+        load: returns an episode by its number.
+    """
+    numbers = sorted(known)
+    end = max(count, numbers[-1] + 1 if numbers else 0)
+
+    def items() -> Iterator[Item]:
+        begin = 0
+        for number in [*numbers, end]:
+            if number > begin:
+                key = f"episode {begin}" if number == begin + 1 else f"episodes {begin} to {number - 1}"
+                yield damaged(key, "missing, though the metadata or the numbers of the others count it", number)
+            if number < end:
+                yield Item(f"episode {number}", lambda number=number: load(number), number + 1)  # type: ignore[misc]
+            begin = number + 1
+
+    return Source(items(), end)
+
+
+def files_below(folder: Path, suffix: str) -> list[Path]:
+    """Return the files with a suffix in a folder and below it, sorted, without hidden files and folders.
+
+    macOS writes hidden files ``._NAME`` beside files on disks of other systems.
+    """
+    files = [file.relative_to(folder) for file in folder.rglob(f"*.{suffix}")]
+    return [folder / file for file in sorted(files) if not any(part.startswith(".") for part in file.parts)]
+
+
 def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 

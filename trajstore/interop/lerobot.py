@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from io import BytesIO
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, MissingDependencyError, StoreNotFoundError
-from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, leaves
-from trajstore.interop.formats import FilesWriter, Format, Item, Source, append_durably
+from trajstore.errors import (
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    MissingDependencyError,
+    StoreNotFoundError,
+    listed,
+)
+from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
+from trajstore.interop.formats import FilesWriter, Format, Source, append_durably, files_below, numbered
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
 
@@ -96,18 +103,27 @@ class _Writer(FilesWriter):
     def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> dict[str, Any]:
         seen = dict(trajectory.curr_obs)
         task = seen.pop("task", "")
-        if not isinstance(task, str):
-            raise InvalidTrajectoryError(f"curr_obs.task: {task!r}, must be a text")
         if not seen or trajectory.actions is None:
             raise InvalidTrajectoryError("has no curr_obs or no actions, which this format needs")
         values = {"action": arrays_of(trajectory.actions, "actions")}
+        steps = len(values["action"])
+        tasks = [task] * steps if isinstance(task, str) else task
+        if not (isinstance(tasks, list) and len(tasks) == steps and all(isinstance(text, str) for text in tasks)):
+            raise InvalidTrajectoryError(
+                f"curr_obs.task: {task!r}, must be a text, or one for each of {steps} steps"
+            )
+        renamed = "states" in seen and "state" not in seen
         for name, value in leaves(arrays_of(seen, "curr_obs"), "."):
             if isinstance(value, list):
                 raise InvalidTrajectoryError(f"curr_obs.{name}: this format has no texts, except of curr_obs.task")
-            values[f"observation.{'state' if name == 'states' else name}"] = value
+            feature = f"observation.{'state' if renamed and name == 'states' else name}"
+            if feature in values or "/" in feature:
+                why = "is in two observations" if feature in values else "has a slash, which LeRobot refuses"
+                raise InvalidTrajectoryError(f"curr_obs.{name}: the feature's name {feature!r} {why}; rename it")
+            values[feature] = value
         for feature, name in _FLAGS.items():
             if (flags := getattr(trajectory, name)) is not None and not bool(flags.isnan().all()):
-                values[feature] = arrays_of(flags, name)[-len(values["action"]) :]
+                values[feature] = arrays_of(flags, name)[-steps:]
         features = {name: _feature(value) for name, value in values.items()}
         shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
         fps = trajectory.forward_inputs.get("fps")
@@ -117,35 +133,36 @@ class _Writer(FilesWriter):
                 logger.warning(
                     "convert: %s: no forward_inputs.fps: time stamps are of %g frames a second", self._path, _FPS
                 )
-            self._mark |= {**shapes, "fps": fps or _FPS, "states": "states" in seen}
+            self._mark |= {**shapes, "fps": fps or _FPS, "states": renamed}
         elif {name: self._mark[name] for name in shapes} != shapes or (fps or _FPS) != self._mark["fps"]:
             raise InvalidTrajectoryError("its features or frames a second differ from those of the first episode")
         columns = {
-            name: [_png(frame) for frame in value] if features[name]["dtype"] == "image" else value
+            name: value if (images := _channels_last(value)) is None else [_png(image) for image in images]
             for name, value in values.items()
         }
-        return {"task": task, "steps": len(values["action"]), "columns": columns, "stats": _statistics(values)}
+        return {"tasks": tasks, "columns": columns, "stats": _statistics(values)}
 
     def append(self, encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pl, mark = polars(), self._mark
-        mark["tasks"] += [task for task in dict.fromkeys(item["task"] for item in encoded) if task not in mark["tasks"]]
-        lengths = [item["steps"] for item in encoded]
+        texts = [text for item in encoded for text in item["tasks"]]
+        mark["tasks"] = list(dict.fromkeys([*mark["tasks"], *texts]))
+        places = {text: place for place, text in enumerate(mark["tasks"])}
+        lengths = [len(item["tasks"]) for item in encoded]
         frames = np.concatenate([np.arange(length) for length in lengths])
         numbers = np.arange(mark["episodes"], mark["episodes"] + len(encoded))
-        tasks = np.array([mark["tasks"].index(item["task"]) for item in encoded])
         data = {
             **{name: _joined(name, [item["columns"][name] for item in encoded]) for name in mark["features"]},
             "timestamp": (frames / mark["fps"]).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.repeat(numbers, lengths),
             "index": mark["frames"] + np.arange(len(frames)),
-            "task_index": np.repeat(tasks, lengths),
+            "task_index": [places[text] for text in texts],
         }
         chunk = divmod(mark["files"], _CHUNK)
         ends = [mark["frames"] + end for end in accumulate(lengths)]
         episodes = {
             "episode_index": numbers,
-            "tasks": [[item["task"]] for item in encoded],
+            "tasks": [list(dict.fromkeys(item["tasks"])) for item in encoded],
             "length": lengths,
             "dataset_from_index": [end - length for end, length in zip(ends, lengths, strict=True)],
             "dataset_to_index": ends,
@@ -214,10 +231,23 @@ _PANDAS = orjson.dumps(
 """Says to pandas that the tasks are the index of ``tasks.parquet``, where LeRobot looks for them."""
 
 
+def _channels_last(value: Any) -> Any:
+    """Return images as ``[rows, height, width, channels]``; None for other values.
+
+    Images are ``uint8`` with 1, 3 or 4 channels, last or else first.
+    """
+    if value.dtype != np.uint8 or value.ndim != 4 or not value.size:
+        return None
+    return next((np.moveaxis(value, at, -1) for at in (-1, 1) if value.shape[at] in (1, 3, 4)), None)
+
+
 def _feature(value: Any) -> dict[str, Any]:
-    is_image = value.dtype == np.uint8 and value.ndim == 4 and value.shape[-1] in (1, 3, 4)
-    names = ["height", "width", "channels"] if is_image else None
-    return {"dtype": "image" if is_image else str(value.dtype), "shape": list(value.shape[1:]) or [1], "names": names}
+    dtype, names, images = str(value.dtype), None, _channels_last(value)
+    if images is not None:
+        dtype = "image"
+        names = ["height", "width", "channels"]
+        names = names if images.shape == value.shape else [names[-1], *names[:2]]
+    return {"dtype": dtype, "shape": list(value.shape[1:]) or [1], "names": names}
 
 
 def _png(frame: Any) -> dict[str, Any]:
@@ -241,8 +271,8 @@ def _statistics(values: Mapping[str, Any]) -> dict[str, Any]:
     stats = {}
     for name, value in values.items():
         rows = value.astype(np.float64).reshape(len(value), -1)
-        if _feature(value)["dtype"] == "image":
-            rows = rows.reshape(-1, value.shape[-1]) / 255
+        if (images := _channels_last(value)) is not None:
+            rows = images.reshape(-1, images.shape[-1]) / 255
         parts = {"min": rows.min(0), "max": rows.max(0), "sum": rows.sum(0), "squares": (rows**2).sum(0)}
         stats[name] = {"count": len(value), "weight": len(rows)} | {key: part.tolist() for key, part in parts.items()}
     return stats
@@ -273,43 +303,82 @@ def _summary(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> Source:
-    pl = polars()
-    if not (path / "meta" / "info.json").is_file():
+    pl, meta = polars(), path / "meta"
+    if not (meta / "info.json").is_file():
         raise StoreNotFoundError(f"{path}: has no meta/info.json: it is no data set of LeRobot")
     try:
-        info = orjson.loads((path / "meta" / "info.json").read_bytes())
+        info = orjson.loads((meta / "info.json").read_bytes())
         version, count = info["codebase_version"], int(info["total_episodes"])
-        files = sorted((path / "meta" / "episodes").rglob("*.parquet"))
         if not version.startswith("v3"):
             raise CorruptStoreError(f"{path}: is of version {version}; convert it to v3.0 with LeRobot first")
-        table = pl.concat([pl.read_parquet(file) for file in files], how="diagonal_relaxed") if files else None
-        names = [] if table is None else [name for name in table.columns if not name.startswith("stats/")]
-        rows = [] if table is None else table.select(names).sort("episode_index").to_dicts()
-        tasks = pl.read_parquet(path / "meta" / "tasks.parquet")
+        tables = [pl.read_parquet(file, glob=False) for file in files_below(meta / "episodes", "parquet")]
+        table = (
+            pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame({"episode_index": [], "length": []})
+        )
+        rows = {row["episode_index"]: row for row in table.select(pl.exclude("^stats/.*$")).to_dicts()}
+        tasks = pl.read_parquet(meta / "tasks.parquet", glob=False)
         texts = dict(zip(tasks["task_index"], tasks[next(n for n in tasks.columns if n != "task_index")], strict=True))
-        firsts: dict[Any, int] = {}
-        for row in rows:
-            firsts.setdefault((row["data/chunk_index"], row["data/file_index"]), row["dataset_from_index"])
+        features = {name: _known(path, name, feature) for name, feature in info["features"].items()}
+        info["features"] = {name: feature for name, feature in features.items() if feature and name not in _OWN}
+        folder = path / Path(info["data_path"]).parts[0]
+        counts = {"meta/info.json": (count, info.get("total_frames"))}
+        counts["meta/episodes"] = (len(table), int(table["length"].sum()))
     except (ValueError, KeyError, TypeError, StopIteration, OSError, pl.exceptions.PolarsError) as error:
-        raise CorruptStoreError(f"{path / 'meta'}: is no metadata of LeRobot: {error!r}") from error
+        raise CorruptStoreError(f"{meta}: is no metadata of LeRobot: {error!r}") from error
+    files: dict[int, list[Path]] = {}
+    unreadable, total = [], 0
 
-    def episode(row: Mapping[str, Any]) -> Trajectory:
+    @lru_cache(maxsize=2)
+    def numbers_in(file: Path) -> Any:
+        return pl.read_parquet(file, columns=["episode_index"], glob=False)["episode_index"].to_numpy()
+
+    for file in files_below(folder, "parquet"):
         try:
-            start = row["dataset_from_index"] - firsts[row["data/chunk_index"], row["data/file_index"]]
-            place = info["data_path"].format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
-            frames = pl.scan_parquet(path / place).slice(start, row["length"]).collect()
-            if set(frames["episode_index"]) != {row["episode_index"]} or len(frames) != row["length"]:
-                raise CorruptStoreError(f"{place}: its frames are not those of the episode")
-            return _trajectory(path, info, texts, row, frames)
-        except (KeyError, ValueError, TypeError, IndexError, pl.exceptions.PolarsError) as error:
-            raise CorruptStoreError(f"is no episode of LeRobot: {error!r}") from error
+            found, many = np.unique(numbers_in(file), return_counts=True)
+            for number in found.tolist():
+                files.setdefault(number, []).append(file)
+            total += int(many.sum())
+        except (OSError, pl.exceptions.PolarsError) as error:
+            unreadable.append(f"{file.relative_to(path)}: {error}")
+    counts[folder.name] = (len(files), total)
+    if len(set(counts.values())) > 1:
+        each = [f"{place} {episodes:,} with {frames} frames" for place, (episodes, frames) in counts.items()]
+        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
 
-    def items() -> Iterator[Item]:
-        for row in rows:
-            number = row["episode_index"]
-            yield Item(f"episode {number}", lambda row=row: episode(row), number + 1)  # type: ignore[misc]
+    def episode(number: int) -> Trajectory:
+        if number not in rows:
+            raise CorruptStoreError(f"is in {folder.name}/, but not in meta/episodes")
+        try:
+            parts = [_frames(file, numbers_in(file), number) for file in files.get(number, [])]
+            frames = pl.concat(parts).sort("frame_index")
+            if frames["frame_index"].to_list() != list(range(rows[number]["length"])):
+                raise CorruptStoreError(
+                    f"has {len(frames)} frames, must have those from 0 to {rows[number]['length'] - 1}, once each"
+                )
+            return _trajectory(path, info, texts, rows[number], frames)
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, pl.exceptions.PolarsError) as error:
+            also = f"; unreadable: {listed(unreadable)}" if unreadable else ""
+            raise CorruptStoreError(f"is no episode of LeRobot: {error!r}{also}") from error
 
-    return Source(items(), count)
+    return numbered({*rows, *files}, count, episode)
+
+
+def _frames(file: Path, numbers: Any, number: int) -> Any:
+    """Return the rows of an episode in a file, whose rows are of these episodes."""
+    at = np.flatnonzero(numbers == number)
+    rows = polars().scan_parquet(file, glob=False).slice(int(at[0]), int(at[-1] - at[0]) + 1).collect()
+    return rows if len(rows) == len(at) else rows[(at - at[0]).tolist()]
+
+
+def _known(path: Path, name: str, feature: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a feature; None with a warning if it has an unknown type."""
+    kind = feature["dtype"]
+    if kind in ("image", "video", "string") or kind in np.sctypeDict:
+        return feature
+    logger.warning(
+        "%s: the feature %s of type %s is left out; it is not numbers, texts, images or video", path, name, kind
+    )
+    return None
 
 
 def _trajectory(
@@ -318,19 +387,19 @@ def _trajectory(
     seen: dict[str, Any] = {}
     inputs: dict[str, Any] = {"fps": torch.tensor(float(info["fps"]), dtype=torch.float64)}
     fields: dict[str, Any] = {}
+    own = info.get("trajstore", {})
     for name, feature in info["features"].items():
-        if name in _OWN:
-            continue
-        value = torch.from_numpy(_values(path, info, name, feature, row, frames))[:, None]
-        if name in info.get("trajstore", {}).get("scalars", ()):
-            value = value[..., 0]
+        value = _values(path, info, name, feature, row, frames)
+        if not isinstance(value, list):
+            value = torch.from_numpy(value)[:, None]
+            value = value[..., 0] if name in own.get("scalars", ()) else value
         if name == "action":
             fields["actions"] = value
         elif name in _FLAGS:
-            fields[_FLAGS[name]] = value.reshape(len(value), 1, -1)
+            fields[_FLAGS[name]] = value[..., None] if value.dim() == 2 else value
         elif name.startswith("observation."):
             key = name.removeprefix("observation.")
-            *outer, last = ["states"] if key == "state" and info.get("trajstore", {}).get("states") else key.split(".")
+            *outer, last = ["states"] if key == "state" and own.get("states") else key.split(".")
             inner = seen
             for part in outer:
                 inner = inner.setdefault(part, {})
@@ -338,7 +407,10 @@ def _trajectory(
         else:
             inputs[name] = value
     fields.setdefault("rewards", torch.full((len(frames), 1, 1), torch.nan))  # unknown
-    task = texts[frames["task_index"][0]]
+    if unknown := set(frames["task_index"]) - texts.keys():
+        raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
+    tasks = [texts[number] for number in frames["task_index"]]
+    task = tasks[0] if len(set(tasks)) == 1 else tasks
     return Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,
         curr_obs=seen | ({"task": task} if task else {}),
@@ -350,20 +422,44 @@ def _trajectory(
 def _values(
     path: Path, info: Mapping[str, Any], name: str, feature: Mapping[str, Any], row: Mapping[str, Any], frames: Any
 ) -> Any:
-    """Return the values of a feature, ``[frames, ...]``."""
-    shape = (len(frames), *feature["shape"])
+    """Return the values of a feature, ``[frames, ...]``; a list of texts."""
     if feature["dtype"] == "video":
         numbers = {part: row[f"videos/{name}/{part}_index"] for part in ("chunk", "file")}
         place = info["video_path"].format(video_key=name, chunk_index=numbers["chunk"], file_index=numbers["file"])
-        return _video(path / place, row[f"videos/{name}/from_timestamp"], len(frames), float(info["fps"]))
-    if feature["dtype"] == "image":
-        pictures = [_pillow().open(BytesIO(picture["bytes"])) for picture in frames[name]]
-        return np.stack([np.array(picture) for picture in pictures]).reshape(shape)
-    return np.array(frames[name].to_list(), feature["dtype"]).reshape(shape)
+        fps = float(info["fps"])
+        times = (
+            frames["timestamp"].to_numpy().astype(np.float64) if "timestamp" in frames else np.arange(len(frames)) / fps
+        )
+        images = _video(path / place, row[f"videos/{name}/from_timestamp"] + times, fps)
+    elif feature["dtype"] == "image":
+        images = np.stack([_picture(name, picture) for picture in frames[name]])
+    else:
+        images = None
+    if images is not None:
+        names = feature.get("names") or [""]
+        return images_as(name, images, feature["shape"], str(names[0]).startswith("channel"))
+    values = frames[name].to_list()
+    if feature["dtype"] == "string":
+        return values
+    value, shape = np.array(values, feature["dtype"]), (len(frames), *feature["shape"])
+    if value.shape != shape and (value.shape, shape[1:]) != (shape[:1], (1,)):
+        raise CorruptStoreError(f"{name}: rows of shape {list(value.shape[1:])}, info.json declares {feature['shape']}")
+    return value.reshape(shape)  # one number as [1]
 
 
-def _video(path: Path, start: float, count: int, fps: float) -> Any:
-    """Return the frames of an episode, ``[count, height, width, 3]``."""
+def _picture(name: str, picture: Mapping[str, Any]) -> Any:
+    """Return the pixels of an image, ``[height, width, channels]``."""
+    if not picture["bytes"]:
+        raise CorruptStoreError(f"{name}: the image {picture['path']} is not in the Parquet file")
+    image = _pillow().open(BytesIO(picture["bytes"]))
+    if image.mode in ("P", "1", "CMYK", "YCbCr", "PA"):
+        raise CorruptStoreError(f"{name}: has an image of mode {image.mode}, must be gray, RGB or RGBA")
+    pixels = np.array(image)
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+def _video(path: Path, times: Any, fps: float) -> Any:
+    """Return the frames at these times in seconds, ``[times, height, width, 3]``."""
     try:
         import av
     except ImportError as error:
@@ -371,13 +467,24 @@ def _video(path: Path, start: float, count: int, fps: float) -> Any:
     frames: list[Any] = []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        container.seek(int(start / stream.time_base), stream=stream)
-        for frame in container.decode(stream):
-            if frame.time >= start - 0.5 / fps:
-                frames.append(frame.to_ndarray(format="rgb24"))
-            if len(frames) == count:
+        if str(stream.codec_context.pix_fmt).startswith("gray1"):
+            raise CorruptStoreError(f"{path}: has pixels of {stream.codec_context.pix_fmt}, must have 8 bits a channel")
+        container.seek(int(times[0] / stream.time_base), stream=stream)
+        before = None
+        for frame in chain(container.decode(stream), [None]):
+            while before is not None and len(frames) < len(times):
+                away = abs(before.time - times[len(frames)])
+                if frame is not None and abs(frame.time - times[len(frames)]) < away:
+                    break
+                if away >= 0.5 / fps:
+                    raise CorruptStoreError(
+                        f"{path}: has no frame at {times[len(frames)]:.3f} s, only {away:.3f} s off"
+                    )
+                frames.append(before.to_ndarray(format="rgb24"))
+            if len(frames) == len(times):
                 return np.stack(frames)
-    raise CorruptStoreError(f"{path}: has {len(frames)} frames of the episode, must be {count}")
+            before = frame
+    raise CorruptStoreError(f"{path}: has no frames")
 
 
 FORMATS = (
