@@ -463,11 +463,12 @@ def test_a_damaged_document_of_atif_is_named_with_its_step(tmp_path: Path, caplo
     for number, document in enumerate(documents):
         (tmp_path / "in" / f"{number}.json").write_text(json.dumps(document))
     done = convert_from(tmp_path / "in", tmp_path / "store", "atif", check=True)
-    reasons = ["must be an object", "has no steps", "step 2: has no 'source'", "is no ATIF", "step 2: "]
-    assert list(done.problems) == [f"{number}.json" for number in range(2, 7)]
+    reasons = ["must be an object", "has no steps", "step 2: has no 'source'", "step 2: "]
+    assert list(done.problems) == [f"{number}.json" for number in (2, 3, 4, 6)]
     assert all(reason in text for reason, text in zip(reasons, done.problems.values(), strict=True))
     assert "0.json: step 3 has none, so all tokens are left out" in caplog.text
-    assert "1.json: a step lacks logprobs, so all are left out" in caplog.text
+    for number in (1, 5):
+        assert f"{number}.json: a step lacks logprobs, so all are left out" in caplog.text
 
 
 @pytest.mark.campaign

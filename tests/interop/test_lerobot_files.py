@@ -228,9 +228,11 @@ def test_hidden_files_beside_the_data_are_no_data(tmp_path: Path) -> None:
     assert (done.written, done.problems) == (2, {})
 
 
-@pytest.mark.parametrize(
-    "name", ["lr=[1]", "a*b", "run?", "x{0,1}", "50% off", "a b,c", "#1", "~x", "é\u202e", "a'b\"c"]
-)
+ODD = ["lr=[1]", "a*b", "run?", "x{0,1}", "50% off", "a b,c", "#1", "~x", "é\u202e", "a'b\"c"]
+"""Names that are patterns or separators elsewhere."""
+
+
+@pytest.mark.parametrize("name", ODD)
 def test_odd_names_of_folders_are_taken_as_they_are(tmp_path: Path, name: str) -> None:
     for decoy in ("lr=1", "ab", "runs", "x0", "x1"):
         write(tmp_path / decoy, [1, 1, 1])

@@ -14,7 +14,7 @@ import torch
 
 from trajstore._core.columns.facts import GIVEN
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
-from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged
+from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged, files_below
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.messages import text_of
 from trajstore.trajectory import AgentTrajectory
@@ -203,7 +203,7 @@ def _call(call: Any, number: int) -> Row:
 
 
 def _read(path: Path) -> Source:
-    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    files = files_below(path, "json") if path.is_dir() else [path]
     if not files:
         raise StoreNotFoundError(f"{path}: has no JSON files")
 
@@ -313,7 +313,7 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     log_probs: list[float] = []
-    start, is_whole = None, True
+    start, is_whole, has_some = None, True, False
     for step in steps:
         metrics = step.get("metrics") or {}
         prompt, completion = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
@@ -327,13 +327,14 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
             return {}
         start = len(prompt) if start is None else start
         given = metrics.get("logprobs")
-        is_whole = is_whole and given is not None and len(given) == len(completion)
+        has_some = has_some or given is not None
+        is_whole = is_whole and given is not None and None not in given and len(given) == len(completion)
         mask += [0] * (len(prompt) - len(ids)) + [1] * len(completion)
-        log_probs += [0.0] * (len(prompt) - len(ids)) + list(given or ())
+        log_probs += [0.0] * (len(prompt) - len(ids)) + [0.0 if value is None else value for value in given or ()]
         ids = [*prompt, *completion]
     if start is None:
         return {}
-    if not is_whole and any(log_probs):
+    if has_some and not is_whole:
         logger.warning("convert: %s: a step lacks logprobs, so all are left out", name)
     columns: Row = {"input_ids": torch.tensor(ids), "loss_mask": torch.tensor(mask), "response_start": start}
     return columns | ({"rollout_log_probs": torch.tensor(log_probs[start:])} if is_whole else {})

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from trajstore._core.columns.facts import GIVEN, RECORDED
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, read_lines, read_parquet
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajstoreError
+from trajstore.interop.formats import Format, Item, LinesWriter, PartsWriter, Row, Source, read_lines, read_parquet
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
 from trajstore.trajectory import AgentTrajectory, Reward
+
+logger = logging.getLogger(__name__)
 
 _TEXTS = ("task_id", "data_id", "rollout_id", "query")
 
@@ -55,7 +61,11 @@ def _rollout_of(messages: Any, parts: Mapping[str, Any], metadata: dict[str, Any
 
 def _id(value: Any) -> Any:
     """Return an id; whole numbers become texts."""
-    return str(value) if type(value) is int else value
+    return str(int(value)) if type(value) is int or (isinstance(value, float) and value.is_integer()) else value
+
+
+def _digest(value: Any) -> str:
+    return blake2b(orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=6).hexdigest()
 
 
 def _metadata_of(value: Any, others: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,20 +188,64 @@ def _verl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
     }
 
 
-def _of_verl(row: Row) -> AgentTrajectory:
+def _of_verl(row: Row, ambiguous: Collection[str] = ()) -> AgentTrajectory:
+    """Return the rollout of a row. Without an index, or with that of another prompt, the task has the prompt's digest.
+
+    Args:
+        row: of the file.
+        ambiguous: tasks by source and index that are those of several prompts.
+    """
     extra = dict(_parsed("extra_info", row.pop("extra_info", None)) or {})
     index, source = extra.pop("index", None), row.pop("data_source", None) or ""
-    parts = {name: extra.pop(name, None) for name in _TEXTS}
-    parts |= {"reward": row.pop("reward", None), "task_id": source if index is None else f"{source}:{index}"}
     prompt, messages = row.pop("prompt", None), row.pop("messages", None)
+    parts = {name: extra.pop(name, None) for name in _TEXTS}
+    own = extra.pop("metadata", None)
+    is_own = isinstance(own, str)  # written here, with the task's whole name
+    task = source if index is None else f"{source}:{_id(index)}"
+    if not is_own and (index is None or task in ambiguous):
+        task = ":".join(filter(None, [task, _digest(prompt or messages)]))
+    parts |= {"reward": row.pop("reward", None), "task_id": task}
     model = {name: item for name, item in (row.pop("reward_model", None) or {}).items() if name != "style"}
     row["ground_truth"], row["reward_model"] = model.pop("ground_truth", None), model or None
-    own = extra.pop("metadata", None)
-    if isinstance(own, str):  # it has these two already
+    if is_own:  # the metadata has these two already
         del row["ground_truth"]
         row.pop("ability", None)
     metadata = _metadata_of(own, _metadata_of(extra, row))
     return _rollout_of(_messages_of("messages", messages or prompt, "user"), parts, metadata)
+
+
+def _read_verl(path: Path) -> Source:
+    """Return the rows of prompts or rollouts; read twice, first for the names of their tasks."""
+    tasks: dict[str, set[str]] = {}
+    unnamed = 0
+
+    def look(row: Row) -> AgentTrajectory:
+        nonlocal unnamed
+        extra = _parsed("extra_info", row.get("extra_info")) or {}
+        if isinstance(extra.get("metadata"), str):
+            pass
+        elif extra.get("index") is None:
+            unnamed += 1
+        else:
+            prompts = tasks.setdefault(f"{row.get('data_source') or ''}:{_id(extra['index'])}", set())
+            if len(prompts) < 2:
+                prompts.add(_digest(row.get("prompt") or row.get("messages")))
+        return AgentTrajectory()
+
+    def items() -> Iterator[Item]:
+        for item in read_parquet(path, look, plain=True).items:
+            with suppress(TrajstoreError):  # named when it is converted
+                item.load()
+        ambiguous = {task for task, prompts in tasks.items() if len(prompts) > 1}
+        for count, what in (
+            (unnamed, "rows have no extra_info.index"),
+            (len(ambiguous), "tasks have several prompts"),
+        ):
+            if count:
+                logger.warning("convert: %s: %d %s; a digest of the prompt is in their names", path, count, what)
+        yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True).items
+
+    return Source(items(), read_parquet(path, look).total)
 
 
 FORMATS = (
@@ -216,7 +270,7 @@ FORMATS = (
         "rollouts",
         _CANNOT_CARRY,
         ("reward_model.style",),
-        partial(read_parquet, trajectory_of=_of_verl, plain=True),
+        _read_verl,
         lambda path, mark, _: PartsWriter(path, mark, _verl_row, _verl_schema()),
     ),
 )

@@ -21,6 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore._core.base.arguments import one_of
@@ -60,6 +61,9 @@ _MODULES = {
 
 FORMATS = tuple(_MODULES)
 """Names of the formats."""
+
+_BEGINNING = 1 << 16
+"""Bytes of a source's file that its digest covers, beside its size and time."""
 
 _PORTION_BYTES = 16 << 20
 _PORTION_ITEMS = 256
@@ -154,19 +158,22 @@ def convert_to(
         raise ConfigurationError(f"convert: {path} is in the source; name another target")
     result = Converted(str(path), form.cannot_carry)
     identity = {"source": str(source), "to": form.name, "where": where, "pin": pin}
-    with _staging(path, identity) as staging:
-        reader, result.damage = open_readable(source, pin, verify_shards=True)
-        with reader:
-            query = reader.query() if where is None else reader.query().where(where)
-            selection = Selection(reader, query)
-            rows = query.select("trajectory_id", "kind", "committed").rows()
-            wanted = [row for row in rows if (row["kind"] == "agent") == (form.kind == "rollouts")]
-            result.left_out = len(rows) - len(wanted)
-            items = Source(_stored(reader, wanted, form.kind), len(wanted))
-            with closing(write(staging.made, staging.mark, selection)) as writer:
-                _write(items, writer, staging, result, progress)
-            if check and form.read is not None:
-                copies = form.read(staging.made).items
+    reader, result.damage = open_readable(source, pin, verify_shards=True)
+    with reader, _staging(path, identity | {"content": _content_of(reader)}) as staging:
+        query = reader.query() if where is None else reader.query().where(where)
+        selection = Selection(reader, query)
+        rows = query.select("trajectory_id", "kind", "committed").rows()
+        wanted = [row for row in rows if (row["kind"] == "agent") == (form.kind == "rollouts")]
+        result.left_out = len(rows) - len(wanted)
+        if rows and not wanted:
+            other = "rollouts" if form.kind == "episodes" else "blocks of steps"
+            raise ConfigurationError(f"convert: {source}: {form.name} takes {form.kind}; there are only {other}")
+        items = Source(_stored(reader, wanted, form.kind), len(wanted))
+        with closing(write(staging.made, staging.mark, selection)) as writer:
+            _write(items, writer, staging, result, progress)
+        if check and form.read is not None:
+            copies = form.read(staging.made).items
+            with staging.begun_again_if_damaged():
                 _check(_stored(reader, wanted, form.kind), copies, result, form.cannot_carry)
         staging.publish()
     return result
@@ -213,7 +220,7 @@ def convert_from(
         raise StoreNotFoundError(f"{origin}: no such file or folder")
     result = Converted(str(path), form.not_read)
     items = form.read(origin)
-    identity = {"source": str(origin), "from": form.name, "format": trajectory_format, "size": items.total}
+    identity = {"source": str(origin), "from": form.name, "format": trajectory_format, "content": _digest_of(origin)}
     with _staging(path, identity) as staging:
         with closing(_StoreWriter(staging.made, staging.mark, trajectory_format, store_frames_once)) as writer:
             _write(items, writer, staging, result, progress)
@@ -225,9 +232,31 @@ def convert_from(
             with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
                 copies = _stored(reader, rows, "rollouts")  # episodes are whole trajectories here
-                _check(form.read(origin).items, copies, result, ())
+                with staging.begun_again_if_damaged():
+                    _check(form.read(origin).items, copies, result, ())
         staging.publish()
     return result
+
+
+def _content_of(reader: Reader) -> Any:
+    """Return what changes when stored trajectories are corrected, evicted or replaced, but not when some are added."""
+    catalogs = reader.live.catalogs_by_rank().items()
+    return {
+        str(rank): [catalog.store_id, catalog.notes.newest_generation, catalog.next_id - len(catalog.index)]
+        for rank, catalog in catalogs
+    } or blake2b(np.sort(reader.trajectory_uuids).tobytes(), digest_size=16).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """Return a digest of the names, sizes, times and beginnings of a file, or of the files in a folder."""
+    digest = blake2b(digest_size=16)
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        if file.is_file():
+            status = file.stat()
+            digest.update(f"{file.relative_to(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_BEGINNING))
+    return digest.hexdigest()
 
 
 def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
@@ -354,7 +383,9 @@ class _Staging:
         self._journal = folder / ".journal"
         lines = self._lines()
         if lines and lines[0] != identity:
-            logger.warning("%s: deleting the leftovers of another conversion", folder)
+            same = lines[0] | {"content": None} == {**identity, "content": None}
+            what = "an interrupted conversion, whose source changed since" if same else "another conversion"
+            logger.warning("%s: deleting the leftovers of %s; it begins again", folder, what)
             self.clear()
             lines = []
         if not lines:
@@ -383,6 +414,15 @@ class _Staging:
         line = {"keys": keys, "mark": mark, "problems": problems}
         append_durably(self._journal, [json.dumps(line).encode() + b"\n"])
         self.mark = mark
+
+    @contextmanager
+    def begun_again_if_damaged(self) -> Iterator[None]:
+        """Keep nothing for a repeated conversion if the check within finds a difference."""
+        try:
+            yield
+        except CorruptStoreError:
+            self.mark = None
+            raise
 
     def clear(self) -> None:
         """Delete everything in the folder."""

@@ -13,7 +13,7 @@ import orjson
 
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.files.base import Buffer
-from trajstore.errors import ConfigurationError, StoreNotFoundError, TrajstoreError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajstoreError, listed
 from trajstore.query.engine import polars
 from trajstore.query.query import Query
 from trajstore.trajectory import AnyTrajectory
@@ -234,8 +234,11 @@ def files_below(folder: Path, suffix: str) -> list[Path]:
 
     macOS writes hidden files ``._NAME`` beside files on disks of other systems.
     """
-    files = [file.relative_to(folder) for file in folder.rglob(f"*.{suffix}")]
-    return [folder / file for file in sorted(files) if not any(part.startswith(".") for part in file.parts)]
+    return [file for file in sorted(folder.rglob(f"*.{suffix}")) if not _is_hidden(file.relative_to(folder))]
+
+
+def _is_hidden(file: Path) -> bool:
+    return any(part.startswith(".") for part in file.parts)
 
 
 def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
@@ -266,16 +269,42 @@ def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Sou
 
 def _plain(value: Any, kind: DataType) -> Any:
     """Return a value of a Parquet column: JSON decoded, times as texts, structs without the keys that are null."""
-    if value is None:
+    if value is None or value != value:  # pandas writes NaN for unknown numbers
         return None
     if kind.is_extension():
         return orjson.loads(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
     if kind.is_temporal() or kind.is_decimal():
         return str(value)
+    if isinstance(value, dict) and hasattr(kind, "key"):  # a map
+        return {str(name): _plain(item, kind.value) for name, item in value.items()}  # type: ignore[attr-defined]
     if isinstance(value, dict):
         kinds = kind.to_schema()  # type: ignore[attr-defined]
         return {name: _plain(item, kinds[name]) for name, item in value.items() if item is not None}
     return [_plain(item, kind.inner) for item in value] if isinstance(value, list) else value  # type: ignore[attr-defined]
+
+
+def _tables_in(path: Path) -> list[Path]:
+    """Return the Parquet and Arrow files in a folder; of data sets that ``datasets`` saved, those that they name.
+
+    Beside them, a cache of earlier contents may lie.
+
+    Raises:
+        StoreNotFoundError: there are none.
+        CorruptStoreError: a file that a data set names is absent.
+    """
+    saved = [file for file in path.rglob("state.json") if not _is_hidden(file.relative_to(path))]
+    files = [file for suffix in ("parquet", "arrow") for file in files_below(path, suffix)]
+    for state in saved:
+        try:
+            named = [state.parent / item["filename"] for item in orjson.loads(state.read_bytes())["_data_files"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptStoreError(f"{state}: is no list of files of a saved data set: {error!r}") from error
+        if absent := [file.name for file in named if not file.is_file()]:
+            raise CorruptStoreError(f"{state}: names {listed(absent)}, which is not there")
+        files = [file for file in files if file.parent != state.parent or file.suffix != ".arrow"] + named
+    if not files:
+        raise StoreNotFoundError(f"{path}: has no Parquet files")
+    return sorted(files)
 
 
 def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plain: bool = False) -> Source:
@@ -288,9 +317,7 @@ def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plai
     """
     files = [path]
     if path.is_dir():
-        files = sorted(file for pattern in ("**/*.parquet", "**/*.arrow") for file in path.glob(pattern))
-        if not files:
-            raise StoreNotFoundError(f"{path}: has no Parquet files")
+        files = _tables_in(path)
     sizes = [file.stat().st_size for file in files]
 
     def load(row: Row, kinds: Mapping[str, DataType]) -> AnyTrajectory:
@@ -305,7 +332,9 @@ def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plai
             number, done = 0, sum(sizes[: at + 1])
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file)
+                table = (
+                    pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
+                )
                 for rows in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
                     for row in rows.iter_rows(named=True):
                         yield Item(f"{name}: row {number}", lambda row=row, kinds=rows.schema: load(row, kinds), done)  # type: ignore[misc]

@@ -109,9 +109,7 @@ class _Writer(FilesWriter):
         steps = len(values["action"])
         tasks = [task] * steps if isinstance(task, str) else task
         if not (isinstance(tasks, list) and len(tasks) == steps and all(isinstance(text, str) for text in tasks)):
-            raise InvalidTrajectoryError(
-                f"curr_obs.task: {task!r}, must be a text, or one for each of {steps} steps"
-            )
+            raise InvalidTrajectoryError(f"curr_obs.task: {task!r}, must be a text, or one for each of {steps} steps")
         renamed = "states" in seen and "state" not in seen
         for name, value in leaves(arrays_of(seen, "curr_obs"), "."):
             if isinstance(value, list):

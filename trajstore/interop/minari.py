@@ -24,7 +24,7 @@ from trajstore.errors import (
     StoreNotFoundError,
 )
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, leaves
-from trajstore.interop.formats import FilesWriter, Format, Item, Source, append_durably
+from trajstore.interop.formats import FilesWriter, Format, Item, Source, append_durably, files_below
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
 
@@ -212,10 +212,10 @@ def _tables(data: Path, form: str) -> Callable[[int], Loaded]:
         pl, folder = polars(), data / str(number)
         read = pl.read_parquet if form == "parquet" else pl.read_ipc
         suffix = "parquet" if form == "parquet" else "arrow"
-        files = sorted(folder.glob(f"*.{suffix}"))
+        files = files_below(folder, suffix)
         if not files:
             raise CorruptStoreError(f"{folder}: has no {suffix} file")
-        tables = [read(file) for file in files]
+        tables = [read(BytesIO(file.read_bytes())) for file in files]  # by its path, a name may be read as a pattern
         columns = {series.name: _nested(series) for series in pl.concat(tables)}
         for name in ("actions", *_NEEDED):
             columns[name] = _each(columns[name], lambda value: value[:-1])

@@ -23,12 +23,14 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
         options: passed on to the fsspec file system (credentials, endpoint, ...).
 
     Raises:
-        ConfigurationError: the path is empty, as an unset variable of a shell is.
+        ConfigurationError: the path is empty, as an unset variable of a shell is, or begins with ``~``.
         MissingDependencyError: the file system's package is not installed.
     """
     text = str(url)
     if not text:
         raise ConfigurationError("the path is empty; the current directory is '.'")
+    if text.startswith("~"):
+        raise ConfigurationError(f"{text}: only a shell expands '~'; pass Path(...).expanduser(), or './{text}'")
     if is_url(text):
         return cast(Directory, extension("remote directory").RemoteDirectory(text, **options))
     return LocalDirectory(Path(text.removeprefix("file://")))

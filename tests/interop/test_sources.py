@@ -1,0 +1,206 @@
+"""What a conversion reads: names taken literally, files that a folder lists, and sources that change meanwhile."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interop.test_formats import read_all
+from tests.interop.test_lerobot_files import ODD
+from tests.stores import stored
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.interop import convert
+from trajstore.interop.convert import convert_from, convert_to
+
+pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+pa = pytest.importorskip("pyarrow", reason="needs the extra 'convert'")
+pq = pytest.importorskip("pyarrow.parquet", reason="needs the extra 'convert'")
+
+
+def rollout(text: str, outcome: float = 1.0) -> AgentTrajectory:
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": f"answer to {text}"}]
+    return AgentTrajectory(messages=messages, reward=Reward(outcome=outcome), task_id=f"t:{text}")
+
+
+def rows(*texts: str) -> Any:
+    return pa.table({"prompt": list(texts), "completion": [f"answer to {text}" for text in texts]})
+
+
+def prompts_of(path: Path) -> list[str]:
+    return [rollout.messages[0]["content"] for rollout in read_all(path) if isinstance(rollout, AgentTrajectory)]
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_odd_names_of_files_and_folders_are_taken_as_they_are(tmp_path: Path, name: str, suffix: str) -> None:
+    for folder in ("lr=1", "ab", "runs", "x0", "x1", name):
+        (tmp_path / folder).mkdir()
+        for file in ("a", f"{name}"):
+            texts = [f"{folder} {file} {number}" for number in range(2)]
+            if suffix == "parquet":
+                pq.write_table(rows(*texts), tmp_path / folder / f"{file}.{suffix}")
+            else:
+                with pa.ipc.new_stream(tmp_path / folder / f"{file}.{suffix}", rows("x").schema) as stream:
+                    stream.write_table(rows(*texts))
+    convert_from(tmp_path / name, tmp_path / "store", "trl", check=True)
+    expected = {f"{name} {file} {number}" for file in ("a", name) for number in range(2)}
+    assert set(prompts_of(tmp_path / "store")) == expected
+    single = tmp_path / name / f"{name}.{suffix}"
+    convert_from(single, tmp_path / "one", "trl", check=True)
+    assert prompts_of(tmp_path / "one") == [f"{name} {name} {number}" for number in range(2)]
+    convert_to(tmp_path / "store", tmp_path / name / "out", "trl", check=True)
+
+
+def test_saved_data_sets_give_the_files_that_they_name(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        folder = tmp_path / "saved" / split
+        folder.mkdir(parents=True)
+        for name in ("data-00000-of-00001", "cache-0a1b2c3d"):
+            with pa.ipc.new_stream(folder / f"{name}.arrow", rows("x").schema) as stream:
+                stream.write_table(rows(f"{split} {name}"))
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (tmp_path / "saved" / "._x.parquet").write_bytes(b"\x00\x05")
+    convert_from(tmp_path / "saved", tmp_path / "store", "trl", check=True)
+    assert prompts_of(tmp_path / "store") == ["test data-00000-of-00001", "train data-00000-of-00001"]
+    (tmp_path / "saved" / "test" / "data-00000-of-00001.arrow").unlink()
+    with pytest.raises(CorruptStoreError, match=r"state.json: names data-00000-of-00001.arrow, which is not there"):
+        convert_from(tmp_path / "saved", tmp_path / "second", "trl")
+
+
+def test_maps_and_nan_of_parquet_do_not_lose_their_row(tmp_path: Path) -> None:
+    table = rows("a", "b").append_column("m", pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())))
+    pq.write_table(table.append_column("score", pa.array([float("nan"), 2.0])), tmp_path / "x.parquet")
+    done = convert_from(tmp_path / "x.parquet", tmp_path / "store", "trl", check=True)
+    assert (done.written, done.problems) == (2, {})
+    assert [one.metadata for one in read_all(tmp_path / "store")] == [{"m": {"k": 1}}, {"score": 2.0}]  # type: ignore[union-attr]
+
+
+def verl_row(text: str, index: Any, source: str = "gsm8k") -> dict[str, Any]:
+    extra = {"split": "train"} | ({} if index is None else {"index": index})
+    return {"data_source": source, "prompt": [{"role": "user", "content": text}], "extra_info": extra}
+
+
+def test_two_prompts_of_verl_never_share_a_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    files = {
+        "train": [verl_row("a", 7), verl_row("b", 8), verl_row("b", 8)],
+        "test": [verl_row("c", 7), verl_row("d", 9)],
+        "float": [verl_row("e", 10.0)],
+        "none": [verl_row(text, None) for text in ("f", "g", "g")] + [verl_row("h", None, "")],
+    }
+    for name, rows_of_file in files.items():
+        pl.DataFrame(rows_of_file).write_parquet(folder / f"{name}.parquet")
+    convert_from(folder, tmp_path / "store", "verl", check=True)
+    tasks: dict[str, set[str]] = {}
+    for one in read_all(tmp_path / "store"):
+        assert isinstance(one, AgentTrajectory)
+        tasks.setdefault(one.messages[0]["content"], set()).add(one.task_id)
+    names = {text: name for text, (name,) in tasks.items()}  # the same prompt has one task
+    assert len(set(names.values())) == len(names) == 8
+    assert [names[text] for text in "bde"] == ["gsm8k:8", "gsm8k:9", "gsm8k:10"]
+    assert names["a"].startswith("gsm8k:7:")
+    assert names["f"].startswith("gsm8k:")
+    assert "4 rows have no extra_info.index" in caplog.text
+    assert "1 tasks have several prompts" in caplog.text
+
+
+def test_a_store_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+    store = stored(tmp_path / "store", [rollout("a")])
+    for form in ("minari", "lerobot"):
+        with pytest.raises(ConfigurationError, match="takes episodes; there are only rollouts"):
+            convert_to(store, tmp_path / form, form)
+        assert not (tmp_path / form).exists()
+
+
+# -- sources that change while a conversion is interrupted -------------------------------------------
+
+
+class StoppedError(Exception):
+    """Ends a conversion after its first portion."""
+
+
+def interrupt(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(done: int, total: int) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "_PORTION_ITEMS", 2)
+        with pytest.raises(StoppedError):
+            call(progress=stop)  # type: ignore[call-arg]
+
+
+def replaced(store: Path) -> None:
+    shutil.rmtree(store)
+    stored(store, [rollout(f"new {number}") for number in range(5)])
+
+
+def corrected(store: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
+        annotate(buffer, [0], {"outcome": [0.25]}, who="anna")
+
+
+def evicted(store: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
+        buffer.evict([0])
+
+
+def grown(store: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
+        buffer.add_trajectories([rollout("later")])
+
+
+@pytest.mark.parametrize("change", [replaced, corrected, evicted, grown])
+def test_an_interrupted_conversion_never_mixes_two_states_of_its_store(
+    tmp_path: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = stored(tmp_path / "store", [rollout(f"old {number}") for number in range(5)])
+    interrupt(lambda **given: convert_to(store, tmp_path / "out", "jsonl", **given), monkeypatch)
+    change(store)
+    done = convert_to(store, tmp_path / "out", "jsonl", check=True)
+    assert done.continued == (2 if change is grown else 0)
+    assert ("whose source changed since" in caplog.text) == (change is not grown)
+    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    with TrajectoryReplayBuffer.open(store) as reader:
+        assert [line["messages"] for line in lines] == [reader.get(number).messages for number in reader.trajectory_ids]
+
+
+@pytest.mark.parametrize("same_time", [False, True])
+def test_an_interrupted_conversion_never_mixes_two_files(
+    tmp_path: Path, same_time: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "in.jsonl"
+
+    def write(kind: str) -> None:
+        file.write_text("".join(json.dumps({"messages": rollout(f"{kind}{at}").messages}) + "\n" for at in range(5)))
+
+    write("old")
+    before = file.stat()
+    interrupt(lambda **given: convert_from(file, tmp_path / "store", "chat", **given), monkeypatch)
+    write("new")
+    if same_time:
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    done = convert_from(file, tmp_path / "store", "chat", check=True)
+    assert (done.written, done.continued) == (5, 0)
+    assert prompts_of(tmp_path / "store") == [f"new{at}" for at in range(5)]
+
+
+def test_a_difference_that_the_check_finds_leaves_nothing_to_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = stored(tmp_path / "store", [rollout("a")])
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "differences", lambda *_: ["messages"])
+        with pytest.raises(CorruptStoreError, match="the check found other values of messages"):
+            convert_to(store, tmp_path / "out", "jsonl", check=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+    assert convert_to(store, tmp_path / "out", "jsonl", check=True).checked == 1
