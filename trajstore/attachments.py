@@ -17,7 +17,7 @@ from trajstore._core.columns.schema import dtypes
 from trajstore._core.columns.values import as_tensor, document_of, leaves_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 
-ATTACHED, FILLED = "attached", "filled"
+ATTACHED, FILLED = "trajstore.attached", "trajstore.filled"
 """Keys of ``metadata``: the values; numbers of rows at the end of a column that were filled with zeros."""
 
 
@@ -32,9 +32,10 @@ def attach(metadata: Mapping[str, Any], values: Mapping[str, Any], tokens: int |
 
     Raises:
         InvalidTrajectoryError: a value has another type or number of rows; names it.
+        CorruptStoreError: ``metadata`` has attached values, but not in the form of this function.
     """
     result = {**metadata}
-    held, filled = leaves_of(result.get(ATTACHED, {})), {**result.get(FILLED, {})}
+    held, filled = leaves_of(_held(metadata, ATTACHED)), {**_held(metadata, FILLED)}
     for name, value in values.items():
         filled.pop(name, None)
         if isinstance(value, bytes) and tokens is None:
@@ -63,15 +64,20 @@ def attached(metadata: Mapping[str, Any]) -> dict[str, torch.Tensor | bytes]:
     Raises:
         CorruptStoreError: ``metadata`` does not have them in the form of :func:`attach`.
     """
-    document = metadata.get(ATTACHED, {})
-    if not isinstance(document, dict):
-        raise CorruptStoreError(f"metadata.{ATTACHED}: {shown(document)}: not made by attach()")
-    return {name: _bytes_of(name, value) for name, value in leaves_of(document).items()}
+    return {name: _bytes_of(name, value) for name, value in leaves_of(_held(metadata, ATTACHED)).items()}
 
 
 def filled_rows(metadata: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of rows at the end of attached columns that were filled with zeros, by name; others have 0."""
-    return {**metadata.get(FILLED, {})}
+    return {**_held(metadata, FILLED)}
+
+
+def _held(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object of metadata that :func:`attach` made, empty if there is none."""
+    value = metadata.get(key, {})
+    if not isinstance(value, dict):
+        raise CorruptStoreError(f"metadata.{key}: {shown(value)}: not made by attach()")
+    return value
 
 
 def summarized(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,7 +165,18 @@ def test_values_that_cannot_be_attached_are_refused(value: Any, tokens: int | No
 @pytest.mark.parametrize("damaged", [3, {"tensors": {"experts": ["int16", [4], "?"]}}, {"leaves": {"experts": 3}}])
 def test_attached_values_of_another_form_are_reported(damaged: Any) -> None:
     with pytest.raises(CorruptStoreError, match=r"attached|experts"):
-        attached({"attached": damaged})
+        attached({"trajstore.attached": damaged})
+
+
+@pytest.mark.parametrize("own", [{"files": ["a.txt"]}, {"filled": {"x": 1}}, ["a"], "text", 3, None, {"tensors": 3}])
+def test_a_rollouts_own_attached_and_filled_stay_its_own(own: Any) -> None:
+    metadata = attach({"attached": own, "filled": own}, {"image": b"...", "scores": torch.zeros(2)}, None)
+    assert (metadata["attached"], metadata["filled"]) == (own, own)
+    assert attached(metadata).keys() == {"image", "scores"}
+    assert filled_rows(metadata) == {}
+    assert attached({"attached": own}) == {}
+    with pytest.raises(CorruptStoreError, match="not made by attach"):
+        attach({"trajstore.attached": "x"}, {"image": b"..."})
 
 
 _FINE: dict[str, Any] = {

@@ -147,7 +147,7 @@ def trajectories_of(
     - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, ``extra_fields`` with all
       other fields of the agent loop, and ``columns`` with all other columns;
     - ``attached``: tensors, arrays, bytes and images of these, by dotted name (:func:`trajstore.attached`); their
-      place in ``extra_fields``, ``columns`` and ``messages`` has ``{"attached": name}``;
+      place in ``extra_fields``, ``columns`` and ``messages`` has ``{"trajstore.attached": name}``;
     - after an offer: ``guidance``, the experience shown, or ``not_guided``, the reason for showing none.
 
     Args:
@@ -467,7 +467,7 @@ def plain(value: Any, values: dict[str, Any] | None = None, name: str = "") -> A
     Args:
         value: any.
         values: receives tensors and arrays with a dimension, bytes, and images as PNG, by dotted name; each is
-            ``{"attached": name}`` in the result.
+            ``{"trajstore.attached": name}`` in the result.
         name: of the value.
     """
     if value is None or isinstance(value, bool):

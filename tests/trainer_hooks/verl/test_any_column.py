@@ -19,7 +19,7 @@ from trainer_hooks.verl.arrival import VerlRollouts
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.reading import RunTokenizer
 from trajstore import TrajectoryReplayBuffer, attached
-from trajstore.attachments import filled_rows
+from trajstore.attachments import ATTACHED, filled_rows
 
 
 @settings(max_examples=8, deadline=None)
@@ -59,7 +59,7 @@ def test_any_column_is_recorded_as_it_was_put(data: st.DataObject, dtype: torch.
     assert held.metadata["columns"]["extra_info"] == {"split": "train"}
     assert held.metadata["extra_fields"]["adapter_id"] == "lora-7"
     assert held.messages[0]["content"] == [
-        {"type": "image", "image": {"attached": "messages.0.content.0.image"}},
+        {"type": "image", "image": {ATTACHED: "messages.0.content.0.image"}},
         {"type": "text"},
     ]
     for row, part in zip(rows, rows_of(held), strict=True):

@@ -86,7 +86,7 @@ def test_rollouts_are_recorded_on_arrival_and_find_their_late_fields(
 
     rows = [*single, *outputs]
     assert torch.equal(attached(arrived["a_0_0"].metadata)["routed_experts"], routes)
-    assert "attached" not in arrived["a_1_0"].metadata
+    assert "trajstore.attached" not in arrived["a_1_0"].metadata
 
     keys, old, entropy = [row.key for row in rows], late(rows, -1.0), late(rows, 9.0)
     for part in (slice(0, 3), slice(3, 4)):  # ranks have parts of the batch: the outputs of a session come one by one
