@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from tests.stores import add_each, filled, writer_to
 from tests.support.witness import witness
-from trajstore import Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectories
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.index import TrajectoryIndex
+from trajstore.trajectory import AnyTrajectory
 
 
 def step(steps: int, version: int | None) -> Trajectory:
@@ -37,6 +38,21 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
     return index
 
 
+def newest_in_count(versions: list[int | None], age: int) -> dict[int, int]:
+    """Return the newest version of each trajectory's count, by position; all that follow a restart came too late."""
+    rest = [(at, version) for at, version in enumerate(versions) if version is not None]
+    newest: dict[int, int] = {}
+    while rest:
+        highest, end = rest[0][1], 0
+        for place, (_, version) in enumerate(rest):
+            highest = max(highest, version)
+            end = place + 1 if version >= highest - age else end
+        highest = max(version for _, version in rest[:end])
+        newest |= {at: highest for at, _ in rest[:end]}
+        rest = rest[end:]
+    return newest
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 6), st.none() | st.integers(0, 8)), max_size=12),
@@ -48,16 +64,16 @@ def test_decisions_are_those_of_a_loop(
     sizes: list[tuple[int, int | None]], most: int | None, nbytes: int | None, age: int | None
 ) -> None:
     index = index_of(sizes)
-    newest = max((version for _, version in sizes if version is not None), default=0)
+    newest = newest_in_count([version for _, version in sizes], age or 0)
     kept: list[int] = []
     for number in reversed(range(len(sizes))):
         version = sizes[number][1]
         last = number == len(sizes) - 1
-        if age is not None and version is not None and version < newest - age:
+        if age is not None and version is not None and version < newest[number] - age:
             if last:
                 kept.append(number)
             continue
-        counted = [n for n in kept if age is None or sizes[n][1] is None or (sizes[n][1] or 0) >= newest - age]
+        counted = [n for n in kept if age is None or sizes[n][1] is None or (sizes[n][1] or 0) >= newest[n] - age]
         fits = (most is None or len(counted) < most) and (
             nbytes is None or sum(index["nbytes"][n] for n in [*counted, number]) <= nbytes
         )
@@ -144,3 +160,39 @@ def test_what_a_load_hides_of_the_own_store_is_told(tmp_path: Path, caplog: pyte
         assert "2 trajectories of this buffer's own store" in caplog.text
         assert str(tmp_path / "own") in caplog.text
         assert buffer.get_stats()["live_bytes"] > 0
+
+
+@pytest.mark.parametrize("restarts", [[0], [0, 0], [14, 0], [40]])
+@pytest.mark.parametrize("kind", ["agent", "step"])
+def test_versions_that_begin_again_cost_no_new_trajectory(
+    tmp_path: Path, restarts: list[int], kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of(version: int) -> AnyTrajectory:
+        return AgentTrajectory(query=f"{version}", policy_version=version) if kind == "agent" else step(2, version)
+
+    with writer_to(tmp_path, retention=Retention(max_policy_age=5)) as buffer:
+        kept = [*range(95, 101)]
+        buffer.add_trajectories([of(version) for version in range(80, 101)])
+        buffer.flush()
+        assert caplog.text == ""
+        for begin in restarts:
+            for version in range(begin, begin + 12):
+                buffer.add_trajectories([of(version)])
+                buffer.flush()
+            kept += range(begin + 6, begin + 12)
+        index = buffer.live.contents.index
+        assert index["version_high"].tolist() == kept
+        assert caplog.text.count("versions began again") == 1
+        assert f"version {restarts[0]} was committed after 100" in caplog.text
+        for version in range(90, 120):  # the count reaches the earlier ones
+            buffer.add_trajectories([of(version)])
+            buffer.flush()
+        assert buffer.live.contents.index["version_high"].tolist() == [*range(114, 120)]
+
+
+def test_a_late_rollout_begins_no_count(tmp_path: Path) -> None:
+    with writer_to(tmp_path, retention=Retention(max_policy_age=5)) as buffer:
+        for version in (*range(10), 2, 10, 1, 3, 11):
+            buffer.add_trajectories([step(2, version)])
+            buffer.flush()
+        assert buffer.live.contents.index["version_high"].tolist() == [*range(6, 12)]

@@ -203,3 +203,47 @@ def test_wrong_options(arguments: Callable[..., Any], tmp_path: Path) -> None:
         record_samples(arguments(), [[generate(Sample(index=1), "1", loss_mask=[1, 1])]])
     record_sample(arguments(), generate(Sample(index=1), "1"), evaluation=True)
     assert len(recording_of(arguments()).buffer) == 0
+
+
+@pytest.mark.parametrize(("interval", "own"), [(1, None), (2, None), (1, 5)])
+def test_ages_count_over_restarts_although_slime_counts_weight_versions_anew(
+    arguments: Callable[..., Any], interval: int, own: int | None
+) -> None:
+    """Three jobs on one store; the second resumes from an earlier checkpoint. With ``own``, the user sets the count."""
+    age = 2
+    for begin, end in ((0, 12), (8, 20), (20, 30)):
+        start = 0 if own is None else begin // interval + own
+        args = arguments(
+            trajstore_replay=1,
+            trajstore_max_staleness=age,
+            update_weights_interval=interval,
+            update_weight_start_version=start,
+        )
+        source = ReplayDataSource(args)
+        source.load(begin - 1)
+        for rollout in range(begin, end):
+            version = start + 1 + (rollout - begin) // interval
+            step_version = begin // interval + version - start
+            groups = source.get_samples(2)
+            replayed = [sample for group in groups for sample in group if sample.status is Status.COMPLETED]
+            ages = [step_version - int(sample.response) for sample in replayed]
+            assert all(0 <= one <= age + 1 for one in ages), ages
+            assert len(replayed) == 2 or (begin == 0 and rollout < 2 * interval), rollout
+            for sample in [sample for group in groups for sample in group if sample.status is Status.PENDING]:
+                generate(sample, str(version), response=str(step_version))
+            record_samples(args, groups, source)
+        recording_of(args).buffer.close()
+
+
+def test_a_count_that_begins_again_unknown_to_the_store_is_named(
+    arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    args = arguments(trajstore_replay=1, trajstore_max_staleness=2)
+    for version in ("30", "31"):
+        step(args, ReplayDataSource(args), version, False)
+    recording_of(args).buffer.close()
+    assert caplog.text == ""
+    source = ReplayDataSource(args)
+    for version in ("1", "2", "3"):
+        step(args, source, version, False)
+    assert caplog.text.count("a rollout of version 1 is recorded after one of 31") == 1

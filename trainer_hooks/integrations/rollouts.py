@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,10 +15,13 @@ import torch
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, whole_or_none
+from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling import Additions, Drawn, Sampler
 from trajstore._core.sampling.base import Fits, IntArray
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
+
+logger = logging.getLogger(__name__)
 
 
 def prompt_key(prompt: Any) -> str:
@@ -121,6 +125,7 @@ class _Earlier(Sampler):
         self.task = ""
         self.drawn: list[int] = []
         self._max_staleness, self._by_task = max_staleness, by_task
+        self._newest, self._told = 0, False
         self._groups: dict[str | int, dict[int, int]] = {}
         """Versions by id; by task, or by version."""
         self._group_of: dict[int, str | int] = {}
@@ -131,9 +136,23 @@ class _Earlier(Sampler):
 
     def added(self, additions: Additions) -> None:
         tasks = additions.tasks or [""] * len(additions)
+        known = additions.versions[additions.versions != UNKNOWN_VERSION]
+        self._warn(int(known.min(initial=self._newest)))
+        self._newest = int(known.max(initial=self._newest))
         for number, version, task in zip(additions.ids.tolist(), additions.versions.tolist(), tasks, strict=True):
             key = self._group_of[number] = task if self._by_task else version
             self._groups.setdefault(key, {})[number] = version
+
+    def _warn(self, version: int) -> None:
+        """Warn once of rollouts that are too old to be drawn when they are added."""
+        if self._group_of and not self._told and self._max_staleness is not None:
+            self._told = version < self._newest - self._max_staleness
+            if self._told:
+                logger.warning(
+                    "max_staleness: a rollout of version %d is recorded after one of %d; if versions began again with "
+                    "this process, ages are wrong: let the trainer continue its count",
+                    *(version, self._newest),
+                )
 
     def evicted(self, ids: Sequence[int] | IntArray) -> None:
         for number in np.asarray(ids).tolist():
@@ -189,9 +208,16 @@ class Recording:
     ) -> None:
         check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer, which can add rollouts")
         self.buffer, self._needs_reward = buffer, needs_reward
+        self.before = 0
+        """Policy versions of earlier processes, for trainers that count those of each process from 0."""
         self.newest = 0
         """The newest policy version that was recorded in this process."""
         self._sampler = _Earlier(whole_or_none("max_staleness", max_staleness, 0), by_task=by_task)
+
+    def count_from(self, steps: int, first: int) -> None:
+        """Make versions continue in a process whose trainer has done ``steps``, but counts from ``first`` again."""
+        self.before = max(0, steps - first)
+        self.newest = max(self.newest, self.before + first)
 
     def record(self, rollouts: Sequence[AgentTrajectory]) -> list[int]:
         """Add rollouts and return their ids. Writing continues in the background.

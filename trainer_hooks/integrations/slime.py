@@ -135,7 +135,10 @@ class ReplayDataSource:
         self.source.save(rollout_id)
 
     def load(self, rollout_id: Any = None) -> None:
-        """Load the source's state."""
+        """Load the source's state; the next rollout is ``rollout_id + 1``, and slime counts weight versions anew."""
+        if rollout_id is not None:
+            steps = (rollout_id + 1) // (getattr(self.args, "update_weights_interval", None) or 1)
+            self.recording.count_from(steps, getattr(self.args, "update_weight_start_version", None) or 0)
         self.source.load(rollout_id)
 
     def __len__(self) -> int:
@@ -187,7 +190,7 @@ def _recorded(args: Any, sample: Any) -> AgentTrajectory:
         log_probs=sample.rollout_log_probs,
         reward=None if isinstance(scores, dict) else scores,
         scores={name: value for name, value in parts.items() if isinstance(value, int | float)},
-        version=min(versions, default=None),
+        version=recording_of(args).before + min(versions) if versions else None,
         task_id=prompt_key(sample.prompt),
         is_terminated=sample.status.value == "completed",
         messages=[*prompt, {"role": "assistant", "content": sample.response}],

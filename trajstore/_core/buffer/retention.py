@@ -20,7 +20,8 @@ class Retention(Settings):
         max_trajectories: number of trajectories.
         max_bytes: bytes of all columns.
         max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
-            all; trajectories with unknown versions stay.
+            all; trajectories with unknown versions stay. Where versions begin again, earlier trajectories stay until
+            the new versions reach theirs, and a warning names both.
 
     Raises:
         ConfigurationError: a limit is not a whole number, or too low.
@@ -38,9 +39,10 @@ class Retention(Settings):
         going = np.zeros(count, np.bool_)
         if self.max_policy_age is not None:
             versions = index["version_high"]
-            known = versions != UNKNOWN_VERSION
-            if known.any():
-                going |= known & (versions < int(versions[known].max()) - self.max_policy_age)
+            known = np.flatnonzero(versions != UNKNOWN_VERSION)
+            for first, end in self._counts(versions[known]):
+                counted = known[first:end]
+                going[counted] = versions[counted] < versions[counted].max() - self.max_policy_age
         for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
             if limit is not None:
                 kept = np.where(going, 0, amounts)
@@ -48,6 +50,30 @@ class Retention(Settings):
                 going |= newer > limit
         going[-1] = False
         return index.first + np.flatnonzero(going)
+
+    def begins_again(self, index: TrajectoryIndex) -> tuple[int, int] | None:
+        """Return the newest version and the one before it with which versions began again; None if they did not."""
+        if self.max_policy_age is None:
+            return None
+        versions = index["version_high"]
+        versions = versions[versions != UNKNOWN_VERSION]
+        first = self._counts(versions)[-1][0] if len(versions) else 0
+        return (int(versions[:first].max()), int(versions[first])) if first else None
+
+    def _counts(self, versions: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Return the ranges ``[first, end)`` in which versions are of one count.
+
+        A count begins where this trajectory and all later ones were too old when they were added: a trainer that
+        restarted counts from 0. A single late rollout is followed by newer ones, and begins none.
+        """
+        ranges, first, age = [], 0, self.max_policy_age or 0
+        while first < len(versions):
+            part = versions[first:]
+            in_time = np.flatnonzero(part >= np.maximum.accumulate(part) - age)
+            end = first + int(in_time[-1]) + 1
+            ranges.append((first, end))
+            first = end
+        return ranges
 
     def _holds(self, index: TrajectoryIndex) -> bool:
         """Return whether the totals alone show that the limits hold."""

@@ -57,6 +57,7 @@ class View(CommitListener):
         verify_shards: bool,
     ) -> None:
         self.retention = retention
+        self._told_versions = False
         self.own_first = 0
         """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
         self._cache_bounds = cache_bounds
@@ -401,7 +402,15 @@ class View(CommitListener):
             # Own trajectories come last, by id; loaded ones are on disk elsewhere.
             own = partial(self._own_or_loaded, shown)
             safe = bisect_right(range(len(shown)), newest, key=own)
-            positions = index.first + self.retention.to_evict(index.slice(0, safe))
+            counted = index.slice(0, safe)
+            positions = index.first + self.retention.to_evict(counted)
+            if not self._told_versions and (versions := self.retention.begins_again(counted)):
+                self._told_versions = True
+                logger.warning(
+                    "retention: version %d was committed after %d: versions began again, so trajectories of the "
+                    "earlier count stay until the new one reaches theirs; let the trainer continue its count",
+                    *reversed(versions),
+                )
             ids = index.at("trajectory_id", positions).tolist()
             loaded = [number for number in ids if not self.is_own(number)]
             if loaded:

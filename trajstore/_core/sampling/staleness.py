@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,8 @@ from trajstore._core.sampling.factors import Factor, warn_unknown
 from trajstore._core.sampling.roster import Growing
 from trajstore._core.sampling.states import check_state
 from trajstore.errors import ConfigurationError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,7 +45,8 @@ class Staleness(Factor):
             vanish; for trajectories without a task only ``max_age`` counts. The metric ``starving_tasks`` counts tasks
             that depend on it.
 
-    Trajectories without a known version are not drawn; the first triggers a warning.
+    Trajectories without a known version are not drawn, nor are those that are too old when they are added, as after a
+    restart that counts versions from 0 again; the first of each triggers a warning.
     """
 
     name = "staleness"
@@ -59,7 +63,7 @@ class Staleness(Factor):
         """Heap of (version, entry) of the young entries."""
         self._gone: set[int] = set()
         self._newest: int | None = None
-        self._told = False
+        self._told = self._told_late = False
 
     @property
     def free(self) -> Mapping[str, Any]:
@@ -79,6 +83,13 @@ class Staleness(Factor):
         for entry, version in zip(entries.tolist(), versions, strict=True):
             if version == UNKNOWN_VERSION:
                 continue
+            if not self._told_late and entry and version < (self._newest or 0) - self.max_age > 0:
+                self._told_late = True
+                logger.warning(
+                    "staleness: a trajectory of version %d is added after one of %d, so with max_age %d it is not "
+                    "drawn; if versions began again, let the trainer continue its count, as with its own step",
+                    *(version, self._newest, self.max_age),
+                )
             self._newest = version if self._newest is None else max(self._newest, version)
             task = self._tasks.setdefault(self._task_of[entry], _Task(self.floor if self._task_of[entry] else 0))
             task.young += 1
