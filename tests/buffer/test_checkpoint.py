@@ -353,12 +353,14 @@ def test_a_copy_within_its_own_source_is_refused(tmp_path: Path, copy: Callable[
     assert verify(tmp_path / "store").sound
 
 
-def test_repair_says_that_points_are_not_copied(tmp_path: Path) -> None:
+def test_repair_brings_saved_points_and_copy_says_that_it_does_not(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.points.save(7)
-    copied = repair_store(tmp_path / "store", tmp_path / "repaired")
-    assert copied.problems == ["pins/: 1 saved points and pins are not copied; the copy cannot go back to them"]
+    assert repair_store(tmp_path / "store", tmp_path / "repaired").problems == []
+    assert (tmp_path / "repaired/pins/step-7.0.json").exists()
+    notes = copy_store(tmp_path / "store", tmp_path / "copy").notes
+    assert "pins/: 1 saved points and pins are not copied; the copy cannot go back to them" in notes
 
 
 def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ import torch
 
 from tests.stores import flip
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
+from trajstore._core.store.catalog import Catalog
 from trajstore.operations.copying import repair_store
 from trajstore.operations.verify import verify
 
@@ -91,6 +93,22 @@ def shown(path: Path, pin: str | None = None, *, time: bool = True) -> State:
     return state
 
 
+def points(path: Path) -> dict[str, tuple[State, Any]]:
+    """Return the snapshots of a rank: what each shows, and its state."""
+    catalog = Catalog.open(open_directory(path))
+    names = [head.name for head in catalog.snapshots()]
+    return {name: (shown(path, name), name != "kept" and catalog.read_state(name)) for name in names}
+
+
+def without(state: State, lost: set[int]) -> State:
+    return {uuid: entry for uuid, entry in state.items() if entry["trajectory_id"] not in lost}
+
+
+def by_number(state: State) -> State:
+    """Return a state without its values by row, and the history of values."""
+    return {uuid: entry | {"per_step": 0, "metadata": 0} for uuid, entry in state.items()}
+
+
 def truncate(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
@@ -106,6 +124,8 @@ def ids_lost(path: Path) -> set[int]:
 def test_whatever_file_is_lost_all_else_comes_back(run: Path, damage: Callable[[Path], None], tmp_path: Path) -> None:
     case, new = tmp_path / "run", tmp_path / "new"
     before = {rank: shown(run / rank) for rank in ("rank_0", "rank_1")}
+    saved = points(run / "rank_1")
+    assert list(saved) == ["kept", "step-1.0", "step-2.0"]
     files = sorted(file.relative_to(run / "rank_1") for file in (run / "rank_1").rglob("*") if file.is_file())
     # A zarr shard has a dozen files: every fifth of them, another one for each damage.
     several = [file for file in files if len(file.parts) > 2]
@@ -118,12 +138,18 @@ def test_whatever_file_is_lost_all_else_comes_back(run: Path, damage: Callable[[
         assert not lost or file.parts[0] == "shards", file
         repair_store(case, new)
         assert shown(new / "rank_0") == before["rank_0"], file
-        left = {uuid: entry for uuid, entry in before["rank_1"].items() if entry["trajectory_id"] not in lost}
-        found = shown(new / "rank_1")
-        if file.parts[0] == "shards" and not lost:  # the shard of late values by row
-            assert found.keys() == left.keys(), file
-        else:
-            assert found == left, file
+        left, found, kept = without(before["rank_1"], lost), shown(new / "rank_1"), points(new / "rank_1")
+        given = file.parts[0] == "shards" and not lost  # the shard of late values by row
+        if given:
+            left, found = by_number(left), by_number(found)
+        assert found == left, file
+        for name, (state, values) in saved.items():
+            if file.name.startswith(f"{name}."):  # its own file: what was in it is lost
+                assert file.suffix != ".json" or name not in kept
+                continue
+            assert kept[name][1] == values, (file, name)
+            state, then = without(state, lost), kept[name][0]
+            assert (by_number(then) == by_number(state)) if given else (then == state), (file, name)
         shutil.rmtree(case)
         shutil.rmtree(new)
 
@@ -142,3 +168,8 @@ def test_without_any_index_the_shards_and_pins_say_it(run: Path, metadata: bool,
     again = {entry["trajectory_id"] for uuid, entry in found.items() if uuid not in before}
     assert again <= EVICTED
     assert {uuid: found[uuid] for uuid in before} == before
+    then, state = points(run / "rank_0")["step-1.0"]
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "new") as buffer:
+        assert [point.step for point in buffer.points.saved] == [1, 2]
+        assert buffer.points.go_to(1) == state
+        assert set(map(str, buffer.trajectory_uuids)) == then.keys()

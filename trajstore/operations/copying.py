@@ -138,9 +138,9 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """Copy the intact part of a damaged store or run; the source is not changed.
 
     Every checksum is compared. A damaged shard is left out as a whole, because its intact rows cannot be identified.
-    Damaged metadata and indexes are rebuilt where possible. Ids and UUIDs are kept. An unreadable rank is replaced by
-    an empty store, so that the run can be opened. A store beside ``rank_*`` goes to ``own``. A directory of RLinf
-    becomes a store.
+    Damaged metadata and indexes are rebuilt where possible. Ids, UUIDs, pins and saved points are kept. An unreadable
+    rank is replaced by an empty store, so that the run can be opened. A store beside ``rank_*`` goes to ``own``. A
+    directory of RLinf becomes a store.
 
     Arguments and errors are those of :func:`copy_store`, except:
 
@@ -158,7 +158,6 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         copied.take(verification, place.url)
         copied.notes += _ledger_note(place.url)
         copied.notes += _links_note(place.url, to)
-        copied.problems += _points_note(place.url)
         return copied
 
     return _each(find_place(source), str(target), repair, lenient=True)
@@ -307,9 +306,10 @@ def publish(
     state: CheckpointState,
     result: Copied,
     progress: Progress | None,
+    points_of: StoreSource | None = None,
     **options: bool,
 ) -> None:
-    """Write a checkpoint that appears once it is verified; ``options`` are those of ``save_checkpoint``.
+    """Write a checkpoint that appears once it is verified; other arguments are those of ``save_checkpoint``.
 
     Raises:
         CorruptStoreError: the copy is damaged; it does not appear.
@@ -318,7 +318,9 @@ def publish(
     if not isinstance(target, LocalDirectory):
         target.remove([METADATA_NAME])  # of an interrupted call
     form, check = get_format(state.trajectory_format), partial(verified, result=result, progress=progress)
-    save_checkpoint(target, snapshot, state, form, "trajstore", replace=False, check=check, **options)
+    save_checkpoint(
+        target, snapshot, state, form, "trajstore", replace=False, check=check, points_of=points_of, **options
+    )
 
 
 def _copy(
@@ -341,6 +343,12 @@ def _copy(
         before = reader.left_out
         reader.live.forget(lost)
         forget_rows(reader, {directory.url: damaged})
+        points_of = None
+        for part in reader.live.contents.sources if strict is False else ():
+            if isinstance(part, StoreSource):
+                points_of, pinned = part, part.catalog.pinned
+                gone = np.isin(pinned["trajectory_id"], lost)
+                pinned.drop(pinned.first + np.flatnonzero(gone))
         there = open_directory(target)
         files, folders = there.listing()
         done = bool(files or folders) and holds(target, reader._snapshot())
@@ -352,7 +360,7 @@ def _copy(
                 verified(there, copied, progress)
             else:
                 check_target(there, directories_above(there))
-                publish(there, reader._snapshot(), reader._state(), copied, progress)
+                publish(there, reader._snapshot(), reader._state(), copied, progress, points_of)
         except CorruptStoreError:
             if strict is not False:
                 verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")

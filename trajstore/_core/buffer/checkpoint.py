@@ -5,10 +5,11 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +22,7 @@ from trajstore._core.columns.flat import Block, FlatTrajectory, raw_bytes
 from trajstore._core.columns.portions import portions
 from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.columns.steps import versions_of
-from trajstore._core.files.base import Directory
+from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.folders import publish_folder
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.leases import READERS_FOLDER
@@ -42,15 +43,16 @@ from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.places import is_file_of_rlinf, store_above
 from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.shard_access import flat_of
-from trajstore._core.reading.sources import Source
+from trajstore._core.reading.sources import Source, StoreSource
 from trajstore._core.store.additions import label_at, starts_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import LOG_FOLDER
+from trajstore._core.store.log_records import LOG_FOLDER, id_ranges, lie_in
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.rlinf_layout import INDEX_NAMES
 from trajstore._core.store.row_location import STARTS
 from trajstore._core.store.run_ids import ID_LIMIT, own_id, rank_of_id
+from trajstore._core.store.saved_points import Snapshot, pin_file, state_file, values_file
 from trajstore._core.store.sealed import COPY_NAME, METADATA_NAME
 from trajstore._core.store.shard_table import shard_name
 from trajstore.errors import (
@@ -114,6 +116,7 @@ def save_checkpoint(
     once: bool = False,
     replace: bool = True,
     check: Callable[[Directory], object] | None = None,
+    points_of: StoreSource | None = None,
 ) -> None:
     """Write a snapshot of a buffer to its own directory; ids of a run's ranks are renumbered.
 
@@ -127,6 +130,7 @@ def save_checkpoint(
         once: store equal rows of ``next_obs`` and ``curr_obs`` once; shards that could have such rows are not linked.
         replace: replace an earlier checkpoint.
         check: called with the written directory before it appears; of a URL, before it has metadata.
+        points_of: the snapshot's only source, whose pins and saved points are written too; None writes none.
 
     Raises:
         ConfigurationError: the layout is unknown, or the directory holds other files, which may have come meanwhile.
@@ -136,7 +140,7 @@ def save_checkpoint(
         raise ConfigurationError(f"layout {layout!r}: must be 'trajstore' or 'rlinf'")
     ids, notes, values = renumbered(snapshot)
     snapshot.index.renumber(ids)
-    store = partial(_write_store, converted=converted, once=once, check=check)
+    store = partial(_write_store, converted=converted, once=once, check=check, points_of=points_of)
     write = store if layout == "trajstore" else _write_rlinf
     folder = publish_folder(target.path, replace=replace) if isinstance(target, LocalDirectory) else nullcontext(target)
     with written(f": the checkpoint {target.url} was not written"), folder as staged:
@@ -201,10 +205,12 @@ def _write_store(
     converted: bool,
     once: bool,
     check: Callable[[Directory], object] | None,
+    points_of: StoreSource | None,
 ) -> None:
     catalog = Catalog.create(target)
     files: dict[Source, list[tuple[str, str, int]]] = {}
 
+    @cache
     def linked(place: tuple[int, int]) -> int | None:
         """Return the row of a shard that was linked; None if it must be converted or written."""
         if place[0] == UNAVAILABLE or not (source := snapshot.sources[place[0]]).linkable:
@@ -237,6 +243,18 @@ def _write_store(
             decoded.append(at)
         else:
             taken[at] = row
+    points: list[EncodedFile] = []
+    if points_of is not None:
+        at, old = snapshot.sources.index(points_of), points_of.catalog
+        pinned = old.pinned.take(np.arange(old.pinned.first, old.pinned.end))
+        pinned["shard"] = np.array([linked((at, row)) for row in pinned["shard"].tolist()], np.int32)
+        catalog.pinned.append(catalog.pinned.translated(pinned, old.pinned.texts))
+        ids = np.union1d(snapshot.index["trajectory_id"], pinned["trajectory_id"])
+        numbers = old.shards.numbers()
+        lost = np.isin(numbers, list(points_of.lost_rows))
+        homes = {row: linked((at, row)) for row in np.flatnonzero(np.isin(numbers, old.pins.shards()) & ~lost).tolist()}
+        for head in old.snapshots():
+            points += _point_files(old, head, ids, homes)
     for source, names in files.items():
         target.bring(source.directory, names)
 
@@ -261,7 +279,14 @@ def _write_store(
     catalog.index.texts = snapshot.index.texts
     catalog.index.append(columns)
     catalog.notes, catalog.generation = notes.in_table(taken), notes.newest_generation
+    if points_of is not None:
+        catalog.visit, catalog.line = points_of.catalog.visit, points_of.catalog.line
+        heads = points_of.catalog.pins.heads.values()  # their commits may be lost
+        generations = [points_of.catalog.generation, *(head.generation for head in heads)]
+        catalog.generation = max(catalog.generation, *generations)
     catalog.next_id = max(state.trajectory_counter, int(columns["trajectory_id"].max(initial=-1)) + 1)
+    target.publish(points)
+    catalog.load_pins()
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
     local, index = isinstance(target, LocalDirectory), catalog.snapshot_file()
@@ -272,6 +297,40 @@ def _write_store(
         check(target)
     if not local:
         target.publish([metadata])
+
+
+def _point_files(
+    catalog: Catalog, head: Snapshot, ids: npt.NDArray[np.int64], homes: Mapping[int, int | None]
+) -> list[EncodedFile]:
+    """Return the files of a snapshot for another directory; damaged ones are left out.
+
+    Args:
+        catalog: of its directory.
+        head: the snapshot.
+        ids: of the trajectories that the other directory has.
+        homes: numbers there of the intact shards with late values by row, by row of the shard table here.
+    """
+    said = {name: value for name, value in catalog.pins.said(head.name).items() if name not in _SIDE_FILES}
+    said |= {"ids": id_ranges(ids[lie_in(ids, head.ids)]).tolist(), "shards": []}
+    files = []
+    with suppress(CorruptStoreError):  # verify names it
+        if head.state is not None:
+            file, said["state"] = state_file(head.name, uuid.uuid4().hex, [catalog.pins.read(head.state)])
+            files.append(file)
+    with suppress(CorruptStoreError):
+        if head.values is not None:
+            values, rows = catalog.shards_of_values(catalog.values_of(head), homes)
+            file, said["values"] = values_file(head.name, uuid.uuid4().hex, values)
+            said["shards"] = [homes[row] for row in rows]
+            files.append(file)
+    try:
+        return [*files, pin_file(head.name, said)]
+    except TypeError as error:  # nested more deeply than any that was written
+        logger.warning("%s: the snapshot %r is left out: %s", catalog.directory.url, head.name, error)
+        return []
+
+
+_SIDE_FILES = ("values", "state", "fence")
 
 
 def _values_at(snapshot: ReadSnapshot, number: int, row: int) -> ShardContent:

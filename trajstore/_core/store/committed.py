@@ -5,7 +5,7 @@ Guarded like the catalog it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -464,15 +464,20 @@ class Committed:
         """Return the number of uncommitted trajectories that a snapshot names."""
         return head.count - sum(len(part.positions_in(head.ids)) for part in (self.pinned, self.index))
 
-    def shards_of_values(self, notes: Notes) -> tuple[dict[str, Any], tuple[int, ...]]:
-        """Return late values as JSON for a snapshot, and the numbers of the shards with values by row."""
+    def shards_of_values(self, notes: Notes, intact: Collection[int] | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Return late values as JSON for a snapshot, and the rows of the shards with values by row.
+
+        Args:
+            notes: the values.
+            intact: rows of the shards that are intact; None if all are.
+        """
         ids = np.unique(notes.ids())
-        needed = notes.rows_needed(ids)
+        needed = notes.rows_needed(ids, intact)
         rows = notes.shards(needed)
         places = np.full(len(self.shards), -1, np.int32)
         places[rows] = np.arange(len(rows))
         value = notes.to_json(ids, needed, places) | {"sources": []}
-        return value, tuple(self.shards.number(row) for row in rows.tolist())
+        return value, rows.tolist()
 
     # -- saving -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Guarded like the catalog it belongs to.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -314,11 +314,12 @@ class Notes:
             columns = {column: all_columns[of][of_name] for column, of in self._columns_of(name).items()}
             index.note(all_columns["ids"][of_name], columns, self._words)
 
-    def rows_needed(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    def rows_needed(self, ids: npt.NDArray[np.int64], shards: Collection[int] | None = None) -> npt.NDArray[np.bool_]:
         """Return which values need their rows: the latest ones.
 
         Args:
             ids: of the existing trajectories.
+            shards: rows of the shards that are intact; None if all are.
         """
         needed = np.zeros(len(self), np.bool_)
         if not self.has_rows:
@@ -326,7 +327,8 @@ class Notes:
         columns = self._all()
         given = np.flatnonzero(np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names()))
         needed[given[_lasts(columns["ids"][given], columns["names"][given])]] = True
-        return needed & (columns["shards"] >= 0)
+        intact = columns["shards"] >= 0 if shards is None else np.isin(columns["shards"], list(shards))
+        return needed & intact
 
     @property
     def has_rows(self) -> bool:

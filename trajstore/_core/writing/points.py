@@ -227,7 +227,8 @@ class Points:
         catalog = self._log.catalog
         ids = catalog.index["trajectory_id"]
         notes = catalog.notes.kept(ids)
-        values, shards = catalog.shards_of_values(notes)
+        values, rows = catalog.shards_of_values(notes)
+        shards = tuple(map(catalog.shards.number, rows))
         line = [head.name for head in catalog.points() if head.name != name]
         if "step" in said:
             line = [head.name for head in catalog.points() if (head.step or 0) < said["step"]]
