@@ -32,7 +32,7 @@ from trajstore._core.feeding import (
     prefetch,
     replay_buffer_collate_fn,
 )
-from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -272,6 +272,58 @@ def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew_and_no
         assert loader.figures()["batches_redrawn"] == 1
     assert sum("redrawn" in message for message in caplog.messages) == 1
     assert sorted(seen) == [1000.0 * key + row for key in range(10) if key not in evicted for row in range(8)]
+
+
+def ready(loader: Any, depth: int) -> None:
+    next(loader)
+    wait_until(lambda: loader.figures()["batches_ready"] == depth)
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("make", [EpochSampler, lambda: None])
+def test_batches_that_are_ready_lose_what_is_evicted_as_they_do_when_resumed(
+    store: Store, depth: int, reuse: bool, make: Callable[[], Sampler | None]
+) -> None:
+    buffer = store()
+    loader = ReplayLoader(buffer, 16, sampler=make(), prefetch=depth, reuse=reuse)
+    ready(loader, depth)
+    evicted = range(0, 10, 2)
+    buffer.evict(list(evicted))
+    state = loader.state_dict()
+    live = [rewards(next(loader)) for _ in range(8)]
+    assert {value // 1000 for batch in live for value in batch}.isdisjoint(evicted)
+    assert all(len(batch) == 16 for batch in live)
+    assert loader.figures()["batches_redrawn"] == depth
+    loader.close()
+    with ReplayLoader(buffer, 16, sampler=make(), prefetch=depth) as resumed:
+        resumed.load_state_dict(state)
+        assert [rewards(next(resumed)) for _ in range(8)] == live
+
+
+def test_batches_that_are_ready_lose_what_a_rollback_takes_back(store: Store) -> None:
+    buffer = store()
+    buffer.points.save(1)
+    buffer.add_trajectories([block(key) for key in range(10, 40)])
+    with ReplayLoader(buffer, 16, prefetch=3) as loader, ReplayLoader(buffer, 16, prefetch=2) as other:
+        ready(loader, 3)
+        ready(other, 2)
+        buffer.points.rollback(1)
+        for each in (loader, other):
+            for _ in range(6):
+                assert max(rewards(next(each))) < 10_000
+            assert each.figures()["batches_redrawn"] >= 1
+
+
+def test_packs_that_are_ready_lose_what_is_evicted() -> None:
+    buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
+    buffer.add_trajectories([AgentTrajectory(input_ids=torch.full((4,), key)) for key in range(20)])
+    with TokenLoader(buffer, 40, prefetch=3) as loader:
+        ready(loader, 3)
+        buffer.evict(list(range(10)))
+        seen = {int(value) for _ in range(6) for pack in next(loader) for value in pack["input_ids"].flatten()}
+        assert min(seen) >= 10
+        assert loader.figures()["batches_redrawn"] >= 1
 
 
 def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -87,7 +87,7 @@ class Prefetcher(Generic[D, T]):
         self._stopping = False
         self._thread: threading.Thread | None = None
         self.redrawn = 0
-        """Number of batches redrawn because a trajectory was evicted before it was read."""
+        """Number of batches redrawn because a trajectory was evicted before they were returned."""
 
     def start(self) -> None:
         """Start making batches. Idempotent."""
@@ -109,6 +109,9 @@ class Prefetcher(Generic[D, T]):
             Exception: the error that ended the thread; repeated by every further call.
         """
         made = self._wait_for_batch(timeout)
+        if not self._source.is_current(made.drawn):
+            self._make_again()
+            made = self._wait_for_batch(timeout)
         if record is not None:
             record(self._batches + 1, made.batch)
         with self._changed:
@@ -117,6 +120,32 @@ class Prefetcher(Generic[D, T]):
             self._batches += 1
             self._changed.notify_all()
         return made.drawn, made.batch
+
+    def _make_again(self) -> None:
+        """Drop the batches under way, and make them again in their order, with other rows for those that are gone."""
+        with self._changed:
+            drawn = [made.drawn for made in self._made] + ([] if self._making is None else [self._making])
+            self._made.clear()
+            self._making = None
+            self._resume(drawn)
+            self._changed.notify_all()
+
+    def _resume(self, drawn: Sequence[D]) -> None:
+        """Make batches again before all others, with other rows for those that are gone; needs the lock."""
+        for rows in reversed([self._mended(rows) for rows in drawn]):
+            if rows is not None:
+                self._resumed.appendleft(rows)
+
+    def _mended(self, drawn: D) -> D | None:
+        if self._source.is_current(drawn):
+            return drawn
+        self.redrawn += 1
+        if self.redrawn == 1:
+            logger.warning(
+                "a trajectory was evicted between draw and use; its rows are redrawn; figures() counts this and "
+                "later cases in batches_redrawn"
+            )
+        return self._source.mend(drawn)
 
     def _wait_for_batch(self, timeout: float | None) -> _Made[D, T]:
         with self._changed:
@@ -190,10 +219,9 @@ class Prefetcher(Generic[D, T]):
     def _run(self) -> None:
         in_a_row = 0
         try:
-            number = self._handed_out
             while (drawn := self._next_drawn()) is not None:
                 try:
-                    batch = self._make(drawn, number)
+                    batch = self._make(drawn, self._handed_out + len(self._made))
                 except TrajectoryUnavailableError:
                     in_a_row += 1
                     if in_a_row > _REDRAWS:
@@ -201,10 +229,10 @@ class Prefetcher(Generic[D, T]):
                     self._draw_again(drawn)
                     continue
                 in_a_row = 0
-                number += 1
                 with self._changed:
-                    self._made.append(_Made(drawn, batch))
-                    self._making = None
+                    if self._making is drawn:  # else it is to be made again
+                        self._made.append(_Made(drawn, batch))
+                        self._making = None
                     self._changed.notify_all()
         except Exception as error:  # the consumer must see any error that ends the thread
             with self._changed:
@@ -213,16 +241,9 @@ class Prefetcher(Generic[D, T]):
 
     def _draw_again(self, drawn: D) -> None:
         with self._changed:
-            self._making = None
-            mended = self._source.mend(drawn)
-            if mended is not None:
-                self._resumed.appendleft(mended)
-            self.redrawn += 1
-        if self.redrawn == 1:
-            logger.warning(
-                "a trajectory was evicted between draw and read; its rows are redrawn; figures() counts this and "
-                "later cases in batches_redrawn"
-            )
+            if self._making is drawn:
+                self._making = None
+                self._resume([drawn])
 
     def _await_room(self) -> None:
         """Wait until there is room; then yield briefly to the consumer, which has just made it.

@@ -92,6 +92,10 @@ class Source(ABC, Generic[D]):
         """
 
     @abstractmethod
+    def is_current(self, drawn: D) -> bool:
+        """Return whether all rows of a batch can still be drawn."""
+
+    @abstractmethod
     def mend(self, drawn: D) -> D | None:
         """Replace a batch's rows of evicted trajectories; None if no rows are left."""
 
@@ -313,6 +317,9 @@ class BatchSource(Source[DrawnBatch]):
             )
         return drawn
 
+    def is_current(self, drawn: DrawnBatch) -> bool:
+        return all(are_there(buffer, part) for buffer, part in zip(self._buffers, drawn, strict=True))
+
     def mend(self, drawn: DrawnBatch) -> DrawnBatch | None:
         mended = DrawnBatch(self._mended(place, part) for place, part in enumerate(drawn))
         return mended if all(map(len, mended)) else None
@@ -504,6 +511,11 @@ def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
     given = {"weight": drawn.weights, "probability": drawn.probabilities}
     known = {name: values for name, values in given.items() if values is not None}
     return {"trajectory": drawn.ids, "row": row, "version": version, **known}
+
+
+def are_there(buffer: Replay, drawn: Drawn) -> bool:
+    """Return whether the trajectories of all rows are still readable; a handle's rows count as they were read."""
+    return not isinstance(buffer, Reader) or bool(buffer.sampling.readable(drawn).all())
 
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
