@@ -74,7 +74,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return path
 
 
-def shown(path: Path, pin: str | None = None, *, time: bool = True) -> State:
+def shown(path: Path | str, pin: str | None = None, *, time: bool = True) -> State:
     """Return what a rank shows, now or at a snapshot."""
     with TrajectoryReplayBuffer.open(path, pin=pin) as reader:
         rows = reader.query().table().to_dicts()
@@ -173,3 +173,16 @@ def test_without_any_index_the_shards_and_pins_say_it(run: Path, metadata: bool,
         assert [point.step for point in buffer.points.saved] == [1, 2]
         assert buffer.points.go_to(1) == state
         assert set(map(str, buffer.trajectory_uuids)) == then.keys()
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl"])
+def test_an_object_store_without_index_is_rebuilt_from_its_shards(form: str, memory_url: str, tmp_path: Path) -> None:
+    options: Any = {"auto_save": True, "auto_save_path": memory_url, "trajectory_format": form}
+    with TrajectoryReplayBuffer(**options) as buffer:
+        buffer.add_trajectories([rollout(0), rollout(1), block(2)])
+        annotate(buffer, [1], {"score": 1})
+        buffer.points.save(1)
+    before = shown(memory_url, time=False)
+    open_directory(memory_url).remove(["trajectory_index.json"])
+    repair_store(memory_url, tmp_path / "new")
+    assert shown(tmp_path / "new", time=False) == before
