@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -79,7 +80,11 @@ def test_tensors_of_many_rollouts_store_what_objects_do(data: st.DataObject, kin
         {**document, **({"reward": asdict(document["reward"])} if document.get("reward") else {})}
         for document in documents
     ]
-    with TemporaryDirectory() as folder:
+    same_labels = (
+        mock.patch("trajstore._core.writing.publishing.microseconds", lambda: 1_700_000_000_000_000),
+        mock.patch("trajstore._core.writing.queue.random_uuids", lambda count: bytes(16 * count)),
+    )
+    with TemporaryDirectory() as folder, same_labels[0], same_labels[1]:
         stored = []
         for name in ("objects", "tensors"):
             path = Path(folder, name)

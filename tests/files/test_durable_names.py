@@ -132,7 +132,7 @@ def test_a_checkpoint_is_whole_at_every_moment_of_being_replaced(tmp_path: Path)
         with recording(watch):
             buffer.add_trajectories([witness(1)])
             buffer.save_checkpoint(path)
-    assert sizes == {3}
+    assert sizes == {4}
     assert verify(path).trajectories == 2
 
 

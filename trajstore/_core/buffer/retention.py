@@ -42,7 +42,7 @@ class Retention(Settings):
             known = np.flatnonzero(versions != UNKNOWN_VERSION)
             for first, end in self._counts(versions[known]):
                 counted = known[first:end]
-                going[counted] = versions[counted] < versions[counted].max() - self.max_policy_age
+                going[counted] = versions[counted] < int(versions[counted].max()) - self.max_policy_age
         for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
             if limit is not None:
                 kept = np.where(going, 0, amounts)
@@ -69,7 +69,8 @@ class Retention(Settings):
         ranges, first, age = [], 0, self.max_policy_age or 0
         while first < len(versions):
             part = versions[first:]
-            in_time = np.flatnonzero(part >= np.maximum.accumulate(part) - age)
+            behind = (np.maximum.accumulate(part) - part).view(np.uint64)  # unsigned, because it may exceed int64
+            in_time = np.flatnonzero(behind <= age)
             end = first + int(in_time[-1]) + 1
             ranges.append((first, end))
             first = end
