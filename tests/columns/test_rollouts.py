@@ -248,3 +248,13 @@ def test_certainly_wrong_rollouts_are_named(caplog: pytest.LogCaptureFixture) ->
         "old_log_probs that are above 0 or not finite where the model wrote; the newest is rollout 'b'" in caplog.text
     )
     assert "the task_id, rollout_id and policy_version of another one; the newest is rollout 'a'" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "entropys", "response_mask"])
+@pytest.mark.parametrize(("values", "start"), [(9, None), (6, None), (4, 2), (2, 2)])
+def test_more_response_values_than_tokens_are_refused(name: str, values: int, start: int | None) -> None:
+    whole = {"input_ids": torch.arange(5), "response_start": start}
+    flatten(AgentTrajectory(**whole, **{name: torch.ones(5 if start is None else 3)}))
+    most = "at most L = 5" if start is None else "L - response_start = 3"
+    with pytest.raises(InvalidTrajectoryError, match=f"field {name}: has {values} entries, must have {most}"):
+        flatten(AgentTrajectory(**whole, **{name: torch.ones(values)}))

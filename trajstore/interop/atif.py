@@ -14,7 +14,7 @@ import torch
 
 from trajstore._core.columns.facts import GIVEN
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
-from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged, files_below
+from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged, files_below, json_of
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.messages import text_of
 from trajstore.trajectory import AgentTrajectory
@@ -211,7 +211,7 @@ def _read(path: Path) -> Source:
         for done, file in enumerate(files, start=1):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                members = dict(_members(orjson.loads(file.read_bytes()), name))
+                members = dict(_members(json_of(file.read_bytes()), name))
             except (ValueError, OSError) as error:
                 yield damaged(name, f"is no ATIF document: {error}", done)
                 continue

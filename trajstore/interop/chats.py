@@ -14,7 +14,7 @@ import orjson
 
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajstoreError
-from trajstore.interop.formats import Format, Item, LinesWriter, PartsWriter, Row, Source, read_lines, read_parquet
+from trajstore.interop.formats import Format, Item, LinesWriter, PartsWriter, Row, Source, json_of, read_lines, read_parquet
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
@@ -82,8 +82,8 @@ def _metadata_of(value: Any, others: Mapping[str, Any]) -> dict[str, Any]:
 def _parsed(name: str, value: Any) -> Any:
     """Return a value, or that of its JSON text; None for an empty text."""
     try:
-        return value if not isinstance(value, str) else orjson.loads(value) if value else None
-    except orjson.JSONDecodeError as error:
+        return value if not isinstance(value, str) else json_of(value) if value else None
+    except ValueError as error:
         raise ConfigurationError(f"{name}: {value[:40]!r} is not JSON: {error}") from error
 
 

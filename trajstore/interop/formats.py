@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -30,6 +32,9 @@ Kind = Literal["rollouts", "episodes"]
 
 _ROWS = 256
 """Rows of a Parquet file that are read together."""
+
+_PYTHONS = re.compile(rb"[0-9]{20}|NaN")
+"""What may be an integer above 64 bits or NaN: Python writes both, and orjson rounds the one and refuses the other."""
 
 _ARRAY = "; make lines of an array with: jq -c '.[]' FILE"
 
@@ -241,13 +246,33 @@ def _is_hidden(file: Path) -> bool:
     return any(part.startswith(".") for part in file.parts)
 
 
+def json_of(text: str | bytes) -> Any:
+    """Return the value of a JSON text; integers of any size are exact, and NaN is null.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    content = text.encode() if isinstance(text, str) else text
+    if _PYTHONS.search(content) is None:
+        return orjson.loads(content)
+
+    def constant(name: str) -> None:
+        if name != "NaN":
+            raise ValueError(f"{name} is no number in JSON")
+
+    try:
+        return json.loads(content, parse_constant=constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 
     def load(line: bytes) -> AnyTrajectory:
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError as error:
+            row = json_of(line)
+        except ValueError as error:
             raise ConfigurationError(f"is not JSON: {error}{_ARRAY if line[:1] == b'[' else ''}") from error
         if not isinstance(row, dict):
             raise ConfigurationError(f"is not a JSON object{_ARRAY if isinstance(row, list) else ''}")
@@ -272,7 +297,7 @@ def _plain(value: Any, kind: DataType) -> Any:
     if value is None or value != value:  # pandas writes NaN for unknown numbers
         return None
     if kind.is_extension():
-        return orjson.loads(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
+        return json_of(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
     if kind.is_temporal() or kind.is_decimal():
         return str(value)
     if isinstance(value, dict) and hasattr(kind, "key"):  # a map

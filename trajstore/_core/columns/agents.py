@@ -42,13 +42,13 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
     response = _agent_columns(values, RESPONSE_COLUMNS, Axis.RESPONSE, columns, tensors)
     document = document_of(values)
     start = document.get("response_start")
-    if start is not None and tokens is not None:
-        if start > tokens:
+    if tokens is not None:
+        if start is not None and start > tokens:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
-        if response is not None and tokens - start != response:
+        if response is not None and (response > tokens if start is None else response != tokens - start):
+            most = f"at most L = {tokens}" if start is None else f"L - response_start = {tokens - start}"
             raise InvalidTrajectoryError(
-                f"field {columns[response_first][0]}: has {counted(response, 'entry')}, "
-                f"must have L - response_start = {tokens - start}"
+                f"field {columns[response_first][0]}: has {counted(response, 'entry')}, must have {most}"
             )
     size = document_column(document, columns, tensors)
     version = document.get("policy_version")
