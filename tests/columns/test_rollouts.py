@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, attach, attached
+from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.formats import FORMATS
 from trajstore.attachments import filled_rows
@@ -253,8 +254,9 @@ def test_certainly_wrong_rollouts_are_named(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "entropys", "response_mask"])
 @pytest.mark.parametrize(("values", "start"), [(9, None), (6, None), (4, 2), (2, 2)])
 def test_more_response_values_than_tokens_are_refused(name: str, values: int, start: int | None) -> None:
-    whole = {"input_ids": torch.arange(5), "response_start": start}
-    flatten(AgentTrajectory(**whole, **{name: torch.ones(5 if start is None else 3)}))
+    whole: dict[str, Any] = {"input_ids": torch.arange(5), "response_start": start}
+    dtype = torch.int64 if name == "response_mask" else torch.float32
+    flatten(AgentTrajectory(**whole, **{name: torch.ones(5 if start is None else 3, dtype=dtype)}))
     most = "at most L = 5" if start is None else "L - response_start = 3"
     with pytest.raises(InvalidTrajectoryError, match=f"field {name}: has {values} entries, must have {most}"):
-        flatten(AgentTrajectory(**whole, **{name: torch.ones(values)}))
+        flatten(AgentTrajectory(**whole, **{name: torch.ones(values, dtype=dtype)}))

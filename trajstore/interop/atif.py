@@ -14,7 +14,17 @@ import torch
 
 from trajstore._core.columns.facts import GIVEN
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
-from trajstore.interop.formats import FilesWriter, Format, Item, Row, Source, append_durably, damaged, files_below, json_of
+from trajstore.interop.formats import (
+    FilesWriter,
+    Format,
+    Item,
+    Row,
+    Source,
+    append_durably,
+    damaged,
+    files_below,
+    json_of,
+)
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.messages import text_of
 from trajstore.trajectory import AgentTrajectory

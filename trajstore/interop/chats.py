@@ -14,7 +14,17 @@ import orjson
 
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajstoreError
-from trajstore.interop.formats import Format, Item, LinesWriter, PartsWriter, Row, Source, json_of, read_lines, read_parquet
+from trajstore.interop.formats import (
+    Format,
+    Item,
+    LinesWriter,
+    PartsWriter,
+    Row,
+    Source,
+    json_of,
+    read_lines,
+    read_parquet,
+)
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of

@@ -45,7 +45,7 @@ def flatten_agent(trajectory: AgentTrajectory) -> FlatTrajectory:
     if tokens is not None:
         if start is not None and start > tokens:
             raise InvalidTrajectoryError(f"field response_start: {start}, must be in [0, L] with L = {tokens}")
-        if response is not None and (response > tokens if start is None else response != tokens - start):
+        if response is not None and (0 < tokens < response if start is None else response != tokens - start):
             most = f"at most L = {tokens}" if start is None else f"L - response_start = {tokens - start}"
             raise InvalidTrajectoryError(
                 f"field {columns[response_first][0]}: has {counted(response, 'entry')}, must have {most}"
