@@ -75,6 +75,22 @@ def test_saved_data_sets_give_the_files_that_they_name(tmp_path: Path) -> None:
         convert_from(tmp_path / "saved", tmp_path / "second", "trl")
 
 
+def test_results_of_map_in_the_cache_of_datasets_are_no_rows_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    pq.write_table(rows("a", "b"), tmp_path / "x.parquet")
+    load = {"data_files": str(tmp_path / "x.parquet"), "split": "train", "cache_dir": str(tmp_path / "cache")}
+    loaded = datasets.load_dataset("parquet", **load)
+    loaded.map(lambda row: {"prompt": row["prompt"] + "!"})
+    loaded.map(lambda row: {"prompt": row["prompt"] + "?"}, num_proc=2)
+    folder = Path(loaded.cache_files[0]["filename"]).parent
+    assert len(list(folder.glob("cache-*.arrow"))) > 1
+    convert_from(folder, tmp_path / "store", "trl", check=True)
+    assert prompts_of(tmp_path / "store") == ["a", "b"]
+    assert "skipped, results of map or filter" in caplog.text
+
+
 def test_maps_and_nan_of_parquet_do_not_lose_their_row(tmp_path: Path) -> None:
     table = rows("a", "b").append_column("m", pa.array([[("k", 1)], None], pa.map_(pa.string(), pa.int64())))
     pq.write_table(table.append_column("score", pa.array([float("nan"), 2.0])), tmp_path / "x.parquet")

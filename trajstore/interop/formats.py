@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     from polars import DataType
+
+logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 
@@ -311,7 +314,8 @@ def _plain(value: Any, kind: DataType) -> Any:
 def _tables_in(path: Path) -> list[Path]:
     """Return the Parquet and Arrow files in a folder; of data sets that ``datasets`` saved, those that they name.
 
-    Beside them, a cache of earlier contents may lie.
+    Beside them, ``datasets`` keeps the results of ``map`` and ``filter`` as ``cache-*.arrow``, also in its own cache of
+    loaded data sets, which has ``dataset_info.json`` alone.
 
     Raises:
         StoreNotFoundError: there are none.
@@ -327,6 +331,12 @@ def _tables_in(path: Path) -> list[Path]:
         if absent := [file.name for file in named if not file.is_file()]:
             raise CorruptStoreError(f"{state}: names {listed(absent)}, which is not there")
         files = [file for file in files if file.parent != state.parent or file.suffix != ".arrow"] + named
+    is_cached = re.compile(r"cache-[0-9a-f]{16}(_[0-9_of]+)?[.]arrow").fullmatch
+    results = [file for file in files if is_cached(file.name) and (file.parent / "dataset_info.json").exists()]
+    if results:
+        names = listed([str(file.relative_to(path)) for file in results], 3)
+        logger.warning("convert: %s: %s skipped, results of map or filter that datasets keeps there", path, names)
+        files = [file for file in files if file not in results]
     if not files:
         raise StoreNotFoundError(f"{path}: has no Parquet files")
     return sorted(files)
