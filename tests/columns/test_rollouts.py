@@ -82,7 +82,7 @@ def test_tensors_of_many_rollouts_store_what_objects_do(data: st.DataObject, kin
         for document in documents
     ]
     same_labels = (
-        mock.patch("trajstore._core.writing.publishing.microseconds", lambda: 1_700_000_000_000_000),
+        mock.patch("trajstore._core.writing.publishing.microseconds", return_value=1_700_000_000_000_000),
         mock.patch("trajstore._core.writing.queue.random_uuids", lambda count: bytes(16 * count)),
     )
     with TemporaryDirectory() as folder, same_labels[0], same_labels[1]:
