@@ -15,7 +15,7 @@ import torch
 from tests.remote.test_remote import around
 from tests.support.directory import DirectoryConformance
 from tests.support.faults import FaultPlan, failing_disk
-from trajstore import Trajectory, TrajectoryReplayBuffer
+from trajstore import Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
@@ -96,6 +96,30 @@ def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:
     assert not (tmp_path / "readers" / "dead.pin").exists()
     first.release()
     assert directory.readers() == []
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+def test_files_follow_the_umask_so_that_a_group_can_share_a_store(
+    tmp_path: Path, umask: int, mode: int, form: str
+) -> None:
+    before = os.umask(umask)
+    try:
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "s", trajectory_format=form) as buffer:
+            buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
+            buffer.flush()
+            buffer.points.save(1)
+            annotate(tmp_path / "s", [0], {"judge": [0.5]}, who="a")
+            buffer.save_checkpoint(tmp_path / "checkpoint")
+    finally:
+        os.umask(before)
+    modes = {
+        str(file.relative_to(tmp_path)): stat.S_IMODE(file.stat().st_mode)
+        for file in tmp_path.rglob("*")
+        if file.is_file() and file.parent.name != "readers"
+    }
+    assert len(modes) > 6
+    assert {name: oct(found) for name, found in modes.items() if found != mode} == {}
 
 
 def test_a_reader_keeps_no_other_user_from_announcing_itself(tmp_path: Path) -> None:

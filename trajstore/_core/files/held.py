@@ -175,7 +175,7 @@ class HeldFolder:
         """
         root = self.number
         try:
-            descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o644, dir_fd=root)
+            descriptor = os.open(name, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666, dir_fd=root)
         except OSError as error:
             raise self._named_file(error, name) from error
         mode = os.fstat(descriptor).st_mode
