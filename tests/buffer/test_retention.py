@@ -39,18 +39,26 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
 
 
 def newest_in_count(versions: list[int | None], age: int) -> dict[int, int]:
-    """Return the newest version of each trajectory's count, by position; all that follow a restart came too late."""
-    rest = [(at, version) for at, version in enumerate(versions) if version is not None]
-    newest: dict[int, int] = {}
-    while rest:
-        highest, end = rest[0][1], 0
-        for place, (_, version) in enumerate(rest):
-            highest = max(highest, version)
-            end = place + 1 if version >= highest - age else end
-        highest = max(version for _, version in rest[:end])
-        newest |= {at: highest for at, _ in rest[:end]}
-        rest = rest[end:]
-    return newest
+    """Return the version from which the age of each trajectory counts, by position."""
+    places = [at for at, version in enumerate(versions) if version is not None]
+    known = [version for version in versions if version is not None]
+    begins, highest, at = [0], known[:1], 1
+    while at < len(known):
+        if known[at] < highest[-1] - age:
+            before, end = known[at], at + 1  # is it followed by a jump back to the earlier versions?
+            while end < len(known) and not (
+                known[end] > before + age and known[end] >= max(highest[-1], *known[at : end + 1]) - age
+            ):
+                before, end = max(before, known[end]), end + 1
+            if end == len(known):
+                begins.append(at)
+                highest.append(known[at])
+            else:
+                highest[-1] = max(highest[-1], *known[at : end + 1])
+                at = end
+        highest[-1] = max(highest[-1], known[at])
+        at += 1
+    return {places[at]: max(highest[sum(begin <= at for begin in begins) - 1 :]) for at in range(len(known))}
 
 
 @settings(max_examples=30, deadline=None)
@@ -182,12 +190,29 @@ def test_versions_that_begin_again_cost_no_new_trajectory(
             kept += range(begin + 6, begin + 12)
         index = buffer.live.contents.index
         assert index["version_high"].tolist() == kept
-        assert caplog.text.count("versions began again") == 1
+        assert caplog.text.count("if versions began again") == 1
         assert f"version {restarts[0]} was committed after 100" in caplog.text
-        for version in range(90, 120):  # the count reaches the earlier ones
-            buffer.add_trajectories([of(version)])
-            buffer.flush()
-        assert buffer.live.contents.index["version_high"].tolist() == [*range(114, 120)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_the_newest_of_a_count_stay_while_it_passes_an_earlier_one(tmp_path: Path, reopened: bool) -> None:
+    def opened() -> TrajectoryReplayBuffer:
+        return writer_to(tmp_path, retention=Retention(max_policy_age=20))
+
+    buffer = opened()
+    buffer.add_trajectories([step(1, version) for version in range(100)])
+    buffer.flush()
+    for version in range(130):
+        if reopened and version % 26 == 0:
+            buffer.close()
+            buffer = opened()
+        buffer.add_trajectories([step(1, version)])
+        buffer.flush()
+        shown = buffer.live.contents.index["version_high"].tolist()
+        new = [*range(max(0, version - 20), version + 1)]
+        assert shown[-len(new) :] == new
+        assert shown[: -len(new)] == [*range(max(79, version - 20), 100)]
+    buffer.close()
 
 
 def test_a_late_rollout_begins_no_count(tmp_path: Path) -> None:

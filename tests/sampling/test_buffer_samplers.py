@@ -135,3 +135,26 @@ def test_a_sampler_draws_from_what_was_loaded_in_place_of_another_store_with_the
         held.samples[:] = sizes["long"] - 1
         with pytest.raises(TrajectoryUnavailableError, match="draw again"):
             buffer.read(held)
+
+
+@pytest.mark.parametrize("kind", ["restart", "ranks"])
+def test_staleness_names_versions_that_begin_again_but_not_other_ranks(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of(version: int) -> AgentTrajectory:
+        return AgentTrajectory(query="q", input_ids=torch.arange(3), policy_version=version)
+
+    sampler = WeightedSampler([Staleness(max_age=8)], unit="trajectory")
+    if kind == "restart":
+        with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
+            for version in (*range(30), *range(5)):
+                buffer.add_trajectories([of(version)])
+                buffer.sample_trajectories(1, sampler=sampler)
+    else:
+        for rank in range(2):
+            with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as writer:
+                writer.add_trajectories([of(version) for version in range(40 - 15 * rank)])
+        with TrajectoryReplayBuffer.open(tmp_path, sample_window_size=0) as reader:
+            reader.sample_trajectories(1, sampler=sampler)
+    assert caplog.text.count("a trajectory of version 0 is added after one of 29") == (kind == "restart")
+    assert caplog.text.count("began again") == (kind == "restart")

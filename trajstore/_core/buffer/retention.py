@@ -11,6 +11,13 @@ from trajstore._core.base.settings import Count, Settings, Whole
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.index import TrajectoryIndex
 
+_INT64 = np.iinfo(np.int64)
+
+
+def _ahead(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+    """Return by how much values exceed others; 0 where they do not. Unsigned, because it may exceed int64."""
+    return np.where(one > other, one - other, 0).view(np.uint64)
+
 
 @dataclass(frozen=True)
 class Retention(Settings):
@@ -21,7 +28,7 @@ class Retention(Settings):
         max_bytes: bytes of all columns.
         max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
             all; trajectories with unknown versions stay. Where versions begin again, earlier trajectories stay until
-            the new versions reach theirs, and a warning names both.
+            the new versions pass theirs, and a warning names both.
 
     Raises:
         ConfigurationError: a limit is not a whole number, or too low.
@@ -40,9 +47,11 @@ class Retention(Settings):
         if self.max_policy_age is not None:
             versions = index["version_high"]
             known = np.flatnonzero(versions != UNKNOWN_VERSION)
-            for first, end in self._counts(versions[known]):
+            newest = int(_INT64.min)
+            for first, end in reversed(self._counts(versions[known])):
                 counted = known[first:end]
-                going[counted] = versions[counted] < int(versions[counted].max()) - self.max_policy_age
+                newest = max(newest, int(versions[counted].max()))
+                going[counted] = versions[counted] < newest - self.max_policy_age
         for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
             if limit is not None:
                 kept = np.where(going, 0, amounts)
@@ -63,17 +72,25 @@ class Retention(Settings):
     def _counts(self, versions: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return the ranges ``[first, end)`` in which versions are of one count.
 
-        A count begins where this trajectory and all later ones were too old when they were added: a trainer that
-        restarted counts from 0. A single late rollout is followed by newer ones, and begins none.
+        A count begins at a trajectory that was too old when it was added, if versions go on from there: a trainer that
+        restarted counts from 0. After a single late rollout they jump back, so it begins none.
         """
         ranges, first, age = [], 0, self.max_policy_age or 0
         while first < len(versions):
             part = versions[first:]
-            behind = (np.maximum.accumulate(part) - part).view(np.uint64)  # unsigned, because it may exceed int64
-            in_time = np.flatnonzero(behind <= age)
-            end = first + int(in_time[-1]) + 1
-            ranges.append((first, end))
-            first = end
+            late = _ahead(np.maximum.accumulate(part), part) > age
+            places, end = np.flatnonzero(late), len(part)
+            while len(places):
+                begin = int(places[0])
+                after = part[begin:]
+                jumps = _ahead(after[1:], np.maximum.accumulate(after)[:-1]) > age
+                back = np.flatnonzero(jumps & ~late[begin + 1 :])
+                if not len(back):
+                    end = begin
+                    break
+                places = places[places > begin + back[0]]
+            ranges.append((first, first + end))
+            first += end
         return ranges
 
     def _holds(self, index: TrajectoryIndex) -> bool:

@@ -407,8 +407,8 @@ class View(CommitListener):
             if not self._told_versions and (versions := self.retention.begins_again(counted)):
                 self._told_versions = True
                 logger.warning(
-                    "retention: version %d was committed after %d: versions began again, so trajectories of the "
-                    "earlier count stay until the new one reaches theirs; let the trainer continue its count",
+                    "retention: version %d was committed after %d: if versions began again, those of the earlier "
+                    "count stay until the new one passes theirs; let the trainer continue its count",
                     *reversed(versions),
                 )
             ids = index.at("trajectory_id", positions).tolist()

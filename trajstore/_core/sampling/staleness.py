@@ -20,6 +20,7 @@ from trajstore._core.sampling.base import Additions, FloatArray, IntArray
 from trajstore._core.sampling.factors import Factor, warn_unknown
 from trajstore._core.sampling.roster import Growing
 from trajstore._core.sampling.states import check_state
+from trajstore._core.store.run_ids import rank_of_id
 from trajstore.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Staleness(Factor):
         """Heap of (version, entry) of the young entries."""
         self._gone: set[int] = set()
         self._newest: int | None = None
+        self._newest_of: dict[int, int] = {}
+        """Newest version of each rank: the order of additions is that of time only within a store."""
         self._told = self._told_late = False
 
     @property
@@ -80,15 +83,18 @@ class Staleness(Factor):
         tasks = additions.tasks if additions.tasks is not None else [""] * count
         self._task_of += tasks
         changed: set[int] = set()
-        for entry, version in zip(entries.tolist(), versions, strict=True):
+        for entry, number, version in zip(entries.tolist(), additions.ids.tolist(), versions, strict=True):
             if version == UNKNOWN_VERSION:
                 continue
-            if not self._told_late and entry and version < (self._newest or 0) - self.max_age > 0:
+            rank = rank_of_id(number)
+            before = self._newest_of.get(rank, version)
+            self._newest_of[rank] = max(before, version)
+            if not self._told_late and version < before - self.max_age:
                 self._told_late = True
                 logger.warning(
                     "staleness: a trajectory of version %d is added after one of %d, so with max_age %d it is not "
                     "drawn; if versions began again, let the trainer continue its count, as with its own step",
-                    *(version, self._newest, self.max_age),
+                    *(version, before, self.max_age),
                 )
             self._newest = version if self._newest is None else max(self._newest, version)
             task = self._tasks.setdefault(self._task_of[entry], _Task(self.floor if self._task_of[entry] else 0))
