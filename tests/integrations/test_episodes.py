@@ -63,6 +63,8 @@ def test_an_execution_of_openrlhf_is_a_rollout(log_probs: bool) -> None:
     assert stored.loss_mask.tolist() == [0, 0, 1, 0, 1]
     assert stored.reward.outcome == (0.5 if log_probs else None)
     assert (stored.rollout_log_probs is not None) == log_probs
+    several_turns = {name: value for name, value in execution().items() if name != "truncated"}
+    assert rollout_of(several_turns).is_terminated is None
     empty = rollout_of(execution(observation_tokens=[1], action_ranges=[], rollout_log_probs=[0.0]))
     assert (empty.response_start, len(empty.input_ids)) == (1, 1)
     with pytest.raises(InvalidTrajectoryError, match="rollout_log_probs has 2 values for 3"):

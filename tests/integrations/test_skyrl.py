@@ -179,3 +179,21 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
         callbacks[0].on_log(None, given, None)
         assert [point.step for point in buffer.points.saved] == [1]
     assert given.logs == {"trajstore/rollouts": 6}
+
+
+def test_every_field_of_the_output_is_joined_or_refused(tmp_path: Path) -> None:
+    def splits(count: int) -> dict[str, list[float]]:
+        return {"llm": [0.1 * at for at in range(count)], "env": [0.2] * count}
+
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "a") as buffer:
+        hook = RecordingGenerator(Generator(trajectory_time_splits=splits), buffer, algorithm=CORRECTED, replay=1)
+        _, second = run(hook, (1,), (2,))
+        assert second["trajectory_time_splits"] == {
+            "llm": [0.0, 0.1, 0.0, 0.2, 0.1 * 3, 0.0],
+            "env": [0.2, 0.2, 0.0] * 2,
+        }
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b") as buffer:
+        hook = RecordingGenerator(Generator(new_field=lambda count: [1] * 5), buffer, algorithm=CORRECTED, replay=1)
+        run(hook, (1,))
+        with pytest.raises(ConfigurationError, match="returns 5 new_field for 4 rollouts"):
+            run(hook, (2,))

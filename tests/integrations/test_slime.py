@@ -247,3 +247,81 @@ def test_a_count_that_begins_again_unknown_to_the_store_is_named(
     for version in ("1", "2", "3"):
         step(args, source, version, False)
     assert caplog.text.count("a rollout of version 1 is recorded after one of 31") == 1
+
+
+@dataclass
+class Adapter:
+    """An adapter of miles' multi-LoRA."""
+
+    name: str
+    slot: int
+
+
+@dataclass
+class MilesSample(Sample):
+    """A sample with fields of miles; those of slime that it lacks are class attributes of no sample."""
+
+    routing_key: str | None = None
+    adapter: Adapter | None = None
+    rollout_indexer_topk: Any = None
+    opd_reverse_kl: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        del self.session_id
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.__dict__ | {"status": self.status.value}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> MilesSample:
+        known = {item.name for item in fields(MilesSample)} - {"session_id"}
+        return MilesSample(
+            **{name: value for name, value in data.items() if name in known} | {"status": Status(data["status"])}
+        )
+
+
+class MilesSource(Source):
+    """Two prompts, alternately for two adapters."""
+
+    def get_samples(self, num_samples: int) -> list[list[Sample]]:
+        return [
+            [
+                MilesSample(
+                    prompt="p",
+                    index=10 * at + n,
+                    group_index=at,
+                    routing_key=f"{at}-{n}",
+                    adapter=Adapter(f"a{at}", at),
+                )
+                for n in range(3)
+            ]
+            for at in range(num_samples)
+        ]
+
+
+def test_samples_of_miles_are_replayed_for_their_own_adapter(
+    arguments: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "miles_of_tests", SimpleNamespace(Source=MilesSource))  # type: ignore[arg-type]
+    args = arguments(trajstore_replay=1, trajstore_source="miles_of_tests.Source")
+    source = ReplayDataSource(args)
+    for version in ("1", "2"):
+        for at, group in enumerate(groups := source.get_samples(2)):
+            for sample in group:
+                if sample.status is Status.PENDING:
+                    generate(sample, version, response=f"of a{at}")
+        record_samples(args, groups, source)
+    for at, group in enumerate(source.get_samples(2)):
+        assert [sample.status for sample in group] == [Status.PENDING, Status.PENDING, Status.COMPLETED]
+        assert group[2].response == f"of a{at}"
+        assert (group[2].adapter, group[2].routing_key) == (Adapter(f"a{at}", at), f"{at}-2")  # type: ignore[attr-defined]
+    record_samples(args, [[generate(MilesSample(prompt="q", index=1), "3", opd_reverse_kl=[0.1], new_field={1, 2})]])
+    assert "without opd_reverse_kl" in caplog.text
+    assert "new_field" in caplog.text
+
+
+@pytest.mark.parametrize("option", ["recompute_logprobs_via_prefill", "mask_offpolicy_in_partial_rollout"])
+def test_arguments_that_make_replay_useless_are_refused(arguments: Callable[..., Any], option: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')}"):
+        ReplayDataSource(arguments(trajstore_replay=1, **{option: True}))
+    ReplayDataSource(arguments(**{option: True}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import math
 import queue
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.pages import blocks
 from tests.support.faults import FaultPlan, failing_disk
@@ -367,3 +370,46 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
     with TrajectoryReplayBuffer.open("rollouts") as taken, TrajectoryReplayBuffer.open("rollouts_of_prompts") as made:
         assert len(taken) == 2
         assert [made.get(number).reward.outcome for number in made.trajectory_ids.tolist()] == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("processes", "count", "generations", "fine"),
+    [
+        (2, 1, 2, False),
+        (2, 2, 4, False),
+        (4, 6, 4, False),
+        (8, 1, 8, False),
+        (2, 6, 3, True),
+        (4, 3, 3, True),
+        (1, 6, 4, True),
+    ],
+)
+def test_groups_that_are_spread_over_processes_are_refused(
+    tmp_path: Path, processes: int, count: int, generations: int, fine: bool
+) -> None:
+    seen = trainer(1, accelerator=SimpleNamespace(num_processes=processes), num_generations=generations)
+    with store(tmp_path) as buffer:
+        hook = RecordingRollouts(rollouts_of([]), buffer, replay=1)
+        if fine:
+            assert len(hook(PROMPTS[:count], seen)["prompt_ids"]) == count
+        else:
+            with pytest.raises(
+                ConfigurationError, match=f"{count} prompts in a process, but groups have {generations}"
+            ):
+                hook(PROMPTS[:count], seen)
+        RecordingRollouts(rollouts_of([]), buffer)(PROMPTS[:count], seen)  # without replay, all are recorded
+
+
+def test_asynchronous_reward_functions_are_recorded_and_models_refused(tmp_path: Path) -> None:
+    async def reward(completions: list[str], **others: Any) -> list[float]:
+        return [2.0 for _ in completions]
+
+    with store(tmp_path) as buffer:
+        hook = RecordingRollouts(rollouts_of([]), buffer)
+        output = hook(PROMPTS, trainer(0))
+        score = hook.scored(reward)
+        assert inspect.iscoroutinefunction(score)
+        assert asyncio.run(score(completions=["a"] * 6, trajectory_ids=output["trajectory_ids"])) == [2.0] * 6
+        assert [buffer.get(number).reward.outcome for number in range(6)] == [2.0] * 6
+        with pytest.raises(ConfigurationError, match="a reward model cannot be wrapped"):
+            hook.scored(torch.nn.Linear(2, 1))

@@ -13,7 +13,7 @@ def rollout_of(output: Mapping[str, Any], version: int | None = None) -> AgentTr
     """Return the rollout of an execution. The prompt ends where the first action begins.
 
     Args:
-        output: what ``AgentExecutor.execute`` returned.
+        output: what ``AgentExecutor.execute`` returned; that of several turns does not say whether it was truncated.
         version: of the policy, which OpenRLHF does not pass to its agents.
 
     Raises:
@@ -22,7 +22,7 @@ def rollout_of(output: Mapping[str, Any], version: int | None = None) -> AgentTr
     tokens, ranges, log_probs = output["observation_tokens"], output["action_ranges"], output["rollout_log_probs"]
     start = ranges[0][0] if ranges else len(tokens)
     mask = [int(any(first <= at < end for first, end in ranges)) for at in range(start, len(tokens))]
-    reward, score = output["reward"], output.get("scores")
+    reward, score, truncated = output["reward"], output.get("scores"), output.get("truncated")
     return agent_trajectory(
         prompt_ids=tokens[:start],
         response_ids=tokens[start:],
@@ -32,5 +32,5 @@ def rollout_of(output: Mapping[str, Any], version: int | None = None) -> AgentTr
         scores={} if score is None else {"score": float(score)},
         version=version,
         task_id=prompt_key(output["prompt"]),
-        is_terminated=not output["truncated"],
+        is_terminated=None if truncated is None else not truncated,
     )

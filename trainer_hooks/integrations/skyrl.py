@@ -148,13 +148,22 @@ def _joined(
         known |= {"stop_reasons": kept["stop_reason"], "trajectory_generation_times": 0.0, "env_metrics": {}}
         if name == "trajectory_ids":
             return input_batch["trajectory_ids"][at]
+        if name.startswith("trajectory_time_splits."):
+            return 0.0
         value = known.get(name)
         return value.tolist() if isinstance(value, torch.Tensor) else value
 
     place = {at: row for row, at in enumerate(fresh)}
-    for name, values in output.items():
-        if isinstance(values, list) and len(values) == len(fresh):
-            output[name] = [
-                values[place[at]] if at in place else of_replayed(name, at) for at in range(len(fresh) + len(replayed))
-            ]
-    return output
+
+    def joined(name: str, values: Any) -> Any:
+        if isinstance(values, Mapping) and all(isinstance(part, list) for part in values.values()):
+            return {part: joined(f"{name}.{part}", rows) for part, rows in values.items()}
+        if not isinstance(values, list):
+            return values
+        if len(values) != len(fresh):
+            raise ConfigurationError(
+                f"replay: the generator returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
+            )
+        return [values[place[at]] if at in place else of_replayed(name, at) for at in range(len(fresh) + len(replayed))]
+
+    return {name: joined(name, values) for name, values in output.items()}

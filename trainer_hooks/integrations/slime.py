@@ -1,4 +1,4 @@
-"""Recording and replay for slime, and for miles, which has the same arguments. Their functions are named by path.
+"""Recording and replay for slime and miles, whose functions are named by path.
 
 The functions take their options from slime's arguments, which the YAML file of ``--custom-config-path`` sets:
 ``trajstore_path``, the directory or URL of the store; ``trajstore_replay``, how many rollouts of each group are
@@ -13,7 +13,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, known, prompt_key
+import orjson
+
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore.errors import ConfigurationError
@@ -37,9 +39,20 @@ _NOT_KEPT = (
     "rollout_top_p_token_ids",
     "rollout_top_p_token_offsets",
     "rollout_routed_experts",
+    "rollout_indexer_topk",
     "teacher_log_probs",
+    "opd_reverse_kl",
 )
 """Fields that the store does not keep; a sample that has one is recorded without it, and not replayed."""
+
+_OF_PLACE = ("index", "group_index", "rollout_id", "session_id", "routing_key", "adapter", "reward_spec")
+"""Fields that a replayed sample takes from its place; a sample has those of its trainer."""
+
+_UNSUITED = {
+    "recompute_logprobs_via_prefill": "computes the log-probs of replayed samples again, so their ratio would be 1",
+    "mask_offpolicy_in_partial_rollout": "masks all tokens of a replayed sample, so it would only shift the baseline",
+}
+"""Arguments that make replay useless, with the reason."""
 
 _recordings: dict[str, Recording] = {}
 """By path: slime's functions share one process, and each is called alone."""
@@ -108,6 +121,10 @@ class ReplayDataSource:
         if self.replay:
             corrects = getattr(args, "use_tis", False) or getattr(args, "use_rollout_logprobs", False)
             check_corrects("slime", corrects, "--use-tis or --use-rollout-logprobs")
+            for name, reason in _UNSUITED.items():
+                if getattr(args, name, False):
+                    flag = name.replace("_", "-")
+                    raise ConfigurationError(f"trajstore_replay: --{flag} {reason}; leave one of them out")
         path = getattr(args, "trajstore_source", "slime.rollout.data_source.RolloutDataSourceWithBuffer")
         module, _, name = path.rpartition(".")
         self.source = getattr(importlib.import_module(module), name)(args)
@@ -118,7 +135,7 @@ class ReplayDataSource:
         for group in groups:
             if not all(sample.status.value == "pending" for sample in _leaves(group)):
                 continue  # begun in an earlier step
-            keys = [prompt_key(sample.prompt) for sample in group]
+            keys = [_task(sample) for sample in group]
             for at, rollout in self.recording.draw_into_groups(keys, self.recording.newest, self.replay).items():
                 sample = _replayed(self.args, rollout, group[at])
                 if sample.status.value in ENDED and not rollout.metadata[SLIME]["lacks"]:
@@ -170,9 +187,21 @@ def _reward(args: Any, sample: Any) -> Any:
     return sample.reward[key] if key and isinstance(sample.reward, dict) else sample.reward
 
 
+def _task(sample: Any) -> str:
+    """Return the task of a sample: its prompt, and the name of its adapter."""
+    adapter = getattr(sample, "adapter", None)
+    return prompt_key(sample.prompt if adapter is None else [adapter.name, sample.prompt])
+
+
 def _recorded(args: Any, sample: Any) -> AgentTrajectory:
-    fields = sample.to_dict()
-    lacks = [name for name in _NOT_KEPT if fields.get(name) is not None]
+    fields = {name: value for name, value in sample.to_dict().items() if name not in _COLUMNS}
+    lacks = [name for name in _NOT_KEPT if fields.pop(name, None) is not None]
+    kept = {}
+    for name, value in fields.items():
+        try:
+            kept[name] = orjson.loads(orjson.dumps(value))
+        except TypeError:  # it is no JSON
+            lacks.append(name)
     if sample.rollout_id not in (None, sample.index):
         lacks.append("rollout_id")  # one of several samples of a rollout
     versions = [int(version) for version in sample.weight_versions if str(version).isdigit()]
@@ -191,15 +220,10 @@ def _recorded(args: Any, sample: Any) -> AgentTrajectory:
         reward=None if isinstance(scores, dict) else scores,
         scores={name: value for name, value in parts.items() if isinstance(value, int | float)},
         version=recording_of(args).before + min(versions) if versions else None,
-        task_id=prompt_key(sample.prompt),
+        task_id=_task(sample),
         is_terminated=sample.status.value == "completed",
         messages=[*prompt, {"role": "assistant", "content": sample.response}],
-        metadata={
-            SLIME: {
-                "sample": json_of({name: fields[name] for name in fields if name not in (*_COLUMNS, *_NOT_KEPT)}),
-                "lacks": lacks,
-            }
-        },
+        metadata={SLIME: {"sample": kept, "lacks": lacks}},
     )
 
 
@@ -209,8 +233,10 @@ def _replayed(args: Any, rollout: AgentTrajectory, place: Any) -> Any:
     kept = rollout.metadata[SLIME]["sample"]
     fields = dict(zip(_COLUMNS, ([] if column is None else column.tolist() for column in columns), strict=True))
     sample = type(place).from_dict(kept | fields)
-    sample.index, sample.group_index, sample.session_id = place.index, place.group_index, place.session_id
-    sample.rollout_id, sample.remove_sample = place.rollout_id, False
+    for name in _OF_PLACE:
+        if hasattr(place, name):
+            setattr(sample, name, getattr(place, name))
+    sample.remove_sample = False
     if sample.reward is None and rollout.reward is not None and (outcome := rollout.reward.outcome) is not None:
         key = getattr(args, "reward_key", None)  # the hook recorded it before it had a reward
         sample.reward = {key: outcome} if key else outcome

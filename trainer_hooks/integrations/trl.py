@@ -6,6 +6,7 @@ Written for TRL 1.16, whose interfaces for both are experimental.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -197,6 +198,7 @@ class RecordingRollouts:
                 or (trainer.use_vllm and trainer.vllm_importance_sampling_correction),
                 "use_vllm with vllm_importance_sampling_correction, or off_policy_mask_threshold",
             )
+            _check_groups(trainer, len(prompts))
         version, keys = int(trainer.state.global_step), [prompt_key(prompt) for prompt in prompts]
         replayed = self.recording.draw_into_groups(keys, version, self.replay)
         fresh = [at for at in range(len(prompts)) if at not in replayed]
@@ -218,11 +220,12 @@ class RecordingRollouts:
             reward_func: one of the trainer's ``reward_funcs``.
             name: of the value. ``outcome`` is the reward of the rollout; name the other functions of several.
         """
+        if isinstance(reward_func, torch.nn.Module) or not callable(reward_func):
+            raise ConfigurationError(
+                "scored: a reward model cannot be wrapped, because TRL would not find it; wrap a function that calls it"
+            )
 
-        @functools.wraps(reward_func)
-        def score(*args: Any, **kwargs: Any) -> Any:
-            ids = kwargs.pop(IDS, None)
-            rewards = reward_func(*args, **kwargs)
+        def record(ids: Any, rewards: Any) -> Any:
             if ids is not None:
                 pairs = zip(ids, map(known, rewards), strict=True)
                 scores = {number: reward for number, reward in pairs if None not in (number, reward)}
@@ -230,7 +233,32 @@ class RecordingRollouts:
                     annotate(self.recording.buffer, list(scores), {name: list(scores.values())}, who=TRL)
             return rewards
 
-        return score
+        @functools.wraps(reward_func)
+        def score(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.pop(IDS, None)
+            return record(ids, reward_func(*args, **kwargs))
+
+        @functools.wraps(reward_func)
+        async def score_later(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.pop(IDS, None)
+            return record(ids, await reward_func(*args, **kwargs))
+
+        return score_later if inspect.iscoroutinefunction(reward_func) else score
+
+
+def _check_groups(trainer: Any, count: int) -> None:
+    """Refuse replay if groups are spread over processes, of which each would count its own places.
+
+    Raises:
+        ConfigurationError: they are; says what to set.
+    """
+    processes = getattr(getattr(trainer, "accelerator", None), "num_processes", 1)
+    generations = getattr(trainer, "num_generations", 1)
+    if processes > 1 and count % generations:
+        raise ConfigurationError(
+            f"replay: {count} prompts in a process, but groups have {generations} generations, so they are spread over "
+            "processes; make per_device_train_batch_size * steps_per_generation a multiple of num_generations"
+        )
 
 
 def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, version: int) -> AgentTrajectory:
