@@ -142,7 +142,7 @@ class ReplayBlock:
     """Maximum number of steps between drawing histories and training on them: ``num_warmup_batches`` of the
     asynchronous mode, in whole batches."""
     sampling: str = ""
-    """Digest of the options that rollouts depend on: model, sampling, lengths, agent loop, tools, reward function."""
+    """Digest of what rollouts depend on: model, template, sampling, lengths, files of loop, tools and reward."""
     guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
     """Guidance: ``experience_maker`` or ``exp_manager.reme``, and keys of ``exp_manager``."""
 
@@ -215,7 +215,7 @@ class ReplayBlock:
 
 
 _SAMPLED_BY = (
-    "actor_rollout_ref.model.path",
+    *(f"actor_rollout_ref.model.{name}" for name in ("path", "tokenizer_path", "custom_chat_template")),
     *(
         f"actor_rollout_ref.rollout.{name}"
         for name in ("temperature", "top_p", "top_k", "calculate_log_probs", "prompt_length", "response_length")
@@ -230,9 +230,21 @@ _SAMPLED_BY = (
 )
 """Options that rollouts depend on."""
 
+_SAMPLED_BY_FILES = (
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "data.tool_config_path",
+    "reward.custom_reward_function.path",
+)
+"""Options that name files whose contents count too."""
+
 
 def _sampling_digest(config: Any) -> str:
     values = {name: str(OmegaConf.select(config, name)) for name in _SAMPLED_BY}
+    for name in _SAMPLED_BY_FILES:
+        file = Path(str(OmegaConf.select(config, name)))
+        if file.is_file():
+            values[f"contents of {name}"] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from tensordict.tensorclass import NonTensorStack
 from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl.asking import column_of
-from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
+from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of, plain
 from trainer_hooks.verl.tasks import task_name
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.reading.contents import Contents
@@ -27,6 +27,9 @@ from trajstore.errors import TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
+
+_CHANGED = "sampled with other"
+"""Begins the reasons that a user may not expect, since something was changed after the crash."""
 
 REUSE_LOOP = "trajstore_reuse"
 """Name of the agent loop of reused rollouts in verl's registry."""
@@ -60,12 +63,16 @@ class _Group:
     task: str
     messages: list[dict[str, Any]]
     """Of the prompt, and of a response."""
+    truth: Any
+    """Ground truth with which they were rated; None if there was none."""
     sessions: dict[int, int] = field(default_factory=dict)
     """Trajectory id by session."""
 
-    def answers(self, messages: list[dict[str, Any]]) -> bool:
-        """Return whether these are the prompt's messages; those of a response have an author."""
+    def answers(self, messages: list[dict[str, Any]], rated: Any) -> bool:
+        """Return whether these are the prompt's messages and ground truth; those of a response have an author."""
         count = len(messages)
+        if isinstance(rated, Mapping) and plain(rated.get("ground_truth")) != self.truth:
+            return False
         return self.messages[:count] == messages and all("author" in more for more in self.messages[count:])
 
 
@@ -75,10 +82,11 @@ class Reuse:
     Args:
         sampling: digest of the options that rollouts depend on.
         agent_loop: agent loop of prompts that name none.
+        tokenizer: fingerprint of the tokenizer and its chat template.
     """
 
-    def __init__(self, sampling: str, agent_loop: str) -> None:
-        self._sampling = sampling
+    def __init__(self, sampling: str, agent_loop: str, tokenizer: str) -> None:
+        self._sampling, self._tokenizer = sampling, tokenizer
         self._agent_loop = agent_loop
         self._groups: list[_Group] = []
         """Groups without a prompt."""
@@ -117,7 +125,9 @@ class Reuse:
             if reason := self._refusal(rollout, runs):
                 self._refused[reason] += 1
                 continue
-            group = groups.setdefault(uid, _Group(uid, rollout.task_id, rollout.messages))
+            group = groups.setdefault(
+                uid, _Group(uid, rollout.task_id, rollout.messages, rollout.metadata.get("ground_truth"))
+            )
             group.sessions.setdefault(int(session), number)
         self._groups = [*groups.values()]
 
@@ -133,7 +143,9 @@ class Reuse:
         if metadata.get("min_global_steps") != metadata.get("max_global_steps"):
             return "sampled by weights of several steps"
         if metadata.get(SAMPLING) != self._sampling:
-            return "sampled with other options"
+            return f"{_CHANGED} options, tools or reward function"
+        if rollout.tokenizer_fingerprint != self._tokenizer:
+            return f"{_CHANGED} tokenizer or chat template"
         if GUIDANCE in metadata or metadata.get("outputs") != row_count(rollout):
             return "guided, or incomplete"
         if any(name.startswith(f"{MEDIA}.") for name in attached_names(metadata)):
@@ -153,10 +165,12 @@ class Reuse:
             return prompts
         uids = list(prompts["uid"])
         sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")
-        messages = column_of(prompts, "raw_prompt", ())
+        messages, rated = column_of(prompts, "raw_prompt", ()), column_of(prompts, "reward_model", None)
         for place, task in enumerate(task_name(*names) for names in zip(sources, indices, strict=True)):
             asked = messages_of(messages[place])
-            fits = [group for group in self._groups if group.task == task and asked and group.answers(asked)]
+            fits = [
+                group for group in self._groups if group.task == task and asked and group.answers(asked, rated[place])
+            ]
             if fits:
                 uids[place] = fits[0].uid
                 self._offers[fits[0].uid] = fits[0]
@@ -169,7 +183,9 @@ class Reuse:
     def _log(self) -> None:
         waiting = sum(len(group.sessions) for group in self._groups)
         reasons = self._refused + Counter({"of prompts that are not in the step, or were changed": waiting})
-        logger.info(
+        is_changed = any(reason.startswith(_CHANGED) for reason in self._refused)
+        logger.log(
+            logging.WARNING if is_changed else logging.INFO,
             "step %d: %d finished rollouts of %d prompts are in the store and are not generated again; not reused: %s",
             self._step,
             sum(len(group.sessions) for group in self._offers.values()),

@@ -117,7 +117,7 @@ class ReplaySession:
         self._resumed_from: Mapping[str, Any] | None = None
         """State of the pool of the checkpoint resumed from, which may be elsewhere."""
         self._dropped = self._dropped_successes = self._failures = self._unrecorded = 0
-        self.reuse = Reuse(block.sampling, block.agent_loop)
+        self.reuse = Reuse(block.sampling, block.agent_loop, tokenizer.fingerprint)
         self._reused_names: set[str] = set()
         self._generated = 0
         self.prompts = 0

@@ -34,6 +34,23 @@ def block_of(compose: Compose, *overrides: str) -> ReplayBlock:
 # ---- defaults ----
 
 
+def test_what_rollouts_depend_on_is_known_by_its_contents(compose_verl: Compose, tmp_path: Path) -> None:
+    """An edited file at the same path, and a template or tokenizer of one's own, make rollouts that do not mix."""
+    file, model = tmp_path / "reward.py", "actor_rollout_ref.model"
+    options = (
+        f"{model}.custom_chat_template=x",
+        f"{model}.custom_chat_template=y",
+        f"{model}.tokenizer_path={tmp_path}",
+    )
+    seen = {block_of(compose_verl, option).sampling for option in options}
+    for option in ("reward.custom_reward_function.path", "data.tool_config_path"):
+        for contents in ("one", "two"):
+            file.write_text(contents)
+            seen.add(block_of(compose_verl, f"{option}={file}").sampling)
+            assert block_of(compose_verl, f"{option}={file}").sampling in seen
+    assert len(seen) == 7
+
+
 def test_a_configuration_without_the_block_records_and_replays_nothing(compose_verl: Compose) -> None:
     block = block_of(compose_verl)
     folder = Path("checkpoints/here/trajstore").absolute()

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tensordict.tensorclass import NonTensorStack
 
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
 from trainer_hooks.transfer_queue import Row
@@ -40,8 +41,8 @@ def with_image(row: Row) -> Row:
 
 
 def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def records(run: str, sampling: str = "options") -> VerlRollouts:
-        return VerlRollouts(OutcomeRule(), RunTokenizer("tokens"), run, text=False, sampling=sampling)
+    def records(run: str, sampling: str = "options", tokenizer: str = "tokens") -> VerlRollouts:
+        return VerlRollouts(OutcomeRule(), RunTokenizer(tokenizer), run, text=False, sampling=sampling)
 
     two = [sampled("u1", 0, index=1), sampled("u1", 0, index=1, output=1)]
     rows = [[sampled("u0", 0)], [sampled("u0", 2)], two, [sampled("u2", 0, index=2)]]
@@ -49,6 +50,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
     others = [
         *records("run-b").rollouts([sampled("u3", 0, index=3)]),
         *records("run-a", "other").rollouts([sampled("u4", 0, index=3)]),
+        *records("run-a", tokenizer="edited").rollouts([sampled("u8", 0, index=3)]),
         *records("run-a").rollouts([sampled("u5", 0, index=3, weights=(STEP, STEP + 1))]),
         *records("run-a").rollouts([sampled("u6", 0, index=3, weights=(STEP + 1, STEP + 1))]),
         *records("run-a").rollouts([with_image(sampled("u7", 0, index=3))]),
@@ -57,7 +59,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         ids = buffer.add_trajectories([*finished, *(rollout for rollout, _ in others)])
 
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
-        reuse = Reuse("options", "usual")
+        reuse = Reuse("options", "usual", "tokens")
         reuse.find(reader, STEP, {"run-a"})
         with caplog.at_level(logging.INFO):
             named = reuse.named(new_prompts(3, 0, 1, 0), STEP + 1)
@@ -69,6 +71,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
             "newer weights",
             "another run",
             "other options",
+            "1 sampled with other tokenizer or chat template",
             "several steps",
             "prompts that are not in the",
         ):
@@ -81,6 +84,13 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         again = new_prompts(2)
         assert reuse.offered(again) is again
         assert list(reuse.named(new_prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
+        reuse.find(reader, STEP, {"run-a"})
+        for truth, kept in (("corrected", "new0"), ("1", "u2")):
+            prompts = new_prompts(2)
+            prompts["reward_model"] = NonTensorStack({"style": "rule", "ground_truth": truth})
+            again_named = reuse.named(prompts, STEP + 1)
+            assert list(again_named["uid"]) == [kept]
+            reuse.offered(again_named)
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
 
         get = Reader.get
