@@ -161,7 +161,8 @@ class Reuse:
         """
         if step != self._step:
             self._groups = []
-        if not self._groups:
+            self._refused.clear()
+        if not self._groups and not any(self._refused.values()):
             return prompts
         uids = list(prompts["uid"])
         sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")

@@ -93,6 +93,12 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
             reuse.offered(again_named)
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
 
+        changed = Reuse("corrected", "usual", "tokens")
+        changed.find(reader, STEP, {"run-a"})
+        caplog.clear()
+        assert list(changed.named(new_prompts(0), STEP + 1)["uid"]) == ["new0"]
+        assert [record.levelname for record in caplog.records] == ["WARNING"], "also if none is left to reuse"
+
         get = Reader.get
 
         def damaged(self: Reader, number: int) -> AnyTrajectory:
