@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from tests.pages import blocks
 from trainer_hooks.integrations.skyrl import RecordingGenerator
@@ -193,7 +196,17 @@ def test_every_field_of_the_output_is_joined_or_refused(tmp_path: Path) -> None:
             "env": [0.2, 0.2, 0.0] * 2,
         }
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b") as buffer:
-        hook = RecordingGenerator(Generator(new_field=lambda count: [1] * 5), buffer, algorithm=CORRECTED, replay=1)
+        generator = Generator(trajectory_generation_times=lambda count: [1.0] * 5)
+        hook = RecordingGenerator(generator, buffer, algorithm=CORRECTED, replay=1)
         run(hook, (1,))
-        with pytest.raises(ConfigurationError, match="returns 5 new_field for 4 rollouts"):
+        with pytest.raises(ConfigurationError, match="returns 5 trajectory_generation_times for 4 rollouts"):
             run(hook, (2,))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, lambda rows: {"a": rows}])
+def test_an_unknown_field_of_the_output_is_refused(tmp_path: Path, kind: Callable[[list[int]], Any]) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "a") as buffer:
+        generator = Generator(new_field=lambda count: kind([1] * count))
+        run(RecordingGenerator(generator, buffer), (1,))  # without replay, it passes
+        with pytest.raises(ConfigurationError, match="returns new_field, which the store does not keep"):
+            run(RecordingGenerator(generator, buffer, algorithm=CORRECTED, replay=1), (1,))

@@ -413,3 +413,19 @@ def test_asynchronous_reward_functions_are_recorded_and_models_refused(tmp_path:
         assert [buffer.get(number).reward.outcome for number in range(6)] == [2.0] * 6
         with pytest.raises(ConfigurationError, match="a reward model cannot be wrapped"):
             hook.scored(torch.nn.Linear(2, 1))
+
+
+def test_two_reward_functions_of_one_name_are_refused(tmp_path: Path) -> None:
+    def first(**_: Any) -> list[float]:
+        return []
+
+    def second(**_: Any) -> list[float]:
+        return []
+
+    with store(tmp_path) as buffer:
+        hook = RecordingRollouts(rollouts_of([]), buffer)
+        hook.scored(first)
+        hook.scored(first)  # of a second trainer
+        hook.scored(second, name="style")
+        with pytest.raises(ConfigurationError, match="two functions for 'outcome'"):
+            hook.scored(second)

@@ -23,8 +23,11 @@ _CORRECTIONS = (
     "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low",
 )
-_NOT_REPLAYED = ("is_last_step", "rollout_expert_indices", "pixel_values", "image_grid_thw")
-"""Outputs that the store does not keep; rows that have them cannot be replayed."""
+_JOINED = (
+    *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs"),
+    *("trajectory_ids", "trajectory_generation_times", "trajectory_time_splits", "env_metrics"),
+)
+"""Outputs that have a value for a replayed rollout; rows that have others cannot be replayed."""
 
 
 class RecordingGenerator:
@@ -104,8 +107,8 @@ def _check_can_be_replayed(output: Mapping[str, Any]) -> None:
         raise ConfigurationError(
             "replay: the generator returns no rollout_logprobs; set generator.sampling_params.logprobs"
         )
-    for name in _NOT_REPLAYED:
-        if output.get(name) is not None:
+    for name, values in output.items():
+        if values is not None and name not in (*_JOINED, "rollout_metrics"):
             raise ConfigurationError(
                 f"replay: the generator returns {name}, which the store does not keep; set replay to 0"
             )
@@ -156,9 +159,9 @@ def _joined(
     place = {at: row for row, at in enumerate(fresh)}
 
     def joined(name: str, values: Any) -> Any:
-        if isinstance(values, Mapping) and all(isinstance(part, list) for part in values.values()):
+        if name == "trajectory_time_splits" and values is not None:
             return {part: joined(f"{name}.{part}", rows) for part, rows in values.items()}
-        if not isinstance(values, list):
+        if name == "rollout_metrics" or values is None:
             return values
         if len(values) != len(fresh):
             raise ConfigurationError(

@@ -200,7 +200,10 @@ def _recorded(args: Any, sample: Any) -> AgentTrajectory:
     for name, value in fields.items():
         try:
             kept[name] = orjson.loads(orjson.dumps(value))
+            changed = name not in _OF_PLACE and kept[name] != value  # NaN, a tuple, a data class
         except TypeError:  # it is no JSON
+            changed = True
+        if changed:
             lacks.append(name)
     if sample.rollout_id not in (None, sample.index):
         lacks.append("rollout_id")  # one of several samples of a rollout

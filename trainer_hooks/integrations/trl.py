@@ -180,6 +180,7 @@ class RecordingRollouts:
         self.rollout_func = rollout_func
         self.replay = whole("replay", replay, 0)
         self.recording = Recording(buffer, max_staleness=max_staleness, by_task=True)
+        self._scored: dict[str, Any] = {}
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return the rollouts of the prompts, in order.
@@ -223,6 +224,11 @@ class RecordingRollouts:
         if isinstance(reward_func, torch.nn.Module) or not callable(reward_func):
             raise ConfigurationError(
                 "scored: a reward model cannot be wrapped, because TRL would not find it; wrap a function that calls it"
+            )
+
+        if self._scored.setdefault(name, reward_func) is not reward_func:
+            raise ConfigurationError(
+                f"scored: two functions for {name!r}, of which one would be lost; name one of them"
             )
 
         def record(ids: Any, rewards: Any) -> Any:
