@@ -28,6 +28,9 @@ from trajstore.trajectory import AnyTrajectory
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
+ODD = ["lr=[1]", "a*b", "run?", "x{0,1}", "50% off", "a b,c", "#1", "~x", "é\u202e", "a'b\"c"]
+"""Names that are patterns or separators elsewhere."""
+
 CONVERSATIONS = ["chat", "trl", "verl"]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.interop.test_formats import read_all
+from tests.interop.test_formats import ODD, read_all
 from trajstore.interop.convert import convert_from, convert_to
 from trajstore.trajectory import Trajectory
 
@@ -226,10 +226,6 @@ def test_hidden_files_beside_the_data_are_no_data(tmp_path: Path) -> None:
         (tmp_path / "set" / name).write_bytes(b"\x00\x05\x16\x07")
     done = convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
     assert (done.written, done.problems) == (2, {})
-
-
-ODD = ["lr=[1]", "a*b", "run?", "x{0,1}", "50% off", "a b,c", "#1", "~x", "é\u202e", "a'b\"c"]
-"""Names that are patterns or separators elsewhere."""
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.interop.test_formats import read_all
-from tests.interop.test_lerobot_files import ODD
+from tests.interop.test_formats import ODD, read_all
 from tests.stores import stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError, CorruptStoreError
