@@ -23,7 +23,15 @@ def executable(*modules: str) -> str:
         listener.bind(address)
         listener.listen(128)
         command = [sys.executable, forking.__file__, "serve", str(listener.fileno()), *modules]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0)
+        root = os.path.dirname(os.path.dirname(forking.__file__))  # other packages install modules named tests too
+        paths = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        server = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[listener.fileno()],
+            process_group=0,
+            env=os.environ | paths,
+        )
 
     @atexit.register
     def stop() -> None:
