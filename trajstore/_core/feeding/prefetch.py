@@ -127,18 +127,16 @@ class Prefetcher(Generic[D, T]):
             drawn = [made.drawn for made in self._made] + ([] if self._making is None else [self._making])
             self._made.clear()
             self._making = None
-            self._resume(drawn)
+            again = [rows if self._source.is_current(rows) else self._mended(rows) for rows in drawn]
+            self._resume(again)
             self._changed.notify_all()
 
-    def _resume(self, drawn: Sequence[D]) -> None:
-        """Make batches again before all others, with other rows for those that are gone; needs the lock."""
-        for rows in reversed([self._mended(rows) for rows in drawn]):
-            if rows is not None:
-                self._resumed.appendleft(rows)
+    def _resume(self, drawn: Sequence[D | None]) -> None:
+        """Make batches before all others; needs the lock."""
+        self._resumed.extendleft(rows for rows in reversed(drawn) if rows is not None)
 
     def _mended(self, drawn: D) -> D | None:
-        if self._source.is_current(drawn):
-            return drawn
+        """Return a batch with other rows for those that are gone; None if no rows are left."""
         self.redrawn += 1
         if self.redrawn == 1:
             logger.warning(
@@ -243,7 +241,7 @@ class Prefetcher(Generic[D, T]):
         with self._changed:
             if self._making is drawn:
                 self._making = None
-                self._resume([drawn])
+                self._resume([self._mended(drawn)])
 
     def _await_room(self) -> None:
         """Wait until there is room; then yield briefly to the consumer, which has just made it.
