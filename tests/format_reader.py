@@ -200,7 +200,7 @@ def open_store(path: Path) -> Store:
     store = Store(path, read_metadata((path / "metadata.json").read_bytes()))
     snapshot = unseal("snapshot", (path / "trajectory_index.json").read_bytes())
     store.generation, store.next_id = snapshot["generation"], snapshot["next_id"]
-    for file in sorted((path / "pins").glob("*.json")):
+    for file in sorted((path / "pins").glob("[!.]*.json")):
         store.pins[file.stem] = unseal("pin", file.read_bytes())
     store.schemas = list(snapshot["shards"]["schemas"])
     table = _shard_table(snapshot["shards"])

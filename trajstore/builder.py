@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS
+from trajstore._core.columns.values import from_numpy
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied, get_model_weights_id
 
@@ -224,12 +225,7 @@ def _tensors(name: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _tensors(f"{name}.{key}", item) for key, item in value.items()}
     value = copied(value)
-    if not isinstance(value, np.ndarray):
-        return value
-    try:
-        return torch.from_numpy(value)
-    except TypeError as error:
-        raise InvalidTrajectoryError(f"{name}: torch has no dtype for this array of {value.dtype}") from error
+    return from_numpy(name, value) if isinstance(value, np.ndarray) else value
 
 
 def _observation(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

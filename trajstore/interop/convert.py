@@ -499,7 +499,9 @@ def _check(items: Iterable[Item], copies: Iterable[Item], result: Converted, los
             raise CorruptStoreError(f"{result.target}: the check found {'more' if item is None else 'fewer'} items")
         names = differences(item.load(), copy.load(), lost)
         if names:
-            raise CorruptStoreError(f"{result.target}: {item.key}: the check found other values of {listed(names)}")
+            raise CorruptStoreError(
+                f"{result.target}: {item.key}: the check found other values, or none, of {listed(names)}"
+            )
         result.checked += 1
 
 

@@ -16,7 +16,14 @@ import orjson
 
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.files.base import Buffer
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, TrajstoreError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    MissingDependencyError,
+    StoreNotFoundError,
+    TrajstoreError,
+    listed,
+)
 from trajstore.query.engine import polars
 from trajstore.query.query import Query
 from trajstore.trajectory import AnyTrajectory
@@ -129,6 +136,20 @@ class Format:
     not_read: tuple[str, ...]
     read: Callable[[Path], Source] | None = None
     write: Callable[[Path, Any, Selection], Writer] | None = None
+
+
+def pyarrow_modules() -> Any:
+    """Return pyarrow and its module of Parquet files, for metadata of columns, which Polars does not have.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingDependencyError("pyarrow", "convert") from error
+    return pyarrow, parquet
 
 
 def append_durably(path: Path, pieces: Iterable[Buffer]) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from trajstore._core.base.arguments import one_of, text, whole_or_none
 from trajstore._core.columns.limits import shown
+from trajstore._core.columns.values import from_numpy
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied
@@ -193,13 +194,13 @@ def _nested(value: Any, path: str) -> Any:
 def _tensor(value: Any, path: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    array = np.asarray(value)
+    array = np.asanyarray(value)
     if array.dtype.kind not in "biufc" or not array.ndim:
         raise InvalidTrajectoryError(
             f"{path}: {shown(value)} is not an array of numbers with a row for each environment; leave it out, or "
             "encode it"
         )
-    return torch.from_numpy(np.require(array, requirements="W") if array.flags.writeable else array.copy())
+    return from_numpy(path, array)
 
 
 def _column(value: Any) -> torch.Tensor:

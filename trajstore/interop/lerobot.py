@@ -26,7 +26,15 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
-from trajstore.interop.formats import FilesWriter, Format, Source, append_durably, files_below, numbered
+from trajstore.interop.formats import (
+    FilesWriter,
+    Format,
+    Source,
+    append_durably,
+    files_below,
+    numbered,
+    pyarrow_modules,
+)
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
 
@@ -51,6 +59,9 @@ _FILE = "chunk-{:03d}/file-{:03d}.parquet"
 _META = ("info.json", "stats.json", "tasks.parquet")
 """Files that complete a data set."""
 
+_BY_STEP = "trajstore/task_by_step"
+"""Column of an episode: its tasks are a list, even if all are equal."""
+
 _CHUNK = 1000
 """Files in a chunk."""
 
@@ -63,16 +74,6 @@ def _pillow() -> Any:
     return Image
 
 
-def _pyarrow() -> Any:
-    """Return the modules that write metadata for pandas into a Parquet file, which Polars does not."""
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise MissingDependencyError("pyarrow", "convert") from error
-    return pyarrow, parquet
-
-
 # -- writing ------------------------------------------------------------------------------------------
 
 
@@ -80,7 +81,7 @@ class _Writer(FilesWriter):
     """Writes a data set; the mark has what ``meta`` is made of."""
 
     def __init__(self, path: Path, mark: dict[str, Any] | None) -> None:
-        _pyarrow()  # a missing package is reported before anything is written
+        pyarrow_modules()  # a missing package is reported before anything is written
         self._path = path
         new: dict[str, Any] = {
             "files": 0,
@@ -138,7 +139,7 @@ class _Writer(FilesWriter):
             name: value if (images := _channels_last(value)) is None else [_png(image) for image in images]
             for name, value in values.items()
         }
-        return {"tasks": tasks, "columns": columns, "stats": _statistics(values)}
+        return {"tasks": tasks, "by_step": tasks is task, "columns": columns, "stats": _statistics(values)}
 
     def append(self, encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
         pl, mark = polars(), self._mark
@@ -164,6 +165,7 @@ class _Writer(FilesWriter):
             "length": lengths,
             "dataset_from_index": [end - length for end, length in zip(ends, lengths, strict=True)],
             "dataset_to_index": ends,
+            _BY_STEP: [item["by_step"] for item in encoded],
             **{
                 f"{place}/{part}_index": [at] * len(encoded)
                 for place in ("data", "meta/episodes")
@@ -207,7 +209,7 @@ class _Writer(FilesWriter):
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
         stats = {name: _summary(sums) for name, sums in mark["stats"].items()}
         append_durably(meta / "stats.json", [json.dumps(stats, indent=2).encode()])  # NaN stays, as LeRobot writes it
-        part, (arrow, parquet) = BytesIO(), _pyarrow()
+        part, (arrow, parquet) = BytesIO(), pyarrow_modules()
         tasks = arrow.table(
             {"task_index": range(len(mark["tasks"])), "task": arrow.array(mark["tasks"], arrow.string())}
         )
@@ -408,7 +410,7 @@ def _trajectory(
     if unknown := set(frames["task_index"]) - texts.keys():
         raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
     tasks = [texts[number] for number in frames["task_index"]]
-    task = tasks[0] if len(set(tasks)) == 1 else tasks
+    task = tasks[0] if len(set(tasks)) == 1 and not row.get(_BY_STEP) else tasks
     return Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,
         curr_obs=seen | ({"task": task} if task else {}),

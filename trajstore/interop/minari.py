@@ -5,9 +5,12 @@ They are written as Parquet files, one folder for each episode; data sets of Par
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +26,20 @@ from trajstore.errors import (
     MissingDependencyError,
     StoreNotFoundError,
 )
-from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, leaves
-from trajstore.interop.formats import FilesWriter, Format, Item, Source, append_durably, files_below
+from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
+from trajstore.interop.formats import (
+    FilesWriter,
+    Format,
+    Source,
+    append_durably,
+    files_below,
+    numbered,
+    pyarrow_modules,
+)
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 _STATES = "states"
 """Key of observations that are arrays, as in ``trajstore.interop.gymnasium``."""
@@ -36,6 +49,9 @@ _ACTIONS = "actions"
 
 _PADDED = "trajstore_padded"
 """Metadata of an episode: names of infos without a value after the last step."""
+
+_JPEG = np.array([0xFF, 0xD8], np.uint8)
+"""First bytes of a JPEG image."""
 
 _NEEDED = ("rewards", "terminations", "truncations")
 
@@ -103,7 +119,7 @@ class _Writer(FilesWriter):
         self._mark = mark or {"episodes": 0, "steps": 0, "spaces": None}
         self._data.mkdir(parents=True, exist_ok=True)
         for folder in self._data.iterdir():
-            if not folder.is_dir() or int(folder.name) >= self._mark["episodes"]:
+            if not folder.name.isdigit() or int(folder.name) >= self._mark["episodes"]:
                 shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
 
     def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
@@ -141,7 +157,11 @@ class _Writer(FilesWriter):
             [_series(name, _padded(value, steps + 1)) for name, value in values.items() if not _is_empty(value)]
         )
         part = BytesIO()
-        table.write_parquet(part, row_group_size=steps + 1)  # Minari takes an episode to be one batch
+        arrow, parquet = pyarrow_modules()
+        whole = table.to_arrow()
+        kinds = [_with_shapes(field, values.get(field.name)) for field in whole.schema]
+        # Minari takes an episode to be one batch
+        parquet.write_table(whole.cast(arrow.schema(kinds)), part, row_group_size=steps + 1)
         return part.getvalue(), {"total_steps": steps, _PADDED: padded}
 
     def append(self, encoded: Sequence[tuple[bytes, dict[str, Any]]]) -> dict[str, Any]:
@@ -171,6 +191,15 @@ class _Writer(FilesWriter):
         append_durably(self._data / "metadata.json", [orjson.dumps(metadata)])
 
 
+def _with_shapes(field: Any, value: Any) -> Any:
+    """Return an Arrow field with the shapes of the rows of infos, which Minari keeps in its metadata."""
+    if isinstance(value, dict):
+        arrow, _ = pyarrow_modules()
+        return field.with_type(arrow.struct([_with_shapes(inner, value[inner.name]) for inner in field.type]))
+    shape = () if isinstance(value, list) or value is None else value.shape[1:]
+    return field.with_metadata({"shape": ",".join(map(str, shape))}) if shape else field
+
+
 def _is_empty(value: Any) -> bool:
     return not any(True for _ in leaves(value, "/"))
 
@@ -182,16 +211,20 @@ def _read(path: Path) -> Source:
     data = path / "data" if (path / "data").is_dir() else path
     if not (data / "metadata.json").is_file():
         raise StoreNotFoundError(f"{path}: has no data/metadata.json: it is no data set of Minari")
-    try:
-        metadata = orjson.loads((data / "metadata.json").read_bytes())
+    try:  # bounds of spaces are Infinity, which orjson refuses
+        metadata = json.loads((data / "metadata.json").read_bytes())
         count, form = int(metadata["total_episodes"]), metadata.get("data_format", "hdf5")
-        spaces = [orjson.loads(metadata.get(name) or "{}") for name in ("observation_space", "action_space")]
+        spaces = [json.loads(metadata.get(name) or "{}") for name in ("observation_space", "action_space")]
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptStoreError(f"{data / 'metadata.json'}: is no metadata of Minari: {error!r}") from error
     if form not in ("hdf5", "arrow", "parquet"):
         raise ConfigurationError(f"{data}: data_format {form!r} is unknown")
     jpeg = bool(metadata.get("jpeg_encoding", True))
-    load = _hdf5(data / "main_data.hdf5") if form == "hdf5" else _tables(data, form)
+    steps, load = _hdf5(data / "main_data.hdf5") if form == "hdf5" else _tables(data, form)
+    counts = {"data/metadata.json": (count, metadata.get("total_steps")), "data": (len(steps), sum(steps.values()))}
+    if len(set(counts.values())) > 1:
+        each = [f"{place} {episodes:,} with {total} steps" for place, (episodes, total) in counts.items()]
+        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
 
     def episode(number: int) -> Trajectory:
         try:
@@ -199,39 +232,65 @@ def _read(path: Path) -> Source:
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, polars().exceptions.PolarsError) as error:
             raise CorruptStoreError(f"is no episode of Minari: {error!r}") from error
 
-    items = (Item(f"episode {n}", lambda n=n: episode(n), n + 1) for n in range(count))  # type: ignore[misc]
-    return Source(items, count)
+    return numbered(steps, count, episode)
 
 
 Loaded = tuple[dict[str, Any], dict[str, Any]]
 """Nested columns and metadata of an episode."""
 
+Episodes = tuple[dict[int, int], Callable[[int], Loaded]]
+"""Number of steps by number of an episode, as its own metadata counts them, and a function that loads one."""
 
-def _tables(data: Path, form: str) -> Callable[[int], Loaded]:
+
+def _tables(data: Path, form: str) -> Episodes:
+    def metadata_of(number: int) -> dict[str, Any]:
+        try:
+            metadata: dict[str, Any] = json.loads((data / str(number) / "metadata.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise CorruptStoreError(f"{data / str(number)}: has no metadata of an episode: {error}") from error
+        return metadata
+
+    def steps_of(number: int) -> int:
+        try:
+            return int(metadata_of(number)["total_steps"])
+        except (CorruptStoreError, KeyError, TypeError, ValueError):
+            return 0  # loading names it
+
     def load(number: int) -> Loaded:
-        pl, folder = polars(), data / str(number)
-        read = pl.read_parquet if form == "parquet" else pl.read_ipc
-        suffix = "parquet" if form == "parquet" else "arrow"
-        files = files_below(folder, suffix)
+        (arrow, parquet), folder = pyarrow_modules(), data / str(number)
+        files = files_below(folder, form)
         if not files:
-            raise CorruptStoreError(f"{folder}: has no {suffix} file")
-        tables = [read(BytesIO(file.read_bytes())) for file in files]  # by its path, a name may be read as a pattern
-        columns = {series.name: _nested(series) for series in pl.concat(tables)}
+            raise CorruptStoreError(f"{folder}: has no {form} file")
+        contents = [BytesIO(file.read_bytes()) for file in files]  # a path may be read as a pattern
+        if form == "parquet":
+            tables = [parquet.ParquetFile(content).read() for content in contents]
+        else:
+            tables = [arrow.ipc.open_file(content).read_all() for content in contents]
+        whole = arrow.concat_tables(tables)
+        columns = {field.name: _nested(polars().Series(whole[field.name]), field) for field in whole.schema}
         for name in ("actions", *_NEEDED):
             columns[name] = _each(columns[name], lambda value: value[:-1])
-        return columns, orjson.loads((folder / "metadata.json").read_bytes())
+        return columns, metadata_of(number)
 
-    return load
+    numbers = [int(folder.name) for folder in data.iterdir() if folder.name.isdigit()]
+    return {number: steps_of(number) for number in numbers}, load
 
 
-def _nested(series: Any) -> Any:
-    """Return a column as arrays, nested like its structs; texts and bytes are lists."""
+def _nested(series: Any, field: Any) -> Any:
+    """Return a column as arrays, nested like its structs; texts and bytes are lists.
+
+    Args:
+        series: the column.
+        field: its Arrow field, with the shape of a row of infos in its metadata.
+    """
     pl = polars()
     if series.dtype == pl.Struct:
-        return {field: _nested(series.struct.field(field)) for field in series.struct.fields}
+        return {inner.name: _nested(series.struct.field(inner.name), inner) for inner in field.type}
     if series.dtype in (pl.String, pl.Binary):
         return series.to_list()
-    return np.stack(series.to_list()) if series.dtype == pl.List else np.array(series.to_numpy())
+    values = np.stack(series.to_list()) if series.dtype == pl.List else np.array(series.to_numpy())
+    shape = (field.metadata or {}).get(b"shape")
+    return values.reshape(len(values), *map(int, shape.split(b","))) if shape else values
 
 
 def h5py_module() -> Any:
@@ -247,7 +306,7 @@ def h5py_module() -> Any:
     return h5py
 
 
-def _hdf5(path: Path) -> Callable[[int], Loaded]:
+def _hdf5(path: Path) -> Episodes:
     h5py = h5py_module()
 
     def tree(node: Any) -> Any:
@@ -258,9 +317,15 @@ def _hdf5(path: Path) -> Callable[[int], Loaded]:
 
     def load(number: int) -> Loaded:
         with h5py.File(path) as file:
-            return tree(file[f"episode_{number}"]), {}
+            group = file[f"episode_{number}"]
+            return tree(group), dict(group.attrs)
 
-    return load
+    try:
+        with h5py.File(path) as file:
+            groups = {int(n): group for name, group in file.items() if (n := name.removeprefix("episode_")).isdigit()}
+            return {number: int(group.attrs.get("total_steps", 0)) for number, group in groups.items()}, load
+    except OSError as error:
+        raise CorruptStoreError(f"{path}: is no HDF5 file of Minari: {error}") from error
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -275,16 +340,24 @@ def _shaped(value: Any, space: Mapping[str, Any], jpeg: bool) -> Any:
         return {
             key: _shaped(item, {str(k): v for k, v in named.items()}.get(key, {}), jpeg) for key, item in value.items()
         }
-    if isinstance(value, list):
-        if space.get("type") == "Text":
-            return [item.decode() if isinstance(item, bytes) else item for item in value]
-        from PIL import Image
-
-        return np.stack([np.asarray(Image.open(BytesIO(item))) for item in value])
     shape = space.get(
         "shape", [space["n"]] if isinstance(space.get("n"), int) and space["type"] == "MultiBinary" else None
     )
-    return value if shape is None else value.reshape(len(value), *shape)
+    encoded = jpeg and shape and len(shape) > 1 and not isinstance(value, list) and value.ndim == 2
+    if encoded and value.dtype == np.uint8 and bool((value[:, :2] == _JPEG).all()):
+        value = [bytes(item) for item in value]  # HDF5 has an array of bytes if all images have as many
+    if isinstance(value, list):
+        if space.get("type") == "Text" or not shape:
+            return [item.decode() if isinstance(item, bytes) else item for item in value]
+        from PIL import Image
+
+        images = np.stack([np.asarray(Image.open(BytesIO(item))) for item in value])
+        return images_as("images", images if images.ndim == 4 else images[..., None], shape)
+    if shape is None or value.shape[1:] == tuple(shape):
+        return value
+    if value.ndim > 2 or value.size != len(value) * prod(shape):
+        raise ValueError(f"rows of shape {list(value.shape[1:])}, the space declares {shape}")
+    return value.reshape(len(value), *shape)  # Parquet and Arrow have flat rows
 
 
 def _tensors(value: Any, rows: slice) -> Any:
@@ -305,6 +378,8 @@ def _trajectory(
     jpeg: bool,
 ) -> Trajectory:
     steps = len(columns["rewards"])
+    if (total := int(metadata.get("total_steps", steps))) != steps:
+        raise ValueError(f"has {steps} steps, its metadata counts {total}")
     observations = _shaped(columns["observations"], space, jpeg)
     lengths = {len(value) for _, value in leaves(observations, "/")}
     if lengths != {steps + 1}:

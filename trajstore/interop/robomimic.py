@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from trajstore.errors import CorruptStoreError
-from trajstore.interop.episodes import UNKNOWN_WEIGHTS
+from trajstore.errors import CorruptStoreError, listed
+from trajstore.interop.episodes import UNKNOWN_WEIGHTS, leaves
 from trajstore.interop.formats import Format, Item, Source
 from trajstore.interop.minari import h5py_module
 from trajstore.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = ("actions", "rewards", "dones", "obs", "next_obs")
 
@@ -23,13 +26,21 @@ def _read(path: Path) -> Source:
     h5py = h5py_module()
     try:
         with h5py.File(path) as file:
-            names = sorted(file["data"], key=_number)  # as texts, demo_10 would come before demo_2
+            data = file["data"]
+            names = sorted(data, key=_number)  # as texts, demo_10 would come before demo_2
+            samples = [int(data[name].attrs.get("num_samples", 0)) for name in names]
+            total = int(data.attrs.get("total", sum(samples)))
             masks = {
                 name: {text.decode() if isinstance(text, bytes) else text for text in split[()]}
                 for name, split in (file["mask"].items() if "mask" in file else ())
             }
     except (OSError, KeyError, ValueError, AttributeError) as error:
         raise CorruptStoreError(f"{path}: is no data set of robomimic: {error!r}") from error
+    if total != sum(samples):
+        logger.warning("%s: data counts %s samples, its demonstrations %s", path, f"{total:,}", f"{sum(samples):,}")
+    for split, named in masks.items():
+        if absent := sorted(named.difference(names)):
+            logger.warning("%s: mask/%s names demonstrations that are not there: %s", path, split, listed(absent))
 
     def demonstration(name: str) -> Trajectory:
         try:
@@ -69,10 +80,12 @@ def _trajectory(group: Any, splits: list[str]) -> Trajectory:
             "attributes": {name: _plain(group.attrs[name]) for name in group.attrs},
         },
     )
-    for name in ("obs", "next_obs"):
-        lengths = {len(value) for value in _rows(trajectory.curr_obs if name == "obs" else trajectory.next_obs)}
+    for name, values in (("obs", trajectory.curr_obs), ("next_obs", trajectory.next_obs)):
+        lengths = {len(value) for _, value in leaves(values, "/")}
         if lengths - {steps}:
             raise ValueError(f"{name} of {sorted(lengths)} steps, must be of {steps}")
+    if (samples := int(group.attrs.get("num_samples", steps))) != steps:
+        raise ValueError(f"num_samples is {samples}, but there are {steps} actions")
     return trajectory
 
 
@@ -80,7 +93,8 @@ def _tensors(node: Any) -> Any:
     """Return datasets ``[rows, ...]`` as tensors ``[rows, 1, ...]``, nested like their groups."""
     if hasattr(node, "items"):
         return {name: _tensors(item) for name, item in node.items()}
-    return torch.from_numpy(np.array(node[()]))[:, None]
+    values = np.array(node[()])
+    return _plain(values) if values.dtype.kind in "SUO" else torch.from_numpy(values)[:, None]
 
 
 def _others(node: Any, steps: int) -> Any:
@@ -89,22 +103,19 @@ def _others(node: Any, steps: int) -> Any:
         return {name: _others(item, steps) for name, item in node.items()}
     if node.ndim == 0:
         return _plain(node[()])
-    tensor = _tensors(node)
-    return tensor.flatten() if tensor.dim() < 4 and len(tensor) == 1 != steps else tensor
+    values = _tensors(node)
+    is_single = not isinstance(values, list) and values.dim() < 4 and len(values) == 1 != steps
+    return values.flatten() if is_single else values
 
 
 def _plain(value: Any) -> Any:
-    """Return an attribute or a scalar as a JSON value."""
+    """Return an attribute, a scalar or an array of texts as a JSON value; None if it is empty."""
+    if isinstance(value, h5py_module().Empty):
+        return None
     value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _rows(value: Any) -> Iterator[torch.Tensor]:
-    for item in value.values() if isinstance(value, Mapping) else (value,):
-        if isinstance(item, Mapping):
-            yield from _rows(item)
-        else:
-            yield item
 
 
 FORMATS = (

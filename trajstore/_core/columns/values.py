@@ -46,7 +46,7 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     ):
         return value
     if isinstance(value, np.ndarray):
-        value = _from_numpy(name, value)
+        value = from_numpy(name, value)
     if not isinstance(value, torch.Tensor):
         raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
     if value.layout is not torch.strided or value.is_quantized or value.is_nested:
@@ -65,7 +65,14 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     return tensor
 
 
-def _from_numpy(name: str, value: npt.NDArray[Any]) -> torch.Tensor:
+def from_numpy(name: str, value: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a writable, contiguous array as a tensor that shares its memory, others as a copy.
+
+    Raises:
+        InvalidTrajectoryError: torch lacks its dtype, or values are masked.
+    """
+    if np.ma.is_masked(value):
+        raise InvalidTrajectoryError(f"field {name}: a masked array would lose its mask; give its filled() values")
     if not value.flags.c_contiguous or not value.flags.writeable:  # torch would warn of the latter
         value = value.copy(order="C")
     try:

@@ -148,7 +148,7 @@ class Pins:
         heads: dict[str, Snapshot] = {}
         files, folders = self._directory.listing(PINS_FOLDER)
         for file in sorted([*files, *folders]):  # reading a folder in place of a file raises
-            if not file.endswith(".json"):
+            if not file.endswith(".json") or _name_in(file).startswith("."):  # hidden, e.g. by macOS
                 continue
             try:
                 data = self._directory.read(file)

@@ -60,7 +60,7 @@ def put(directory: Directory, store_id: str, said: Said) -> str:
 
 def waiting(directory: Directory) -> list[str]:
     """Return the names of the pending files in a store's inbox, oldest first."""
-    return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith(_WAITS))
+    return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith(_WAITS) and not _is_hidden(name))
 
 
 def waiting_or_refused(directory: Directory) -> list[str]:
@@ -68,8 +68,14 @@ def waiting_or_refused(directory: Directory) -> list[str]:
 
     The refused copy is written before the original is deleted; in between, only the copy is listed.
     """
-    names = {name for name in directory.names(INBOX_FOLDER) if name.endswith((_WAITS, _REFUSED))}
+    ends = (_WAITS, _REFUSED)
+    names = {name for name in directory.names(INBOX_FOLDER) if name.endswith(ends) and not _is_hidden(name)}
     return sorted(name for name in names if name.endswith(_REFUSED) or _aside(name) not in names)
+
+
+def _is_hidden(name: str) -> bool:
+    """Return whether a file is no entry: macOS writes ``._NAME`` beside files on disks of other systems."""
+    return name.rpartition("/")[2].startswith(".")
 
 
 def _aside(name: str) -> str:
