@@ -1,4 +1,4 @@
-"""Recording and replay for SkyRL: a wrapped generator, and a callback. Written for SkyRL 0.3."""
+"""Recording and replay for SkyRL: a wrapped generator, and a callback. Written for SkyRL 0.3.0 and main."""
 
 from __future__ import annotations
 
