@@ -1,4 +1,4 @@
-"""The parts of a replay hook: histories drawn in a background thread, and the pool's files."""
+"""The parts of a replay hook, with histories drawn in a background thread."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import ReplayFigures, ReplayWatch
 from trainer_hooks.plan import PlannedTask
-from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn, newest_pool
+from trainer_hooks.replay import ExperienceManager, ExperienceMixCollateFn
 from trainer_hooks.replay.contract import task_id_of
 from trajstore.errors import counted, trajectories
 from trajstore.trajectory import AgentTrajectory
@@ -82,8 +81,9 @@ class ReplayParts(Generic[Task]):
             text_of=task_text,
         )
         self.figures = ReplayFigures(manager, config.figures)
-        self.files = PoolFiles(manager, config.pool_path, config.pool_save_freq)
         self.watch = ReplayWatch(manager)
+        self.has_begun = False
+        """True once the pool with which the run begins is known: the store's, or a checkpoint's."""
         self.asked: Counter[str] = Counter()
         """Rollouts requested in this step, by task."""
         self.pending: Future[Drawn] | None = None
@@ -94,6 +94,41 @@ class ReplayParts(Generic[Task]):
         """Its one thread draws histories; ``None``: they are drawn synchronously."""
         if config.prepare_in_background:
             self.executor = ThreadPoolExecutor(1, thread_name_prefix="trajstore-histories")
+
+    def begin(self) -> None:
+        """Begin with the pool as stored, unless a state was restored; called before each step.
+
+        Raises:
+            ConfigurationError: the data have none of its tasks.
+        """
+        if self.has_begun:
+            return
+        self.has_begun = True
+        if len(self.manager):
+            logger.info("experience pool: used as stored, with %s", self._size())
+        self.collate.check_tasks()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the pool of a checkpoint.
+
+        Raises:
+            ConfigurationError: the data have none of its tasks.
+        """
+        before = len(self.manager)
+        self.manager.load_state_dict(state)
+        self.has_begun = True
+        logger.info(
+            "experience pool: back at step %d of the checkpoint with %s; the store held %d, and what entered since the"
+            " checkpoint is not used. Without the checkpoint's state these %d would have been used as they are",
+            self.manager.global_steps,
+            self._size(),
+            before,
+            before,
+        )
+        self.collate.check_tasks()
+
+    def _size(self) -> str:
+        return f"{trajectories(len(self.manager))} of {counted(len(self.manager.get_task_ids()), 'task')}"
 
     def ask(self, counts: Iterable[tuple[Task, int]]) -> None:
         """Set the number of rollouts requested in this step; a task may appear twice."""
@@ -157,73 +192,3 @@ class ReplayParts(Generic[Task]):
             except Exception as error:  # of the trainer's function or the store; the histories are unused
                 logger.warning("experience replay: histories that were under way at the end failed: %r", error)
         self.watch.closed()
-
-
-class PoolFiles:
-    """Writes and loads a pool's files, and logs the effect of a resume.
-
-    Args:
-        manager: the pool.
-        path: the folder ``experience_pool``; ``None`` = no files.
-        save_freq: steps between two copies; ``None`` = none is written.
-    """
-
-    def __init__(self, manager: ExperienceManager, path: str | None, save_freq: int | None) -> None:
-        self.begun = False
-        """Whether the pool's starting point has been chosen."""
-        self._manager = manager
-        self._path = None if path is None else Path(path)
-        self._save_freq = save_freq
-
-    def save_if_due(self) -> None:
-        """Write ``step_N`` if the current step is due.
-
-        Raises:
-            StoreWriteError: it did not reach the disk.
-        """
-        step = self._manager.global_steps
-        if self._path is not None and self._save_freq is not None and step % self._save_freq == 0:
-            self._manager.save_experience_pool_to_disk(self._path / f"step_{step}")
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the pool of a checkpoint."""
-        before = len(self._manager)
-        self._manager.load_state_dict(state)
-        self.begun = True
-        logger.info(
-            "experience pool: back at step %d of the checkpoint with %s; the store held %d, and what entered since the"
-            " checkpoint is not used. Without the checkpoint's state these %d would have been used as they are",
-            self._manager.global_steps,
-            self._size(),
-            before,
-            before,
-        )
-
-    def load_newest(self, step: int) -> None:
-        """Load the newest copy that is not after ``step``; without one the pool stays as in its store."""
-        self.begun = True
-        pool = None if self._path is None else newest_pool(self._path, step)
-        if pool is not None:
-            before = len(self._manager)
-            self._manager.load_experience_pool_from_disk(pool, global_steps=step)
-            logger.info(
-                "experience pool: loaded %s with %s; the store held %d, which it replaces. Without pool_path these"
-                " would have been used",
-                pool,
-                self._size(),
-                before,
-            )
-            return
-        later = None if self._path is None else newest_pool(self._path)
-        if later is not None:
-            logger.warning(
-                "experience pool: %s is after step %d, where this run begins, and is not loaded; resume from a"
-                " checkpoint of that step, give another pool_path, or import it (`trajstore pool import`)",
-                later,
-                step,
-            )
-        if len(self._manager):
-            logger.info("experience pool: used as stored, with %s", self._size())
-
-    def _size(self) -> str:
-        return f"{trajectories(len(self._manager))} of {counted(len(self._manager.get_task_ids()), 'task')}"

@@ -61,8 +61,6 @@ class ExperienceReplayConfig(PoolOptions):
             ``none``) does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
         clip_off_policy: whether replayed tokens are clipped at all.
-        pool_path: folder ``experience_pool`` for the pool as files, ``step_N/``; ``None`` = neither written nor read.
-        pool_save_freq: steps between two ``step_N``; ``None`` = none is written.
         figures: the figures that a step reports: ``main``, the actionable ones, or ``all``.
 
     Raises:
@@ -85,16 +83,12 @@ class ExperienceReplayConfig(PoolOptions):
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True
-    pool_path: Text | None = None
-    pool_save_freq: Count | None = None
     figures: Shown = "main"
 
     def contradictions(self) -> list[str]:
         problems = super().contradictions()
         if not self.clip_off_policy and self.off_cliprange_high != _DEFAULT_OFF_CLIPRANGE:
             problems.append(f"off_cliprange_high: {self.off_cliprange_high}, has no effect with clip_off_policy: false")
-        if self.pool_save_freq is not None and self.pool_path is None:
-            problems.append(f"pool_save_freq: {self.pool_save_freq}, has no effect without pool_path")
         if self.enable and self.replay_start_ratio == 1:
             problems.append(
                 "replay_start_ratio: 1, but training progress stays below 1, so nothing would be replayed; lower it, or"

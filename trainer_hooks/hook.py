@@ -174,9 +174,7 @@ class ReplayHook(Closing, Generic[Task]):
         if replay is None:
             return MixedTasks((), tuple(tasks))
         with replay.figures.times.measure("tasks_chosen"):
-            if not replay.files.begun:
-                replay.files.load_newest(global_steps - 1)
-                replay.collate.check_tasks()
+            replay.begin()
             replay.manager.global_steps = global_steps
             replay.watch.waiting(training_progress, self.config.replay_start_ratio)
             experience, on_policy = replay.collate(tasks, training_progress)
@@ -445,7 +443,6 @@ class ReplayHook(Closing, Generic[Task]):
             figures = self.admit(done, replay.asked if asked is None else asked)
             self._handed_over.note(replay.manager.global_steps, done)
             figures |= replay.figures.rollouts(done, replayed)
-            replay.files.save_if_due()
             replay.manager.flush()
         taken = replay.figures.take(task_ids, is_experience_replay, policy_versions)
         return metrics.shown({**taken, **replay.collate.metrics, **figures}, self.config.figures)
@@ -492,14 +489,10 @@ class ReplayHook(Closing, Generic[Task]):
         """
         if self._replay is not None and state:
             self._handed_over.forget()
-            self._replay.files.load_state(state)
-            self._replay.collate.check_tasks()
+            self._replay.restore(state)
 
     def resume(self, state: Mapping[str, Any] | None, step: int) -> None:
-        """Restore pool and ledger to their state at a step, and log the choice and its alternatives.
-
-        Uses the state if there is one, else the newest ``step_N`` of ``pool_path`` not after ``step``; else the pool
-        stays.
+        """Restore pool and ledger to their state at a step, and log the choice; without a state the pool stays.
 
         Args:
             state: from :meth:`state_dict`; empty or ``None`` = there is none.
@@ -514,8 +507,7 @@ class ReplayHook(Closing, Generic[Task]):
             self.load_state_dict(state)
         elif self._replay is not None:
             self._handed_over.forget()
-            self._replay.files.load_newest(step)
-            self._replay.collate.check_tasks()
+            self._replay.begin()
 
     @property
     def _replay(self) -> ReplayParts[Task] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,15 +233,6 @@ def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> No
             do_step(replay, step)
     (message,) = caplog.messages
     assert "before training progress 0.02 (replay_start_ratio); it is 0.01 now" in message
-
-
-def test_a_new_run_does_not_load_the_files_of_an_earlier_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The new run never calls ``resume``."""
-    files = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1}
-    do_step(hook(**files), 1)
-    with caplog.at_level(logging.INFO):
-        do_step(hook(**files), 1)
-    assert "step_1 is after step 0, where this run begins, and is not loaded" in caplog.text
 
 
 def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from tests.replay.conftest import view
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
-from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.ledger import audit, first_difference, read
 from trajstore.operations.training import audit_store
@@ -85,33 +83,3 @@ def test_checkpoints_of_another_run_and_damaged_ones_are_refused(make: Train, tm
     torch.save({"version": 99}, path)
     with pytest.raises(CorruptStoreError, match="version 99"):
         load_checkpoint(trainer, path)
-
-
-def test_a_run_that_nobody_closed_resumes_with_the_pools_files(
-    make: Train, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint has no cut of the pool, like one that saves only the model."""
-    files = tmp_path / "experience_pool"
-    options = {"pool_path": str(files), "pool_save_freq": 2, "experience_rbound": None}
-    left = make(SORT, **options)
-    for step in (2, 4):
-        left.train(until=step)
-        newest = save_checkpoint(left, tmp_path / "checkpoints")
-    left.train(until=5)
-    assert sorted(path.name for path in files.iterdir()) == ["step_2", "step_4"]
-    state = torch.load(newest, weights_only=True)
-    assert state["curve"][-1]["step"] == 4
-    resumed = make(SORT, **options)
-    with caplog.at_level(logging.INFO):
-        resumed.load_state_dict({**state, "replay": {}})
-    assert f"loaded {files / 'step_4'} with" in caplog.text
-    kept = read_pool(files / "step_4")
-    manager = resumed.hook.manager
-    assert {key: [*tasks] for key, tasks in manager.difficulty2task_dict.items()} == kept.difficulty2task_dict
-    assert {task: len(held) for task, held in manager.task2trajectories.items()} == {
-        task: len(held) for task, held in kept.task2trajectories.items()
-    }
-    resumed.train(until=6)
-    assert resumed.metrics["experience_replay/replayed_rows"] > 0
-    assert resumed.metrics["experience_replay/age_max"] >= 2
-    assert (files / "step_6").is_dir()

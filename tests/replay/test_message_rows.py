@@ -14,7 +14,7 @@ from tests.replay.foreign_pools import of_conversations
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.replay import ExperienceManager, PoolRules
+from trainer_hooks.replay import ExperienceManager, PoolRules, newest_pool
 from trainer_hooks.replay.conversation import Context
 from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.exchange import import_pool
@@ -80,10 +80,9 @@ def test_ids_made_again_are_those_that_were_lost(
             assert torch.equal(row.old_log_probs[written], wanted.old_log_probs[written])  # type: ignore[index]
 
 
-def replay(folder: Path, offpolicy_trajectories_per_task: int = 1, **options: Any) -> ReplayHook[str]:
+def replay(offpolicy_trajectories_per_task: int = 1, **options: Any) -> ReplayHook[str]:
     config = ExperienceReplayConfig(
         enable=True,
-        pool_path=str(folder),
         exp_ratio=1.0,
         offpolicy_trajectories_per_task=offpolicy_trajectories_per_task,
     )
@@ -103,14 +102,15 @@ def test_a_pool_of_messages_is_trained_on(
     shared_fixtures: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log-probs recorded with another tokenizer are dropped, with a warning and a count."""
-    folder, tasks = shared_fixtures / "experience_pool", [f"task_{number}" for number in range(5)]
+    folder, tasks = shared_fixtures / "experience_pool" / "step_120", [f"task_{number}" for number in range(5)]
     with (
-        replay(folder) as hook,
+        replay() as hook,
         pytest.raises(ConfigurationError, match=r"13 trajectories, none with token ids.*tokenizer="),
     ):
-        hook.tasks_chosen(tasks, 1.0, 130)
+        hook.manager.load_experience_pool_from_disk(folder)
     template = MessageTokenizer.of(tokenizer)
-    with caplog.at_level(logging.WARNING), replay(folder, tokenizer=tokenizer) as hook:
+    with caplog.at_level(logging.WARNING), replay(tokenizer=tokenizer) as hook:
+        hook.manager.load_experience_pool_from_disk(folder)
         plan = hook.before_rollout(hook.tasks_chosen(tasks, 1.0, 130))
         assert "13 trajectories have messages only" in caplog.text
         assert "13 of them with the current policy's log-probs" in caplog.text
@@ -120,7 +120,7 @@ def test_a_pool_of_messages_is_trained_on(
     assert len(replayed) == sum(len(entry.histories) for entry in plan) > 0
     known = {
         (task, entry.rollout_id): entry
-        for task, held in read_pool(folder / "step_120").task2trajectories.items()
+        for task, held in read_pool(folder).task2trajectories.items()
         for entry in held
     }
     for number in replayed:
@@ -144,7 +144,8 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
     known = {(entry.task, entry.rollout): entry for entry in of_conversations(base)}
     asked = {entry.task: entry.asked for entry in known.values()}
     template = MessageTokenizer.of(tokenizer, context, HINT if context == "linear_think" else "")
-    with replay(base, 4, tokenizer=template, task_prompt=asked.__getitem__) as hook:
+    with replay(4, tokenizer=template, task_prompt=asked.__getitem__) as hook:
+        hook.manager.load_experience_pool_from_disk(newest_pool(base))
         plan = hook.before_rollout(hook.tasks_chosen(sorted(asked), 1.0, 41))
         made = [fresh(entry.histories[0], number, template) for entry in plan for number in range(entry.fresh_rollouts)]
         batch = build_batch(hook.batch_rows(plan, made), 0)
@@ -219,8 +220,8 @@ def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixture
 def test_what_is_no_tokenizer_is_refused(tokenizer: Any) -> None:
     for wrong, message in ((tokenizer.get_vocab(), "must be a tokenizer"), ("gpt2", "must be a tokenizer")):
         with pytest.raises(ConfigurationError, match=message):
-            replay(Path("pool"), tokenizer=wrong)
+            replay(tokenizer=wrong)
     with pytest.raises(ConfigurationError, match="think_hint"):
         MessageTokenizer.of(tokenizer, "linear", "think")
     with pytest.raises(ConfigurationError, match="tokenizer was made with"):
-        replay(Path("pool"), tokenizer=tokenizer, tokenizer_fingerprint="another")
+        replay(tokenizer=tokenizer, tokenizer_fingerprint="another")

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 import pytest
@@ -57,25 +57,6 @@ def test_a_run_of_the_defaults_is_not_told_to_replay_more(caplog: pytest.LogCapt
     replay.watch({f"{PREFIX}off_policy_share": 0.02})
     assert "only 2.0% of the tokens are replayed, where" in caplog.text
     assert "ask for 25.0% of the rows" in caplog.text
-
-
-def test_a_resume_from_files_warns_of_their_versions_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / "experience_pool"
-    options: dict[str, Any] = {"pool_path": str(folder), "pool_save_freq": 2, "offpolicy_trajectories_per_task": 1}
-    options["store"] = {"path": str(tmp_path / "pool")}
-    with hook(**options) as killed:
-        for step in range(1, 4):
-            do_step(killed, step)
-    with caplog.at_level(logging.INFO), hook(**options) as resumed:
-        resumed.resume(None, 2)
-        resumed.tasks_chosen(TASKS, 0.03, 3)
-    assert "step_2 with 16 trajectories of 4 tasks; the store held 24" in caplog.text
-    assert "began anew" not in caplog.text
-    do_step(longer := hook(), 9)
-    longer.manager.save_experience_pool_to_disk(folder / "step_2")
-    with hook(**options) as mistaken:
-        mistaken.resume(None, 2)
-    assert "versions up to 9, this is step 2: the step count restarted" in caplog.text
 
 
 def test_starving_buckets_are_counted_on_after_a_resume() -> None:

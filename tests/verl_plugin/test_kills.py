@@ -22,7 +22,6 @@ from tools.crash.verl.layout import (
     calls_path,
     cut_path,
     journal_path,
-    pool_files_path,
     pool_path,
     rollouts_path,
     step_named_by_tracker,
@@ -41,7 +40,6 @@ from tools.crash.verl.processes import Driver
 from tools.crash.verl.training import check_ledger, compare, fresh_of, trained_of
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.verl.rows import replayable
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.trajectory import Reward
@@ -347,25 +345,3 @@ def test_a_killed_run_has_the_ledger_of_an_uninterrupted_one(verl_assets: Assets
     check_ledger(tmp_path, killed.rollouts.keys() - finished_ids, 7, {3: left}, problems.append)
     for part in ("which are not recorded", "which had finished before a kill", "the checkpoint is of step 7"):
         assert any(part in problem for problem in problems), problems
-
-
-@pytest.mark.campaign
-def test_a_killed_run_without_cuts_resumes_with_the_pools_files(verl_assets: Assets, tmp_path: Path) -> None:
-    """With checkpoints copied without our file, the pool resumes from ``step_N`` of ``pool_path``."""
-    kill_at(tmp_path, 0, Moment("update", 0.1, (2 * SAVE_EVERY + 1,)))
-    step = step_named_by_tracker(tmp_path)
-    assert step == 2 * SAVE_EVERY
-    files = pool_files_path(tmp_path)
-    assert sorted(path.name for path in files.iterdir()) == [f"step_{SAVE_EVERY}", f"step_{step}"]
-    for path in tmp_path.rglob(cut_path(tmp_path, step).name):
-        path.unlink()
-    loaded = kill_at(tmp_path, 1, None)
-    assert loaded["step"] == step
-    kept = read_pool(files / f"step_{step}")
-    names = {
-        task: [[rollout.rollout_id, digest(rollout)] for rollout in held]
-        for task, held in kept.task2trajectories.items()
-    }
-    assert names
-    assert loaded["held"] == names
-    assert loaded["pool"]["skip_uid_set"] == kept.skip_uid_set

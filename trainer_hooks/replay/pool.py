@@ -695,7 +695,7 @@ class ExperienceManager:
         persistence.write_pool(Path(directory), contents)
 
     def load_experience_pool_from_disk(
-        self, directory: str | Path, *, same_run: bool = True, global_steps: int | None = None, task_prefix: str = ""
+        self, directory: str | Path, *, same_run: bool = True, task_prefix: str = ""
     ) -> int:
         """Replace the pool by a saved one, ours or AgentEvolver's. No code named in the pickle is run.
 
@@ -706,7 +706,6 @@ class ExperienceManager:
             directory: with the three files.
             same_run: whether policy versions are of the run that continues; otherwise they are unknown
                 (``of_earlier_run``).
-            global_steps: the training step that the run goes back to; ``None`` = it stays at its own.
             task_prefix: prepended to the name of every task.
 
         Returns:
@@ -733,15 +732,12 @@ class ExperienceManager:
         fresh = PoolState(
             DifficultyBuckets(contents.difficulty2task_dict),
             dict.fromkeys(contents.skip_uid_set),
-            global_steps=self.global_steps if global_steps is None else global_steps,
+            global_steps=self.global_steps,
             refused=self.refused,
             draws=self.draws,
             fingerprint=check_trajectories(held, self._state.fingerprint),
         )
         self._go_on_with(fresh, held, directory, self._generator, unreadable=contents.unreadable)
-        if global_steps is not None:  # not before, so that the replaced pool gives no warning
-            self._counting = True
-            self._notices.ages(self._state.all_entries(), self.rules, global_steps)
         return len(held) + len(contents.unreadable)
 
     # ---- internals ----

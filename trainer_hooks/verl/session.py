@@ -498,10 +498,9 @@ class ReplaySession:
     def resume(self, folder: Path | None, step: int) -> None:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
 
-        If no checkpoint has a cut, load the newest ``step_N`` of ``pool_path`` up to ``step``; without one the pool
-        is used as stored. Without a checkpoint, restore the pool with which the training began. With
-        ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are admitted to the pool again.
-        With ``on_error: warn``, failed writes are logged and training continues.
+        If no checkpoint has a cut, the pool is used as stored. Without a checkpoint, restore the pool with which the
+        training began. With ``on_resume: keep``, rollouts recorded after the checkpoint (without one: all) are
+        admitted to the pool again. With ``on_error: warn``, failed writes are logged and training continues.
 
         Args:
             folder: the checkpoint; ``None`` if there is none yet.

@@ -22,7 +22,7 @@ from tests.verl_plugin.harness import VerlSession, make_config
 from tests.verl_plugin.runs import REPLAY
 from tools.crash.journal import Journal
 from tools.crash.verl.digest import digest
-from tools.crash.verl.layout import ASSETS, SAVE_EVERY, calls_path, journal_path, pool_files_path
+from tools.crash.verl.layout import ASSETS, SAVE_EVERY, calls_path, journal_path
 from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
@@ -57,8 +57,6 @@ def main(folder: Path, life: int, on_resume: str) -> None:
         f"+exp_manager.on_resume={on_resume}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={loop}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=seeds",
-        f"+exp_manager.experience_replay.pool_path={pool_files_path(folder)}",
-        f"+exp_manager.experience_replay.pool_save_freq={SAVE_EVERY}",
     )
     session.run(
         make_config(assets, folder, overrides),

@@ -32,11 +32,6 @@ def calls_path(folder: Path, life: int) -> Path:
     return folder / f"calls_{life:03d}"
 
 
-def pool_files_path(folder: Path) -> Path:
-    """Return the folder of the pool's files, ``step_N``."""
-    return folder / "experience_pool"
-
-
 def step_named_by_tracker(folder: Path) -> int | None:
     """Return the step of verl's newest complete checkpoint; None if it has none yet."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -101,25 +100,6 @@ def test_keeping_what_was_recorded_since_on_a_full_disk(
     manager.admit = real  # type: ignore[method-assign]
     resumed.resume(folder, 1)
     assert len(manager) == 16, "nothing recorded was lost"
-
-
-def test_a_checkpoint_without_a_cut_goes_back_to_the_pools_files(
-    make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Resume from a checkpoint written without the plugin or copied without its file."""
-    files: Mapping[str, Any] = {"pool_path": str(tmp_path / "experience_pool"), "pool_save_freq": 1, "store": None}
-    session = make_session(**files)
-    session.plan(TASKS, 0.5, 1)
-    plane.fill(session)
-    session.plan(TASKS, 0.5, 2)
-    second_step(session)
-    session.close()
-    assert sorted(path.name for path in (tmp_path / "experience_pool").iterdir()) == ["step_1", "step_2"]
-    resumed = make_session(**files)
-    with caplog.at_level(logging.INFO):
-        resumed.resume(tmp_path / "global_step_1", 1)
-    assert "step_1 with 8 trajectories of 4 tasks" in caplog.text
-    assert sum(len(task_plan.histories) for task_plan in resumed.plan(TASKS, 0.5, 2)) == len(TASKS)
 
 
 # ---- prompts in flight ----
