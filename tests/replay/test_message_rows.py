@@ -119,9 +119,7 @@ def test_a_pool_of_messages_is_trained_on(
     replayed = [number for number, entry in enumerate(batch.non_tensors["extras"]) if entry["is_experience_replay"]]
     assert len(replayed) == sum(len(entry.histories) for entry in plan) > 0
     known = {
-        (task, entry.rollout_id): entry
-        for task, held in read_pool(folder).task2trajectories.items()
-        for entry in held
+        (task, entry.rollout_id): entry for task, held in read_pool(folder).task2trajectories.items() for entry in held
     }
     for number in replayed:
         task, rollout = (batch.non_tensors[name][number] for name in ("task_ids", "rollout_ids"))
