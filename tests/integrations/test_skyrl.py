@@ -140,8 +140,8 @@ def test_rows_of_steps_are_recorded(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"rollout_logprobs": None}, "set generator.sampling_params.logprobs"),
-        ({"is_last_step": [True] * 6}, "returns is_last_step, which the store does not keep"),
-        ({"pixel_values": [object()] * 6}, "returns pixel_values, which the store does not keep"),
+        ({"is_last_step": [True] * 6}, "returns is_last_step, which a replayed rollout does not have"),
+        ({"pixel_values": [object()] * 6}, "returns pixel_values, which a replayed rollout does not have"),
     ],
 )
 def test_replay_of_what_is_not_kept_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -208,5 +208,5 @@ def test_an_unknown_field_of_the_output_is_refused(tmp_path: Path, kind: Callabl
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "a") as buffer:
         generator = Generator(new_field=lambda count: kind([1] * count))
         run(RecordingGenerator(generator, buffer), (1,))  # without replay, it passes
-        with pytest.raises(ConfigurationError, match="returns new_field, which the store does not keep"):
+        with pytest.raises(ConfigurationError, match="returns new_field, which a replayed rollout does not have"):
             run(RecordingGenerator(generator, buffer, algorithm=CORRECTED, replay=1), (1,))

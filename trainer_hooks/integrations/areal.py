@@ -7,14 +7,20 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.integrations.rollouts import agent_trajectory, prompt_key
+from trainer_hooks.integrations.rollouts import agent_trajectory, kept, prompt_key, row_of
 from trajstore.trajectory import AgentTrajectory
+
+AREAL = "areal"
+"""Key of ``metadata`` with the other tensors of an episode."""
+
+_KNOWN = ("input_ids", "attention_mask", "loss_mask", "logprobs", "versions", "rewards")
 
 
 def rollouts_of(episode: Mapping[str, Any] | None) -> list[AgentTrajectory]:
     """Return the rollouts of an episode, one per row; none of a rejected episode.
 
-    The prompt ends before the first token that is trained. ``policy_version`` is the oldest version of these.
+    The prompt ends before the first token that is trained. ``policy_version`` is the oldest version of these. Other
+    values of the row, such as images, are kept in ``metadata["areal"]``, and its tensors attached.
 
     Args:
         episode: tensors ``[B, L]`` by name, padded at the end, or interactions by id, or None.
@@ -32,6 +38,10 @@ def _rollout(table: Mapping[str, torch.Tensor], row: int) -> AgentTrajectory:
     ids, mask = table["input_ids"][row, :tokens], table["loss_mask"][row, :tokens]
     trained = mask.nonzero().flatten().tolist()
     start = trained[0] if trained else tokens
+    others = {name: row_of(value, row, len(table["input_ids"])) for name, value in table.items() if name not in _KNOWN}
+    for name, value in others.items():
+        if tuple(getattr(table[name], "shape", ())[:2]) == tuple(table["input_ids"].shape):
+            others[name] = value[:tokens]  # without padding
     versions = table["versions"][row, :tokens][mask.bool()].tolist() if "versions" in table else []
     return agent_trajectory(
         prompt_ids=ids[:start],
@@ -41,4 +51,5 @@ def _rollout(table: Mapping[str, torch.Tensor], row: int) -> AgentTrajectory:
         reward=float(table["rewards"][row]) if "rewards" in table else None,
         version=min(versions, default=None),
         task_id=prompt_key(ids[:start].tolist()),
+        metadata=kept(AREAL, others)[0] if others else {},
     )

@@ -7,21 +7,28 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, cast
 
 import numpy as np
 import orjson
 import torch
 
+from trainer_hooks.plain import plain
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, whole_or_none
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling import Additions, Drawn, Sampler
 from trajstore._core.sampling.base import Fits, IntArray
+from trajstore.attachments import attach
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 logger = logging.getLogger(__name__)
+
+
+LACKS = "lacks"
+"""Key of ``metadata``: fields without which a rollout is recorded, so that it cannot be replayed."""
 
 
 def prompt_key(prompt: Any) -> str:
@@ -101,6 +108,48 @@ def json_of(value: Any) -> Any:
     if isinstance(value, list):
         return [json_of(item) for item in value]
     return known(value) if isinstance(value, float) else value
+
+
+def kept(trainer: str, fields: Mapping[str, Any], of_place: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Return metadata with fields of a trainer's rollout under its name, and the names of those that are not exact.
+
+    JSON is exact. Of other values, tensors, arrays, bytes and images are attached, and the rest becomes text.
+
+    Args:
+        trainer: key of the metadata.
+        fields: by name.
+        of_place: names that need not be exact, because a replayed rollout takes them from its place.
+    """
+    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    changed = []
+    for name, value in fields.items():
+        value = value.item() if isinstance(value, np.generic) else value
+        try:
+            found[name] = orjson.loads(orjson.dumps(value))
+            exact = bool(found[name] == value)  # not NaN, a tuple or a data class
+        except TypeError:
+            exact = False
+        if not exact and not (is_dataclass(value) and name in found):
+            found[name] = plain(value, values, f"{trainer}.{name}")
+        if not (exact or name in of_place):
+            changed.append(name)
+    return attach({trainer: found}, values), changed
+
+
+def lacking(rollout: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the metadata of a rollout whose fields are not all exact, so that it is not replayed, and warn of them."""
+    if names:
+        logger.warning("%s is recorded without %s, and is not replayed", rollout, ", ".join(names))
+    return {LACKS: list(names)} if names else {}
+
+
+def row_of(value: Any, row: int, rows: int) -> Any:
+    """Return a row of a value with one for each of ``rows``, or with such parts by name; another value whole."""
+    if isinstance(value, Mapping):
+        return {name: row_of(part, row, rows) for name, part in value.items()}
+    has_rows = hasattr(value, "__len__") and getattr(value, "ndim", None) != 0 and not isinstance(value, str | bytes)
+    return value[row] if has_rows and len(value) == rows else value
 
 
 def _tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -269,7 +318,7 @@ class Recording:
         return drawn
 
     def _can_be_trained(self, rollout: AnyTrajectory) -> bool:
-        if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None:
+        if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None or rollout.metadata.get(LACKS):
             return False
         if self._needs_reward and (rollout.reward is None or rollout.reward.outcome is None):
             return False

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, prompt_key
+from trainer_hooks.integrations.rollouts import (
+    Recording,
+    agent_trajectory,
+    check_corrects,
+    json_of,
+    kept,
+    prompt_key,
+    row_of,
+)
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError
@@ -23,10 +31,13 @@ _CORRECTIONS = (
     "outlier_token_is_threshold_high",
     "token_mask_is_threshold_low",
 )
-_JOINED = (
+_OWN = (
     *("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs"),
-    *("trajectory_ids", "trajectory_generation_times", "trajectory_time_splits", "env_metrics"),
+    "trajectory_ids",
 )
+"""Outputs that are fields of a rollout."""
+
+_JOINED = (*_OWN, "trajectory_generation_times", "trajectory_time_splits", "env_metrics")
 """Outputs that have a value for a replayed rollout; rows that have others cannot be replayed."""
 
 
@@ -110,7 +121,7 @@ def _check_can_be_replayed(output: Mapping[str, Any]) -> None:
     for name, values in output.items():
         if values is not None and name not in (*_JOINED, "rollout_metrics"):
             raise ConfigurationError(
-                f"replay: the generator returns {name}, which the store does not keep; set replay to 0"
+                f"replay: the generator returns {name}, which a replayed rollout does not have; set replay to 0"
             )
 
 
@@ -122,7 +133,12 @@ def _task(output: Mapping[str, Any], row: int) -> str:
 
 def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> AgentTrajectory:
     reward, reason, log_probs = output["rewards"][row], output.get("stop_reasons"), output.get("rollout_logprobs")
-    ids = output.get("trajectory_ids")
+    ids, rows = output.get("trajectory_ids"), len(output["response_ids"])
+    others = {
+        name: row_of(values, row, rows)
+        for name, values in output.items()
+        if values is not None and name not in (*_OWN, "rollout_metrics")
+    }
     return agent_trajectory(
         prompt_ids=output["prompt_token_ids"][row],
         response_ids=output["response_ids"][row],
@@ -133,7 +149,7 @@ def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> A
         task_id=task,
         rollout_id=ids[row].to_string() if ids else "",
         is_terminated=reason[row] != "length" if reason else None,
-        metadata={SKYRL: {"reward": json_of(reward), "stop_reason": reason[row] if reason else None}},
+        metadata=kept(SKYRL, others | {"reward": json_of(reward), "stop_reason": reason[row] if reason else None})[0],
     )
 
 
@@ -145,10 +161,10 @@ def _joined(
     def of_replayed(name: str, at: int) -> Any:
         rollout = replayed[at]
         start, ids = rollout.response_start, [] if rollout.input_ids is None else rollout.input_ids.tolist()
-        kept = rollout.metadata[SKYRL]
-        known = {"prompt_token_ids": ids[:start], "response_ids": ids[start:], "rewards": kept["reward"]}
+        own = rollout.metadata[SKYRL]
+        known = {"prompt_token_ids": ids[:start], "response_ids": ids[start:], "rewards": own["reward"]}
         known |= {"loss_masks": rollout.response_mask, "rollout_logprobs": rollout.rollout_log_probs}
-        known |= {"stop_reasons": kept["stop_reason"], "trajectory_generation_times": 0.0, "env_metrics": {}}
+        known |= {"stop_reasons": own["stop_reason"], "trajectory_generation_times": 0.0, "env_metrics": {}}
         if name == "trajectory_ids":
             return input_batch["trajectory_ids"][at]
         if name.startswith("trajectory_time_splits."):

@@ -9,19 +9,22 @@ recorded ones (0); ``trajstore_max_staleness``, how many weight versions old a r
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
-
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
+from trainer_hooks.integrations.rollouts import (
+    Recording,
+    agent_trajectory,
+    check_corrects,
+    kept,
+    known,
+    lacking,
+    prompt_key,
+)
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
-
-logger = logging.getLogger(__name__)
 
 SLIME = "slime"
 """Key of ``metadata`` with the other fields of a ``Sample``, and author of late values."""
@@ -95,11 +98,11 @@ def record_samples(args: Any, samples: list[Any], data_source: Any = None) -> No
     """
     rewards, rest = {}, []
     for sample in _leaves(samples):
-        kept, ended = sample.metadata or {}, sample.status.value not in ("aborted", "pending")
-        if RECORDED not in kept and REPLAYED not in kept and ended:
+        own, ended = sample.metadata or {}, sample.status.value not in ("aborted", "pending")
+        if RECORDED not in own and REPLAYED not in own and ended:
             rest.append(sample)
-        elif RECORDED in kept and (reward := known(_reward(args, sample))) is not None:
-            rewards[kept[RECORDED]] = reward
+        elif RECORDED in own and (reward := known(_reward(args, sample))) is not None:
+            rewards[own[RECORDED]] = reward
     if rewards:
         annotate(recording_of(args).buffer, list(rewards), {"outcome": list(rewards.values())}, who=SLIME)
     _record(args, rest)
@@ -138,7 +141,7 @@ class ReplayDataSource:
             keys = [_task(sample) for sample in group]
             for at, rollout in self.recording.draw_into_groups(keys, self.recording.newest, self.replay).items():
                 sample = _replayed(self.args, rollout, group[at])
-                if sample.status.value in ENDED and not rollout.metadata[SLIME]["lacks"]:
+                if sample.status.value in ENDED:
                     group[at] = sample
         return groups
 
@@ -196,22 +199,13 @@ def _task(sample: Any) -> str:
 def _recorded(args: Any, sample: Any) -> AgentTrajectory:
     fields = {name: value for name, value in sample.to_dict().items() if name not in _COLUMNS}
     lacks = [name for name in _NOT_KEPT if fields.pop(name, None) is not None]
-    kept = {}
-    for name, value in fields.items():
-        try:
-            kept[name] = orjson.loads(orjson.dumps(value))
-            changed = name not in _OF_PLACE and kept[name] != value  # NaN, a tuple, a data class
-        except TypeError:  # it is no JSON
-            changed = True
-        if changed:
-            lacks.append(name)
+    metadata, changed = kept(SLIME, fields, _OF_PLACE)
+    lacks += changed
     if sample.rollout_id not in (None, sample.index):
         lacks.append("rollout_id")  # one of several samples of a rollout
     versions = [int(version) for version in sample.weight_versions if str(version).isdigit()]
     if not versions:
         lacks.append("weight_versions")
-    if lacks:
-        logger.warning("slime: sample %s is recorded without %s, and is not replayed", sample.index, ", ".join(lacks))
     start, scores = len(sample.tokens) - sample.response_length, _reward(args, sample)
     parts = sample.reward if isinstance(sample.reward, dict) else {}
     prompt = sample.prompt if isinstance(sample.prompt, list) else [{"role": "user", "content": sample.prompt}]
@@ -226,16 +220,15 @@ def _recorded(args: Any, sample: Any) -> AgentTrajectory:
         task_id=_task(sample),
         is_terminated=sample.status.value == "completed",
         messages=[*prompt, {"role": "assistant", "content": sample.response}],
-        metadata={SLIME: {"sample": kept, "lacks": lacks}},
+        metadata=metadata | lacking(f"slime: sample {sample.index}", lacks),
     )
 
 
 def _replayed(args: Any, rollout: AgentTrajectory, place: Any) -> Any:
     """Return a recorded rollout as a sample of the group of ``place``."""
     columns = (rollout.input_ids, rollout.response_mask, rollout.rollout_log_probs)
-    kept = rollout.metadata[SLIME]["sample"]
     fields = dict(zip(_COLUMNS, ([] if column is None else column.tolist() for column in columns), strict=True))
-    sample = type(place).from_dict(kept | fields)
+    sample = type(place).from_dict(rollout.metadata[SLIME] | fields)
     for name in _OF_PLACE:
         if hasattr(place, name):
             setattr(sample, name, getattr(place, name))

@@ -9,12 +9,22 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, prompt_key
+from trainer_hooks.integrations.rollouts import (
+    Recording,
+    agent_trajectory,
+    check_corrects,
+    kept,
+    known,
+    lacking,
+    prompt_key,
+    row_of,
+)
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import finite, whole
 from trajstore.errors import ConfigurationError
@@ -25,6 +35,19 @@ TRL = "trl"
 
 IDS = "trajectory_ids"
 """Name under which TRL passes the ids of recorded rollouts to reward functions; None for replayed ones."""
+
+
+_COLUMNS = (
+    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),
+    *("model_version", "metrics"),
+)
+"""Fields of a sample that are fields of a rollout."""
+
+_OUTPUTS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+"""Lists of a ``rollout_func`` that are fields of a rollout."""
+
+_OF_PLACE = ("group_id", "enqueued_at", "prompt_messages")
+"""Entries of the metadata that a replayed sample does not take over."""
 
 
 class RolloutWorker(Protocol):
@@ -121,6 +144,7 @@ class _MixedQueue:
         Raises:
             queue.Empty: the worker has produced none in time.
             InvalidTrajectoryError, StoreWriteError, StoreClosedError: it cannot be recorded.
+            ConfigurationError: a recorded sample of another version of TRL has other fields.
         """
         if self._due >= 1 and (rollouts := self.recording.draw(self.version)):
             self._due -= 1
@@ -136,21 +160,27 @@ class _MixedQueue:
         return getattr(self._samples, name)
 
     def _replayed(self, rollout: AgentTrajectory) -> Any:
-        kept, prompt = rollout.metadata[TRL], rollout.response_start or 0
+        own, prompt = rollout.metadata[TRL], rollout.response_start or 0
+        further = {name: value for name, value in own.items() if name not in _OF_PLACE}
         staleness = self.version - (rollout.policy_version or 0)
         reward = None if rollout.reward is None else rollout.reward.outcome
         metrics = {"replay/reward": math.nan if reward is None else reward, "replay/staleness": float(staleness)}
-        return type(self._newest)(
-            prompt=rollout.messages[: kept["prompt_messages"]],
-            completion=rollout.messages[kept["prompt_messages"] :],
-            input_ids=np.asarray(rollout.input_ids),
-            completion_mask=np.asarray(rollout.loss_mask),
-            old_log_probs=np.pad(np.asarray(rollout.rollout_log_probs), (prompt, 0)),
-            advantage=kept["advantage"],
-            model_version=rollout.policy_version,
-            group_id=self._newest.group_id,
-            metrics=metrics,
-        )
+        try:
+            return type(self._newest)(
+                prompt=rollout.messages[: own["prompt_messages"]],
+                completion=rollout.messages[own["prompt_messages"] :],
+                input_ids=np.asarray(rollout.input_ids),
+                completion_mask=np.asarray(rollout.loss_mask),
+                old_log_probs=np.pad(np.asarray(rollout.rollout_log_probs), (prompt, 0)),
+                model_version=rollout.policy_version,
+                group_id=self._newest.group_id,
+                metrics=metrics,
+                **further,
+            )
+        except TypeError as error:
+            raise ConfigurationError(
+                f"replay: a recorded sample has other fields than TRL's: {error}; use a new store with this version"
+            ) from error
 
 
 class RecordingRollouts:
@@ -211,8 +241,9 @@ class RecordingRollouts:
         made = [_of_output(output, place, keys[at], prompts[at], version) for place, at in enumerate(fresh)]
         ids = dict(zip(fresh, self.recording.record(made), strict=True))
         rollouts = dict(zip(fresh, made, strict=True)) | replayed
-        places = range(len(prompts))
-        return _joined(output, [rollouts[at] for at in places]) | {IDS: [ids.get(at) for at in places]}
+        return _joined(output, [rollouts[at] for at in range(len(prompts))], fresh) | {
+            IDS: [ids.get(at) for at in range(len(prompts))]
+        }
 
     def scored(self, reward_func: Callable[..., Any], name: str = "outcome") -> Callable[..., Any]:
         """Wrap a reward function to record its rewards as late values; None and NaN are not recorded.
@@ -269,6 +300,8 @@ def _check_groups(trainer: Any, count: int) -> None:
 
 def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, version: int) -> AgentTrajectory:
     """Return one rollout of the output of a ``rollout_func``."""
+    count, others = len(output["prompt_ids"]), {name: output[name] for name in output if name not in _OUTPUTS}
+    metadata, changed = kept(TRL, {name: row_of(value, place, count) for name, value in others.items()})
     return agent_trajectory(
         prompt_ids=output["prompt_ids"][place],
         response_ids=output["completion_ids"][place],
@@ -277,16 +310,25 @@ def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, ver
         version=version,
         task_id=key,
         messages=_messages(prompt, "user"),
-        metadata={TRL: {"extra": {name: output[name][place] for name in _extra(output)}}},
+        metadata=metadata | lacking("TRL: a rollout", [name for name in changed if isinstance(output[name], list)]),
     )
 
 
-def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory]) -> dict[str, Any]:
-    """Return rollouts as the output of a ``rollout_func``."""
+def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory], fresh: Sequence[int]) -> dict[str, Any]:
+    """Return rollouts as the output of a ``rollout_func``, which has those at the places ``fresh``."""
+    made = {at: place for place, at in enumerate(fresh)}
     masks = [_list(rollout.response_mask) for rollout in rollouts]
     joined = dict(output)
-    for name in _extra(output):
-        joined[name] = [rollout.metadata[TRL]["extra"].get(name) for rollout in rollouts]
+    for name, values in output.items():
+        if name not in _OUTPUTS and isinstance(values, list) and len(fresh) < len(rollouts):
+            if len(values) != len(fresh):
+                raise ConfigurationError(
+                    f"replay: rollout_func returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
+                )
+            joined[name] = [
+                values[made[at]] if at in made else rollout.metadata[TRL].get(name)
+                for at, rollout in enumerate(rollouts)
+            ]
     joined["prompt_ids"] = [_list(rollout.input_ids)[: rollout.response_start] for rollout in rollouts]
     joined["completion_ids"] = [_list(rollout.input_ids)[rollout.response_start :] for rollout in rollouts]
     if output["logprobs"] is not None:
@@ -294,12 +336,6 @@ def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory]) -> d
     if "env_mask" in output or not all(map(all, masks)):
         joined["env_mask"] = masks
     return joined
-
-
-def _extra(output: Mapping[str, Any]) -> list[str]:
-    """Return the names of the lists that a ``rollout_func`` returns and TRL does not know."""
-    known_names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
-    return [name for name, values in output.items() if name not in known_names and isinstance(values, list)]
 
 
 def _list(column: torch.Tensor | None) -> list[Any]:
@@ -315,6 +351,10 @@ def _recorded(sample: Any) -> AgentTrajectory:
     mask = np.asarray(sample.completion_mask)
     start = int(mask.argmax()) if mask.any() else len(mask)
     prompt = _messages(sample.prompt, "user")
+    names = [item.name for item in fields(sample)] if is_dataclass(sample) else [*vars(sample)]
+    others = {name: getattr(sample, name) for name in names if name not in _COLUMNS}
+    metadata, changed = kept(TRL, others, _OF_PLACE)
+    metadata[TRL] |= {"prompt_messages": len(prompt)}
     return agent_trajectory(
         prompt_ids=sample.input_ids[:start],
         response_ids=sample.input_ids[start:],
@@ -325,5 +365,5 @@ def _recorded(sample: Any) -> AgentTrajectory:
         version=sample.model_version,
         task_id=prompt_key(sample.prompt),
         messages=prompt + _messages(sample.completion, "assistant"),
-        metadata={TRL: {"advantage": sample.advantage, "group": sample.group_id, "prompt_messages": len(prompt)}},
+        metadata=metadata | lacking("TRL: a sample", changed),
     )

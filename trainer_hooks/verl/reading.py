@@ -10,8 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer_hooks.plain import plain
 from trainer_hooks.replay.message_rows import MessageTokenizer
-from trainer_hooks.verl.rows import plain
 from trajstore.operations.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 

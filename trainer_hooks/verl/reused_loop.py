@@ -15,11 +15,12 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 
+from trainer_hooks.plain import restored
 from trainer_hooks.replay.compact import with_usual_columns
 from trainer_hooks.replay.rows import rows_of
 from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished
-from trainer_hooks.verl.rows import REUSE, ROUTES, restored
+from trainer_hooks.verl.rows import REUSE, ROUTES
 from trajstore.attachments import attached
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
 from trajstore.trajectory import AgentTrajectory
