@@ -19,7 +19,7 @@ import trajstore.points
 import trajstore.samplers
 from tests.feeding.test_loader import block
 from tests.stores import writer_to
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_n_step
 from trajstore._core.feeding import ReplayBufferDataset, ReplayLoader, Share
 from trajstore._core.sampling import (
@@ -30,6 +30,8 @@ from trajstore._core.sampling import (
     sampler_of,
 )
 from trajstore.errors import TrajstoreError
+from trajstore.interop.convert import convert_to
+from trajstore.ledger import Ledger
 from trajstore.points import saved_points, saved_state
 
 WRONG: dict[str, Any] = {
@@ -48,7 +50,15 @@ WRONG: dict[str, Any] = {
     "huge": 10**30,
     "object": object(),
     "tensor": torch.ones(2, requires_grad=True),
+    "1j": 1j,
+    "[1j]": torch.ones(3, dtype=torch.complex64),
+    "0-d": np.array(1.5),
+    "object array": np.array([2, None, 1j], object),
+    "long": "n" * 256,
+    "nul": "a\0b",
 }
+
+NAMES = "x 3 long nul"
 
 Call = Callable[[TrajectoryReplayBuffer, Any], Any]
 
@@ -73,26 +83,45 @@ FINE: dict[str, dict[str, str]] = {
     "mirror.wait": {"ids": "None []"},
     "evict": {"ids": "[]"},
     "points.pin": {"name": "x 3"},
-    "points.remove": {"name": "x 3 0"},
+    "points.remove": {"name": f"0 {NAMES}"},
     "points.save": {"step": "0", "state": "None {}", "keep": "None"},
     "points.rollback": {"step": "0", "aside": "0 True"},
-    "points.go_to": {"name": "x 3 0", "aside": "0 True"},
-    "save_checkpoint": {"save_path": "x 3", "layout": ""},
-    "load_checkpoint": {"load_path": "x 3", "pin": "None x 3", "strict": "None True 0"},
-    "open": {"path": "x 3", "share": "None", "pin": "None x 3", "strict": "None True 0", "seed": "None 0 -1"},
-    "saved_points": {"path": "x 3"},
-    "saved_state": {"path": "x 3", "step": "0"},
+    "points.go_to": {"name": f"0 {NAMES}", "aside": "0 True"},
+    "save_checkpoint": {"save_path": NAMES, "layout": ""},
+    "load_checkpoint": {"load_path": NAMES, "pin": f"None {NAMES}", "strict": "None True 0"},
+    "open": {
+        "path": NAMES,
+        "share": "None",
+        "pin": f"None {NAMES}",
+        "strict": "None True 0",
+        "seed": "None 0 -1",
+    },
+    "saved_points": {"path": NAMES},
+    "saved_state": {"path": NAMES, "step": "0"},
     "sample_sequences": {
         **{"buffer": "", "count": "", "length": "", "pad": "0 True"},
         **{"sampler": "None", "columns": "None", "ends": "[] [x]"},
     },
-    "sample_n_step": {"count": "", "gamma": "0", "terminations": "x 3"},
+    "sample_n_step": {"count": "", "gamma": "0", "terminations": NAMES},
     "sample_hindsight": {
-        **{"count": "", "goal": "x 3", "achieved": "x 3", "reward": "", "share": "0", "strategy": "", "horizon": "0"}
+        **{
+            "count": "",
+            "goal": NAMES,
+            "achieved": NAMES,
+            "reward": "",
+            "share": "0",
+            "strategy": "",
+            "horizon": "0",
+        }
     },
     "TrajectoryReplayBuffer": {
         **{"seed": "None 0 -1", "cache_size": "0", "sample_window_size": "0", "cache_bytes": "None 0"},
-        **{"enable_cache": "True 0", "auto_save": "True 0", "auto_save_path": "None x 3", "trajectory_format": ""},
+        **{
+            "enable_cache": "True 0",
+            "auto_save": "True 0",
+            "auto_save_path": f"None {NAMES}",
+            "trajectory_format": "",
+        },
         **{"retention": "None", "writer": "None", "format_options": "None {}", "storage_options": "None {}"},
         **{"on_commit": "None", "store_frames_once": "None True 0"},
     },
@@ -202,6 +231,10 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("ReplayBufferDataset", "demo", lambda b, v: ReplayBufferDataset(b, v, 4, 1, 1), "None"),
     ("ReplayBufferDataset", "min_demo_buffer_size", lambda b, v: ReplayBufferDataset(b, b, 4, 1, v), "0"),
     ("sampler_of", "sampler", lambda b, v: sampler_of(v), ""),
+    ("annotate", "who", lambda b, v: annotate(b, [], {}, who=v), f"None {NAMES}"),
+    ("Ledger", "path", lambda _, v: Ledger(v).close(), NAMES),
+    ("convert_to", "where", lambda b, v: convert_to(b.auto_save_path, "new", "minari", where=v), f"None {NAMES}"),
+    ("convert_to", "pin", lambda b, v: convert_to(b.auto_save_path, "new", "jsonl", pin=v), f"None {NAMES}"),
     ("sampler_of", "sampler", lambda b, v: sampler_of({"name": v}), ""),
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),
     ("update", "priorities", lambda b, v: weighted(b).update(b.draw(3).ids, b.draw(3).samples, v), ""),

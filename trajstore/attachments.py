@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trajstore._core.columns.limits import shown
+from trajstore._core.columns.limits import MAX_STEPS, shown, whole_number
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.columns.values import as_tensor, document_of, leaves_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
@@ -31,12 +31,15 @@ def attach(metadata: Mapping[str, Any], values: Mapping[str, Any], tokens: int |
             expert routes for the last token: a row of zeros is added, and :func:`filled_rows` reports it.
 
     Raises:
-        InvalidTrajectoryError: a value has another type or number of rows; names it.
+        InvalidTrajectoryError: a value has another type or number of rows, or a name is no text; names it.
         CorruptStoreError: ``metadata`` has attached values, but not in the form of this function.
     """
-    result = {**metadata}
     held, filled = leaves_of(_held(metadata, ATTACHED)), {**_held(metadata, FILLED)}
+    _check_mapping("values", values)
+    tokens = None if tokens is None else whole_number("tokens", tokens, 0, MAX_STEPS)
     for name, value in values.items():
+        if not isinstance(name, str):
+            raise InvalidTrajectoryError(f"attached: {shown(name)} is a {type(name).__name__}, must be a text")
         filled.pop(name, None)
         if isinstance(value, bytes) and tokens is None:
             held[name] = base64.b64encode(value).decode()
@@ -53,7 +56,7 @@ def attach(metadata: Mapping[str, Any], values: Mapping[str, Any], tokens: int |
                 tensor = torch.cat([tensor, tensor.new_zeros((1, *tensor.shape[1:]))])
                 filled[name] = 1
         held[name] = tensor
-    result |= {ATTACHED: document_of(held)} if held else {}
+    result = {**metadata, **({ATTACHED: document_of(held)} if held else {})}
     result.pop(FILLED, None)
     return result | ({FILLED: filled} if filled else {})
 
@@ -72,8 +75,14 @@ def filled_rows(metadata: Mapping[str, Any]) -> dict[str, int]:
     return {**_held(metadata, FILLED)}
 
 
+def _check_mapping(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise InvalidTrajectoryError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a dict")
+
+
 def _held(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     """Return an object of metadata that :func:`attach` made, empty if there is none."""
+    _check_mapping("metadata", metadata)
     value = metadata.get(key, {})
     if not isinstance(value, dict):
         raise CorruptStoreError(f"metadata.{key}: {shown(value)}: not made by attach()")

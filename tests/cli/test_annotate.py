@@ -25,7 +25,7 @@ def store(tmp_path: Path) -> Path:
 def test_values_of_the_command_line(store: Path, run: Run) -> None:
     options = ["--set", "score=0.5", "--set", "tag=a=b", "--set", "ok=true", "--set", "year=2026x", "--who", "anna"]
     run.out("annotate", store, "0", "2", *options)
-    assert run.json("annotate", store, "0", "--set", "tag=null", "--who", "")["trajectories"] == 1
+    assert run.json("annotate", store, "0", "--set", "tag=null")["trajectories"] == 1
     with TrajectoryReplayBuffer.open(store) as reader:
         rows = reader.query().select("score", "tag", "ok", "year").rows()
     assert [tuple(row.values()) for row in rows] == [

@@ -15,6 +15,12 @@ from trajstore.cli import FAILED, main
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 pytest.importorskip("uvicorn", reason="needs uvicorn, of the extra 'view'")
 
+TO_A_NEW_PATH = (
+    *("copy store PATH", "copy run PATH", "repair store PATH", "merge run PATH", "split store PATH --ranks 2"),
+    *("view store --bundle PATH", "convert store PATH --to jsonl", "convert store PATH --to parquet"),
+    "convert rollouts.jsonl PATH --from jsonl",
+)
+
 WRONG = [
     ("", "error:"),
     ("no-such-command", "error:"),
@@ -100,6 +106,14 @@ WRONG = [
     ("view store --bundle out --where 'taks = 1'", "there is no column 'taks'"),
     ("view store --port 0 --who anna", "--who has no effect without --write"),
     ("view absent --port 0 --write", "absent"),
+    ("view store --port 0 --write --who ''", "who: '' is empty"),
+    ("annotate store 0 --set a=1 --who ''", "who: '' is empty"),
+    *(
+        (words.replace("PATH", path), "names may have 255 and paths 4,095")
+        for words in (*TO_A_NEW_PATH, "inspect PATH", "verify PATH", "convert PATH out --from jsonl", "audit PATH")
+        for path in ("n" * 256, "é" * 128, "new/" + "n" * 256, "n" * 256 + "/sub", "new/" * 1025)
+    ),
+    ("pool import pool " + "n" * 256, "names may have 255"),
 ]
 
 
@@ -112,6 +126,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         buffer.points.save(750)
         buffer.points.save(760)
     write_store(path / "steps", range(2))
+    for rank in range(2):
+        write_store(path / "run" / f"rank_{rank}", range(2))
+    assert main(["convert", str(path / "store"), str(path / "rollouts.jsonl"), "--to", "jsonl"]) == 0
     (path / "taken").mkdir()
     for mine in ("taken/thesis.tex", "there.jsonl"):
         (path / mine).write_text("years of work")
@@ -138,3 +155,12 @@ def test_wrong_words_are_refused_and_change_nothing(
     assert (code, said in message) == (FAILED, True), message
     assert not in_one_line or (message.startswith("trajstore: ") and message.count("\n") == 1), message
     assert kept_in(place) == before
+
+
+@pytest.mark.parametrize("words", TO_A_NEW_PATH)
+@pytest.mark.parametrize("name", ["n" * 255, "é" * 127 + "n", "n" * 216])
+def test_the_longest_names_are_written(place: Path, words: str, name: str, tmp_path: Path) -> None:
+    words = words.replace("PATH", str(tmp_path / name))
+    source = shlex.split(words)[1]
+    assert main(shlex.split(words.replace(f" {source} ", f" {place / source} "))) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -131,7 +131,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": np.array([0, 1, 2, 3, 4, -100])}, "negative token ids"),
     ({"response_mask": torch.tensor([1, 1, 1, 1], dtype=torch.uint8)}, "response_mask that is not loss_mask"),
     ({"old_log_probs": torch.tensor([-INF, -1.0, -3.0, -1.0])}, "old_log_probs that are above 0 or not finite"),
-    ({"old_log_probs": torch.full((4,), -1 + 1j)}, "old_log_probs that are above 0"),
     ({"rollout_log_probs": torch.tensor([2.0, 0.0]), "response_start": None, "response_mask": None,
       "old_log_probs": None}, "rollout_log_probs that are above"),
 ]  # fmt: skip

@@ -168,6 +168,20 @@ def test_values_that_cannot_be_attached_are_refused(value: Any, tokens: int | No
         attach({}, {"experts": value}, tokens)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (([], {}), "metadata: .* is a list"),
+        (({}, None), "values: .* is a NoneType"),
+        (({}, {1: b""}), "1 is a int, must be a text"),
+        (({}, {}, 1.5), "field tokens: 1.5"),
+    ],
+)
+def test_wrong_arguments_of_attach_are_named(wrong: Any, message: str) -> None:
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        attach(*wrong)
+
+
 @pytest.mark.parametrize("damaged", [3, {"tensors": {"experts": ["int16", [4], "?"]}}, {"leaves": {"experts": 3}}])
 def test_attached_values_of_another_form_are_reported(damaged: Any) -> None:
     with pytest.raises(CorruptStoreError, match=r"attached|experts"):

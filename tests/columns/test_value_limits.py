@@ -24,9 +24,10 @@ from tests.support.copies import copy_live
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.fields import TENSOR_FIELDS
 from trajstore._core.store.packing import pack, unpack
 from trajstore.operations.verify import verify
-from trajstore.trajectory import get_model_weights_id
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, get_model_weights_id
 
 Z = torch.zeros(1, 1, 1)
 
@@ -77,8 +78,14 @@ def test_versions_beyond_64_bits(refused: Refuse, versions: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128])
-def test_versions_that_are_complex(refused: Refuse, dtype: torch.dtype) -> None:
-    refused(step(versions=torch.zeros(1, 1, 1, dtype=dtype)), "field versions: not a finite number")
+def test_complex_numbers_where_real_ones_belong(refused: Refuse, dtype: torch.dtype) -> None:
+    for name in sorted({*TENSOR_FIELDS} - {"actions", "valid"}):
+        refused(step(**{name: torch.zeros(1, 1, 1, dtype=dtype)}), f"field {name}: {str(dtype)[6:]}, must be real")
+    for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS):
+        refused(AgentTrajectory(**{name: torch.zeros(3, dtype=dtype)}), f"field {name}: {str(dtype)[6:]}, must be ")
+        columns = {"input_ids": torch.zeros(3, dtype=torch.int64), name: torch.zeros(3, dtype=dtype)}
+        with pytest.raises(errors.InvalidTrajectoryError, match=f"field {name}: {str(dtype)[6:]}, must be "):
+            TrajectoryReplayBuffer().add_rollouts(columns, [3], [{}], starts=[0])
 
 
 @pytest.mark.parametrize("value", [2**63, -(2**63), 10**30, 1.5, "3", float("inf")])
@@ -375,7 +382,7 @@ def test_tensors_that_are_not_plain_memory(view: str) -> None:
         "negated": lambda: torch.complex(plain, -plain).conj().imag,
         "parameter": lambda: torch.nn.Parameter(plain.clone()),
     }[view]()
-    (stored,) = flatten(Trajectory(rewards=made)).tensors
+    _, stored = flatten(Trajectory(rewards=torch.zeros(2, 3, 1), curr_obs={"s": made})).tensors
     assert stored.is_contiguous()
     assert not stored.requires_grad
     assert not stored.is_conj()

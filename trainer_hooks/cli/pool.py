@@ -100,13 +100,14 @@ def _configure(parser: ArgumentParser) -> None:
 def _run(options: Namespace, out: Output) -> int:
     from trainer_hooks.replay.exchange import import_pool
     from trainer_hooks.replay.rules import PoolRules
+    from trajstore._core.files.held import check_path
 
     rules = PoolRules(
         n_rollout=options.n_rollout,
         max_trajectories_per_task=options.max_trajectories_per_task,
         success_threshold=options.success_threshold,
     )
-    if options.action == "import" and Path(options.files).is_file():
+    if options.action == "import" and check_path(Path(options.files)).is_file():
         return _import_transcripts(options, rules, out)
     if options.outcome is not None:
         raise ConfigurationError(f"--outcome: {options.files} is not a file of transcripts; leave it out")

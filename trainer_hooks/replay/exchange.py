@@ -18,6 +18,7 @@ from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
 from trainer_hooks.replay.store import POOL_KEY, BufferStore
+from trajstore._core.files.held import check_path
 from trajstore._core.files.opening import open_directory
 from trajstore._core.reading.places import POOL_FILES, find_place
 from trajstore._core.store.catalog import Catalog
@@ -81,7 +82,7 @@ def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
         StoreWriteError: the folder did not reach the disk.
     """
     check_is_pool(store)
-    if Path(folder).exists() and not Path(folder).is_dir():
+    if check_path(Path(folder)).exists() and not Path(folder).is_dir():
         raise ConfigurationError(f"{folder}: is a file; give the folder that is to be written")
     with _Reader(store) as reader:
         manager = ExperienceManager(PoolRules(n_rollout=1), store=reader)
@@ -125,7 +126,7 @@ def import_pool(
         StoreLockedError: a run is using the store.
         CorruptStoreError: the store or the files cannot be read.
     """
-    path = Path(source)
+    path = check_path(Path(source))
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
     if files is None and path.exists() and Path(store).exists() and path.samefile(store):
         raise ConfigurationError(

@@ -32,6 +32,7 @@ from trajstore._core.columns.limits import shown
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.folders import publish_folder
+from trajstore._core.files.held import check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats.pickles.safe_pickle import safe_loads
 from trajstore._core.reading.places import POOL_FILES
@@ -131,7 +132,7 @@ def read_pool(directory: Path) -> PoolContents:
         CorruptStoreError: a file has invalid contents.
         UnsafeContentError: the pickle names an object that does not belong in a pool.
     """
-    if not directory.is_dir():
+    if not check_path(directory).is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
     buckets = read_buckets(directory)
     skip = _json(directory / SKIP_FILE)

@@ -89,7 +89,8 @@ def _serve(options: Namespace, out: Output) -> int:
         if error.name not in ("starlette", "uvicorn"):
             raise
         raise MissingDependencyError(error.name, "view") from None
-    correcting = Correcting(options.path, options.who or _login()) if options.write else None
+    who = _login() if options.who is None else options.who
+    correcting = Correcting(options.path, who) if options.write else None
     with listening(host, port) as (listener, token, address):
 
         def announce() -> None:

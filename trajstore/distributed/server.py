@@ -18,7 +18,7 @@ from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.buffer.runs import save_rank_point
 from trajstore._core.columns.fields import unnest
 from trajstore._core.columns.limits import MAX_ID
-from trajstore._core.files.folders import put_in_place
+from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
 from trajstore._core.sampling.base import IntArray
@@ -437,7 +437,7 @@ def _of_run(path: str, rank: int) -> str:
 def _prepared(target: Path, by: str) -> Path:
     """Return the temporary path of a checkpoint; the next checkpoint removes an interrupted one's files."""
     where = Path(os.path.realpath(target))
-    return where.parent / f".{where.name}.{by}.tmp"
+    return where.parent / hidden(where.name, f".{by}.tmp")
 
 
 def _of_rank(options: Mapping[str, Any], rank: int) -> dict[str, Any]:

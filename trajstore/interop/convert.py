@@ -24,13 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore._core.base.arguments import one_of
+from trajstore._core.base.arguments import one_of, text
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.portions import portions
 from trajstore._core.columns.steps import NothingToStoreError
+from trajstore._core.files.folders import hidden
+from trajstore._core.files.held import check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore._core.formats import FORMATS as SHARD_FORMATS
@@ -149,6 +151,9 @@ def convert_to(
         TrajstoreError: the source cannot be opened.
         StoreWriteError: the target cannot be written; call again to continue.
     """
+    for name, value in (("where", where), ("pin", pin)):
+        if value is not None:
+            text(name, value)
     form = format_named(format_name)
     write = form.write
     if write is None:
@@ -215,7 +220,7 @@ def convert_from(
     if form.read is None:
         raise ConfigurationError(f"convert: {form.name} can only be written, not read")
     one_of("trajectory_format", trajectory_format, list(SHARD_FORMATS))
-    path, origin = local_target("convert", target), Path(source)
+    path, origin = local_target("convert", target), check_path(Path(source))
     if not origin.exists():
         raise StoreNotFoundError(f"{origin}: no such file or folder")
     result = Converted(str(path), form.not_read)
@@ -447,7 +452,7 @@ def _check_absent(target: Path) -> None:
 @contextmanager
 def _staging(target: Path, identity: Mapping[str, Any]) -> Iterator[_Staging]:
     """Yield the locked folder for a target. It stays if a portion was written and the target was not published."""
-    folder = target.parent / f".{target.name}.converting"
+    folder = target.parent / hidden(target.name, ".converting")
     with ExitStack() as stack, written(f": {target} was not written; run the same conversion again to continue"):
         if not target.parent.is_dir():
             raise ConfigurationError(f"convert: {target.parent} is not a folder")

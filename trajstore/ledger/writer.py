@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base import locks
-from trajstore._core.base.arguments import INT64_MAX, whole, whole_or_none
+from trajstore._core.base.arguments import INT64_MAX, path_or_url, whole, whole_or_none
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.files.local import LocalDirectory
@@ -45,7 +45,7 @@ class Ledger(Closing):
     def __init__(self, path: str | Path, *, segment_bytes: int = SEGMENT_BYTES) -> None:
         self._segment_bytes = whole("segment_bytes", segment_bytes, 1)
         self._changing = locks.lock("Ledger._changing")
-        self._directory = LocalDirectory(local_target("ledger", path))
+        self._directory = LocalDirectory(local_target("ledger", path_or_url("path", path)))
         self._lock = self._directory.lock_writer()
         try:
             self._recover()

@@ -77,7 +77,7 @@ def text(name: str, value: Any) -> str:
     """
     if isinstance(value, str) and value:
         return value
-    problem = "is empty" if value == "" else f"is a {type(value).__name__}"
+    problem = "is empty" if isinstance(value, str) else f"is a {type(value).__name__}"
     raise ConfigurationError(f"{name}: {shown(value)} {problem}, must be a text")
 
 
@@ -150,7 +150,7 @@ def numbers(name: str, value: Any) -> npt.NDArray[np.float64]:
     Raises:
         ConfigurationError: it is something else.
     """
-    if hasattr(value, "detach"):  # a tensor: perhaps on a device, with a gradient, or of a dtype that numpy lacks
+    if hasattr(value, "detach") and not value.is_complex():  # perhaps with a gradient, or of a dtype that numpy lacks
         value = value.detach().to("cpu").double()
     try:
         array = np.asarray(value)

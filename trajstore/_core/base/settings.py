@@ -159,6 +159,8 @@ def converted(name: str, value: Any, hint: Any) -> Any:
     value = value.item() if isinstance(value, np.generic) else value
     try:
         return msgspec.convert(value, hint)
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"{name}: {shown(value)}, has a character that no text can have") from None
     except msgspec.ValidationError as error:
         if isinstance(value, float) and value.is_integer():
             return converted(name, int(value), hint)

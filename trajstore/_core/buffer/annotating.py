@@ -88,7 +88,7 @@ def annotate(
             one for all trajectories or one for each. Or a list of the rows of each, tensors or arrays of one dtype:
             ``[T, B, ...]`` of a block of steps, ``[L]`` or ``[R]`` of a rollout with L tokens, R of them its response.
             Rows require the buffer that writes the store, or a handle, as ``store``.
-        who: author of the values, for the history; None or an empty text: unknown.
+        who: author of the values, for the history; None: unknown.
         storage_options: passed on to the fsspec file system.
 
     Raises:
@@ -100,7 +100,7 @@ def annotate(
         StoreError: the buffer has no store.
         StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
-    update, rows = _said(ids, values, "" if who is None or who == "" else text("who", who))
+    update, rows = _said(ids, values, "" if who is None else text("who", who))
     if isinstance(store, Served):
         if update.ids and (update.values or rows):
             store.sink.annotate(update, rows)

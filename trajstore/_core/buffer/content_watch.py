@@ -32,7 +32,8 @@ def as_list(trajectories: Iterable[AnyTrajectory]) -> list[AnyTrajectory]:
     Raises:
         InvalidTrajectoryError: they are no list.
     """
-    if not isinstance(trajectories, Iterable) or isinstance(trajectories, str | bytes | Mapping | torch.Tensor):
+    single = isinstance(trajectories, str | bytes | Mapping | torch.Tensor) or getattr(trajectories, "ndim", 1) != 1
+    if single or not isinstance(trajectories, Iterable):
         raise InvalidTrajectoryError(
             f"add_trajectories takes a list of trajectories, not a {type(trajectories).__name__}: "
             "write add_trajectories([trajectory])"

@@ -167,8 +167,9 @@ def check_column(name: str, value: Any, dimensions: Sequence[int]) -> torch.Tens
     if len(shape) not in dimensions:
         wanted = "one dimension" if len(dimensions) == 1 else "one dimension (packed) or two (padded)"
         raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must have {wanted}")
-    if name in _WHOLE and (dtype.is_floating_point or dtype.is_complex):
-        raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be whole numbers, or bool")
+    if dtype.is_complex or (dtype.is_floating_point if name in _WHOLE else dtype is torch.bool):
+        wanted = "whole numbers, or bool" if name in _WHOLE else "real numbers"
+        raise InvalidTrajectoryError(f"field {name}: {str(dtype)[6:]}, must be {wanted}")
     return tensor
 
 

@@ -87,8 +87,6 @@ def _possible(log_probs: torch.Tensor) -> bool:
     """Return whether these can be log-probabilities, within the precision of their dtype."""
     if not log_probs.shape[0]:
         return True
-    if log_probs.is_complex():
-        return False
     wide = log_probs if log_probs.dtype in _COMPARED else log_probs.double()
     low, high = torch.aminmax(wide)
     return bool(high.item() <= _most(log_probs.dtype) and low.item() > -math.inf)  # NaN fails both

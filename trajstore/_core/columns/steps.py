@@ -85,6 +85,8 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
             continue
         tensor = as_tensor(name, value)
         shape = tuple(tensor.shape)
+        if tensor.dtype.is_complex and name != "actions":
+            raise InvalidTrajectoryError(f"field {name}: {str(tensor.dtype)[6:]}, must be real numbers")
         if len(shape) < 2 or shape[1] != batch:
             raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...] with B = {batch}")
         if name == VALID:

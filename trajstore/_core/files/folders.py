@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 from trajstore._core.base.interrupts import uninterrupted
@@ -21,6 +22,9 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import CorruptStoreError
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
+
+_KEPT = 200
+"""Longest name in bytes that temporary names repeat; with their ends they have at most 255."""
 
 
 @contextmanager
@@ -44,7 +48,7 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
     parent = HeldFolder(where.parent)
     parent.make()
     _remove_abandoned(parent, where.name)
-    temporary = f".{where.name}.{uuid.uuid4().hex}.tmp"
+    temporary = hidden(where.name, f".{uuid.uuid4().hex}.tmp")
     try:
         parent.make_folder(temporary)
         staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
@@ -67,6 +71,12 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
         raise
     finally:
         _remove(parent, temporary)
+
+
+def hidden(name: str, end: str) -> str:
+    """Return a hidden name beside a folder: of its name, or of its digest if that would be too long."""
+    encoded = os.fsencode(name)
+    return f".{name if len(encoded) <= _KEPT else blake2b(encoded, digest_size=16).hexdigest()}{end}"
 
 
 def put_in_place(made: Path, path: Path) -> None:
@@ -100,7 +110,7 @@ def _swap_in(parent: HeldFolder, temporary: str, name: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        aside = f".{name}.{uuid.uuid4().hex}.old"
+        aside = hidden(name, f".{uuid.uuid4().hex}.old")
         _step_aside(parent, name, aside)
         try:
             parent.rename(temporary, name)
@@ -153,7 +163,8 @@ def _held(parent: HeldFolder, name: str) -> Iterator[None]:
 def _remove_abandoned(parent: HeldFolder, name: str) -> None:
     """Remove temporary folders that killed processes left for this name."""
     with os.scandir(parent.number) as entries:
-        left = [entry.name for entry in entries if entry.name.startswith(f".{name}.") and entry.name.endswith(".tmp")]
+        names = [entry.name for entry in entries]
+    left = [one for one in names if one.startswith(hidden(name, ".")) and one.endswith(".tmp")]
     for folder in left:
         try:
             descriptor = parent.open_folder(folder)

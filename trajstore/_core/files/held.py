@@ -16,12 +16,15 @@ import numpy.typing as npt
 
 from trajstore._core.base import locks
 from trajstore._core.files.descriptors import Descriptor
-from trajstore.errors import CorruptStoreError, DescriptorLimitError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, CorruptStoreError, DescriptorLimitError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """Error numbers of the system for a name that is not a regular file; ``ENXIO`` for sockets and pipes."""
 
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+_LONGEST_NAME, _LONGEST_PATH = 255, 4095
+"""Limits of Linux and its file systems, in bytes."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -37,6 +40,7 @@ class HeldFolder:
 
     It is opened on construction, or by the first call after it exists. A relative path is resolved on construction. All
     calls raise ``OSError`` with the file's path as given; ``StoreNotFoundError`` if the folder itself was removed.
+    Construction raises ``ConfigurationError`` for a path that no folder can have.
 
     Args:
         path: of the folder; may be absent at first.
@@ -46,6 +50,8 @@ class HeldFolder:
 
     def __init__(self, path: Path, where: str | None = None, *, above: tuple[HeldFolder, str] | None = None) -> None:
         self.path = path
+        if above is None:
+            check_path(path)
         self.where = where or os.path.join(_working_folder(path), path)
         """Absolute path at the time of opening."""
         self._above = above
@@ -292,6 +298,27 @@ class HeldFolder:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def check_path(path: Path) -> Path:
+    """Return a path that the system can take.
+
+    Raises:
+        ConfigurationError: it is too long, or has characters that no path has.
+    """
+    try:
+        parts = [os.fsencode(part) for part in path.parts]
+    except UnicodeEncodeError:
+        parts = [b"\0"]
+    if b"\0" in b"".join(parts):
+        raise ConfigurationError(f"{str(path)!r}: has a character that no path can have; choose another")
+    longest, whole = max(map(len, parts), default=0), len(b"/".join(parts))
+    if longest > _LONGEST_NAME or whole > _LONGEST_PATH:
+        problem = f"a name in it has {longest:,} bytes" if longest > _LONGEST_NAME else f"has {whole:,} bytes"
+        raise ConfigurationError(
+            f"{path}: {problem}; names may have {_LONGEST_NAME} and paths {_LONGEST_PATH:,}: choose a shorter one"
+        )
+    return path
 
 
 def make_path(where: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trajstore._core.base.extensions import extension
 from trajstore._core.files.base import Directory
+from trajstore._core.files.held import check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import ConfigurationError
 
@@ -23,7 +24,8 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
         options: passed on to the fsspec file system (credentials, endpoint, ...).
 
     Raises:
-        ConfigurationError: the path is empty, as an unset variable of a shell is, or begins with ``~``.
+        ConfigurationError: the path is empty, as an unset variable of a shell is, begins with ``~``, or is no path of
+            the system.
         MissingDependencyError: the file system's package is not installed.
     """
     text = str(url)
@@ -65,14 +67,14 @@ def local_target(what: str, target: str | Path) -> Path:
         target: path.
 
     Raises:
-        ConfigurationError: it is a URL; says what to do.
+        ConfigurationError: it is a URL, or no path of the system; says what to do.
     """
     if is_url(target):
         raise ConfigurationError(
             f"{what}: {target} is a URL; these files are made on a local disk: name a path, then copy them there with "
             "the object store's own tool"
         )
-    return Path(str(target).removeprefix("file://"))
+    return check_path(Path(str(target).removeprefix("file://")))
 
 
 def directories_above(directory: Directory, **options: Any) -> Iterator[Directory]:

@@ -42,7 +42,7 @@ def sampler_of(value: Mapping[str, Any]) -> Sampler:
     name = arguments.pop("name", None)
     if isinstance(name, str) and name in _OTHERS:
         return _call(name, _OTHERS[name], arguments)
-    if name != "weighted":
+    if not isinstance(name, str) or name != "weighted":
         raise ConfigurationError(f"sampler: name {shown(name)}, must be one of {', '.join(('weighted', *_OTHERS))}")
     factors = [_call(key, make, arguments.pop(key)) for key, make in _FACTORS.items() if key in arguments]
     if "priorities" in arguments:
