@@ -299,6 +299,14 @@ class ReplayHook(Closing, Generic[Task]):
                 return old_log_probs
             return replace_recorded_old_log_probs(old_log_probs, recorded_old_log_probs, recorded_mask, exp_mask)
 
+    def _for_loss(self, batch: Batch, old_log_probs: Tensor) -> Tensor:
+        """As :meth:`log_probs_computed`, without metrics."""
+        if self._replay is None or not self.config.exp_is_correct:
+            return old_log_probs
+        names = ("recorded_old_log_probs", "recorded_mask", "exp_mask")
+        on_device = (batch.tensors[name].to(old_log_probs.device) for name in names)
+        return replace_recorded_old_log_probs(old_log_probs, *on_device)
+
     @property
     def loss_options(self) -> LossOptions:
         """Keyword arguments for ``het_compute_token_on_off_policy_loss``."""
@@ -348,6 +356,7 @@ class ReplayHook(Closing, Generic[Task]):
         data: Mapping[str, Any] | None = None,
         seeds: Mapping[str, Any] | None = None,
         options: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> dict[str, float]:
         """Admit the step's rollouts to the pool and record the step in the ledger; return metrics (empty if disabled).
 
@@ -362,6 +371,7 @@ class ReplayHook(Closing, Generic[Task]):
             data: for the ledger: identity of the data set and position in it, JSON values.
             seeds: for the ledger, by name.
             options: for the ledger: :class:`trainer_hooks.steps.Options`. The configuration's are added.
+            config: for the ledger: the trainer's whole configuration. Credentials are left out, by their names.
 
         Raises:
             ConfigurationError: ``old_log_probs`` or ``entropys`` has another shape; or there is a ledger, and no loss
@@ -384,9 +394,11 @@ class ReplayHook(Closing, Generic[Task]):
                 batch,
                 stored,
                 completed,
+                self._for_loss(batch, old_log_probs),
                 data=data,
                 seeds={"replay": self.config.seed} | dict(seeds or {}),
                 options=None if options is None else self._options(options),
+                config=config,
             )
         return figures
 

@@ -32,7 +32,7 @@ from trainer_hooks.masks import compute_response_mask
 from trajstore._core.base.arguments import one_of, truth
 from trajstore.errors import ConfigurationError
 
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 """How token losses are reduced to one number; see :func:`aggregate_loss`."""
 
 
@@ -152,15 +152,15 @@ def het_compute_token_on_off_policy_loss(
 def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode) -> Tensor:
     """Reduce token losses that are 0 outside ``response_mask`` to one number.
 
-    ``token-mean``: mean over all tokens. ``seq-mean-token-sum``: sum over each row's tokens, then mean over the rows
-    that have any. ``seq-mean-token-mean``: mean over each row's tokens, then over those rows.
+    ``token-mean``: mean over all tokens. ``token-sum``: their sum. ``seq-mean-token-sum``: sum over each row's tokens,
+    then mean over the rows that have any. ``seq-mean-token-mean``: mean over each row's tokens, then over those rows.
     ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R, as in verl 0.9. AgentEvolver's is larger by the
     number of rows that have tokens: it divides the sum over all tokens by R. An empty mean is 0.
 
     Args:
         losses: [B, R].
         response_mask: [B, R], bool.
-        loss_agg_mode: one of the four names, with verl's meaning.
+        loss_agg_mode: one of the five names, with verl's meaning.
 
     Raises:
         ConfigurationError: the mode is unknown.
@@ -168,6 +168,8 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
     one_of("loss_agg_mode", loss_agg_mode, get_args(LossAggMode))
     if loss_agg_mode == "token-mean":
         return losses.sum() / _count(response_mask, losses.dtype)
+    if loss_agg_mode == "token-sum":
+        return losses.sum()
     tokens = _as_numbers(response_mask, losses.dtype).sum(dim=-1)
     rows = tokens.clamp(max=1).sum().clamp_(min=1)
     if loss_agg_mode == "seq-mean-token-mean":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ from trajstore._core.base.closing import Closing
 from trajstore._core.reading.contents import Contents
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import ROW, Ledger, TrainedStep
+from trajstore.ledger.step import digest, mask_digest
 
-NO_TOKENS = {"advantages": 0.0, "ratios": 1.0}
+NO_TOKENS = {"advantages": 0.0, "ratios": 1.0, "log_probs": 0.0}
 """Values of rows without trained tokens."""
 
 
@@ -42,10 +45,13 @@ def trained_step(
     seeds: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
     updates: Sequence[Sequence[int]] = (),
+    tokens: Sequence[Tensor] | None = None,
+    log_probs: Tensor | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> TrainedStep:
     """Return the record of a step with B trained rows; leave out padding and rows that were not trained.
 
-    All tensors are read in one transfer from their device.
+    All tensors but mask and tokens are read in one transfer from their device.
 
     Args:
         step: its number.
@@ -66,6 +72,9 @@ def trained_step(
         seeds: seeds by name, JSON values.
         options: of advantages, loss and policy, for ``trajstore replay-step``; JSON values.
         updates: the rows of each loss computation, in order.
+        tokens: token ids of each row, prompt and response without padding; None = unknown.
+        log_probs: [B, R], natural logarithm, to which the ratios are relative; None = unknown.
+        config: the trainer's whole configuration, JSON values without credentials; written when it changes.
 
     Raises:
         ConfigurationError: lengths or shapes differ, or a group has two tasks.
@@ -103,7 +112,11 @@ def trained_step(
     rows["group"] = group_of_row
     rows["version"] = [-1 if version is None else version for version in versions]
     rows["replayed"] = replayed
-    given = {"advantages": advantages, "ratios": ratios, "weights": weights}
+    rows["mask_digest"] = [mask_digest(row) for row in mask.detach().cpu().numpy()]
+    if tokens is not None:
+        check_lengths(uids=uids, tokens=tokens)
+        rows["token_digest"] = [digest(row.cpu().numpy()) for row in tokens]
+    given = {"advantages": advantages, "ratios": ratios, "weights": weights, "log_probs": log_probs}
     known = {name: tensor for name, tensor in given.items() if tensor is not None}
     columns = row_means(mask, **known).cpu().numpy()
     rows["weight"] = 1.0
@@ -121,8 +134,51 @@ def trained_step(
         dict(seeds or {}),
         dict(options or {}),
         tuple(tuple(update) for update in updates),
-        ("probability", *(() if ratios is not None else ("ratio",))),
+        (
+            "probability",
+            *(
+                name
+                for name, given in (("ratio", ratios), ("token_digest", tokens), ("log_prob", log_probs))
+                if given is None
+            ),
+        ),
+        without_credentials(config or {}),
     )
+
+
+_SECRET = re.compile(
+    r"(?i)(^|_)(api_?key|access_?key(_id)?|secret(_\w+)?|password|passwd|credentials?|authorization)$"
+    r"|^((\w*_)?(auth|access|api|hf|hub|bearer|session|security|wandb)_)?token$"
+)
+_IN_URL = re.compile(r"(?i)(?<=://)[^/@\s]+(?=@)|(?<=[?&])(token|key|sig\w*|secret|password|x-amz-[\w-]+)=[^&\s]+")
+
+HIDDEN = "(not recorded)"
+"""Stands for a credential."""
+
+
+def without_credentials(config: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a configuration as JSON values, with :data:`HIDDEN` for credentials and all environment variables.
+
+    Credentials are known by their names, such as ``api_key`` or ``password``, and in URLs.
+    """
+    return {
+        str(name): HIDDEN
+        if value and (_SECRET.search(str(name)) or (name == "key" and "secret" in config))
+        else dict.fromkeys(map(str, value), HIDDEN)
+        if name == "env_vars" and isinstance(value, Mapping)
+        else _plain(value)
+        for name, value in config.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_credentials(value)
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _IN_URL.sub(HIDDEN, str(value))
 
 
 def row_means(mask: Tensor, **values: Tensor) -> Tensor:
@@ -202,6 +258,7 @@ class StepRecorder(Closing):
         batch: Batch,
         trajectories: Mapping[tuple[str, str], int],
         fresh: Sequence[AgentTrajectory],
+        log_probs: Tensor,
         **header: Mapping[str, Any] | None,
     ) -> None:
         """Record the step: the rows of which a loss was computed, in the batch's order, with their last values.
@@ -210,7 +267,8 @@ class StepRecorder(Closing):
             batch: the whole batch.
             trajectories: ids of its fresh rollouts in the pool's store, by task and rollout id.
             fresh: its fresh rollouts, complete; recorded first if there is a store of all rollouts.
-            header: ``data``, ``seeds`` and ``options``, as for :func:`trained_step`.
+            log_probs: [B, R], to which the ratios are relative.
+            header: ``data``, ``seeds``, ``options`` and ``config``, as for :func:`trained_step`.
 
         Raises:
             ConfigurationError: no loss was computed.
@@ -226,7 +284,7 @@ class StepRecorder(Closing):
         rows = sorted(newest)
         places = {row: place for place, row in enumerate(rows)}
         _, advantages, ratios = means[:, [newest[row] for row in rows]]
-        named = batch.non_tensors
+        named, tensors = batch.non_tensors, batch.tensors
         extras = named["extras"]
         replayed = [bool(extras[row]["is_experience_replay"]) for row in rows]
         dropped = torch.tensor(replayed) & (advantages < 0) & self._drops_negative
@@ -250,7 +308,7 @@ class StepRecorder(Closing):
                 self.step,
                 uids=[named["uid"][row] for row in rows],
                 task_ids=[named["task_ids"][row] for row in rows],
-                mask=batch.tensors["response_mask"][rows],
+                mask=tensors["response_mask"][rows],
                 advantages=advantages,
                 ratios=ratios,
                 versions=[
@@ -265,6 +323,8 @@ class StepRecorder(Closing):
                 policy_after=self.step + 1,
                 loss=terms,
                 updates=[[places[row] for row in update] for update in self._updates],
+                tokens=[tensors["input_ids"][row][tensors["attention_mask"][row] != 0] for row in rows],
+                log_probs=log_probs[rows],
                 **header,
             )
         )

@@ -17,7 +17,8 @@ from tests.cli.stores import Run
 from tests.stores import stored, writer_to
 from trajstore import AgentTrajectory, Reward
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
-from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, first_difference, read
+from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, config_difference, first_difference, read
+from trajstore.ledger.step import digest, mask_digest
 
 
 @pytest.fixture
@@ -210,15 +211,20 @@ def test_a_line_that_never_reached_the_disk_is_incomplete(tmp_path: Path) -> Non
     assert "incomplete record" in audit(contents).problems[0]
 
 
-def test_a_step_of_1024_rows_takes_at_most_40_bytes_per_row(tmp_path: Path) -> None:
-    updates = np.random.default_rng(0).permutation(1024).reshape(8, 128).tolist()
+def test_a_step_of_1024_rows_takes_at_most_48_bytes_per_row(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    updates = random.permutation(1024).reshape(8, 128).tolist()
     made = replace(step(1, 1024), updates=tuple(map(tuple, updates)), options={"loss": {"cliprange_low": 0.2}})
+    for name in ("token_digest", "mask_digest"):
+        made.rows[name] = random.integers(0, 1 << 32, 1024)
+    made.rows["log_prob"] = random.normal(size=1024)
+    made = replace(made, unknown=("probability",))
     with Ledger(tmp_path) as ledger:
         ledger.record(made)
         with pytest.raises(ConfigurationError, match="step 2: updates must have numbers of its 3 rows"):
             ledger.record(replace(step(2), updates=((0, 3),)))
     assert same(read(tmp_path).steps[1], made)
-    assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 40 * 1024
+    assert (tmp_path / "steps-000000-after-none.log").stat().st_size <= 48 * 1024
     record = made.to_json(None)
     del record["options"], record["updates"]  # of a trainer that does not record them
     assert same(TrainedStep.from_json(record, "ledger"), replace(made, options={}, updates=()))
@@ -295,6 +301,130 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
         f"  advantage (1 row, first 11: trajectory 3011 of {task[11]!r}): nan here, {advantage!r} there",
         f"  version (2 rows, first 12: trajectory 3012 of {task[12]!r}): 9 here, {was['version'][12].item()} there",
         f"  ratio (1 row, first 5: trajectory 3005 of {task[5]!r}): 2.0 here, {was['ratio'][5].item()!r} there",
+    ]
+
+
+def with_tokens(seed: int, groups: str = "aabb", rows: int = 4) -> TrainedStep:
+    """Return a step whose groups, one for each letter of their tasks, have ``rows`` rows of random content."""
+    random = np.random.default_rng(seed)
+    made = np.zeros(len(groups) * rows, ROW)
+    made["trajectory"] = random.permutation(1000)[: len(made)]
+    made["group"] = np.arange(len(made)) // rows
+    made["token_digest"] = random.integers(0, 1 << 32, len(made))
+    for name in ("advantage", "log_prob"):
+        made[name] = random.normal(size=len(made))
+    updates = [random.permutation(len(made)).tolist()]
+    return TrainedStep(1, made, [*groups], loss={"pg": 0.489647359}, updates=updates, unknown=("probability",))
+
+
+def shuffled(one: TrainedStep, seed: int) -> TrainedStep:
+    """Return a step with its groups and rows in another order, other ids, and floats that differ by rounding."""
+    random = np.random.default_rng(seed)
+    order = random.permutation(len(one.rows))
+    rows = one.rows[order].copy()
+    groups, rows["group"] = np.unique(rows["group"], return_inverse=True)
+    renumbered = random.permutation(len(groups))
+    rows["group"], rows["trajectory"] = renumbered[rows["group"]], random.permutation(5000)[: len(rows)]
+    rows["advantage"] *= 1 + 1e-7
+    tasks = [one.tasks[group] for group in groups[np.argsort(renumbered)]]
+    updates = [[int(np.argsort(order)[row]) for row in update] for update in one.updates]
+    return replace(one, rows=rows, tasks=tasks, updates=updates, loss={"pg": 0.489647299})
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("column", "rows", "change"),
+    [
+        (None, 0, 0),
+        ("advantage", 1, 0.01),
+        ("token_digest", 1, 1),
+        ("mask_digest", 2, 1),
+        ("log_prob", 3, 0.01),
+        ("tokens", 1, 1),
+        ("replayed", 1, 1),
+    ],
+)
+def test_rows_in_another_order_are_matched_and_the_real_difference_is_named(
+    seed: int, column: str | None, rows: int, change: float, tmp_path: Path, run: Run
+) -> None:
+    one = with_tokens(seed, "aabc" if seed % 2 else "abcd")
+    other = shuffled(one, seed)
+    if column is not None:
+        other.rows[column][np.random.default_rng(seed).permutation(16)[:rows]] += np.array(change).astype(ROW[column])
+    for name, made in (("one", one), ("other", other)):
+        with Ledger(tmp_path / name) as ledger:
+            ledger.record(made)
+    ledgers = [read(tmp_path / name) for name in ("one", "other")]
+    difference = first_difference(*ledgers)
+    out = run("audit", tmp_path / "one", "--against", tmp_path / "other")[1]
+    exact = first_difference(*ledgers, tolerance=0)
+    assert exact is not None
+    assert (exact.fields["loss.pg"], "advantage" in exact.columns) == ((0.489647359, 0.489647299), True)
+    if column is None:
+        assert difference is None
+        assert "equal in every step and row, floats within 1e-05; not recorded: config, probability" in out
+        return
+    assert difference is not None
+    assert ([*difference.columns], difference.rows, difference.fields) == ([column], rows, {})
+    found = difference.columns[column]
+    assert (found.rows, found.here) == (rows, one.rows[column][found.row].item())
+    assert one.rows["token_digest"][found.row] in other.rows["token_digest"] or column == "token_digest"
+    shown = {"tokens": "trained tokens", "token_digest": "tokens", "mask_digest": "mask"}.get(column, column)
+    assert f"  {shown} ({rows} row" in out
+
+
+def test_rows_that_only_one_ledger_has_are_counted_and_their_tasks_named(tmp_path: Path) -> None:
+    one, other = with_tokens(1, "abc"), with_tokens(1, "abd")
+    for name, made in (("one", one), ("other", other)):
+        with Ledger(tmp_path / name) as ledger:
+            ledger.record(made)
+    found = first_difference(read(tmp_path / "one"), read(tmp_path / "other"))
+    assert found == Difference(1, None, {"tasks of unmatched rows": (["c"], ["d"])}, row=8, rows=8)
+
+
+def test_a_digest_depends_on_tokens_and_trained_places_alone() -> None:
+    assert digest([3, 1]) == digest(torch.tensor([3, 1])) == digest(np.array([3, 1], np.int32))
+    assert len({digest(numbers) for numbers in ([], [0], [0, 0], [1, 3], [3, 1])}) == 5
+    assert mask_digest([1, 1, 0, 0]) == mask_digest([1, 1, 1]) == mask_digest([]) == 0
+    assert mask_digest([1, 0, 1, 0]) == mask_digest(torch.tensor([True, False, True]))
+    assert len({mask_digest(mask) for mask in ([0, 1, 1], [1, 0, 1], [1, 1, 1], [0, 1], [0, 0, 1])}) == 5
+
+
+def test_a_configuration_is_written_when_it_changes_and_compared_by_option(tmp_path: Path, run: Run) -> None:
+    first, later = {"optim": {"lr": 1e-6, "betas": [0.9, 0.95]}, "name": "x"}, {"optim": {"lr": 1e-5}, "name": "x"}
+    with Ledger(tmp_path / "one") as ledger:
+        for number in (1, 2, 3):
+            ledger.record(replace(step(number), config=first if number < 3 else later))
+        with pytest.raises(ConfigurationError, match="step 4: config must be JSON values"):
+            ledger.record(replace(step(4), config={"nan": float("nan")}))
+    with Ledger(tmp_path / "one") as ledger:
+        with pytest.warns(UserWarning, match="will be replaced"):
+            ledger.continue_from(2)
+        ledger.record(replace(step(3), config=first))
+        ledger.record(replace(step(4), config=later))
+    lines = b"".join(file.read_bytes() for file in sorted((tmp_path / "one").glob("steps-*"))).splitlines()
+    assert [b'"config"' in line for line in lines] == [True, False, True, True, True]
+    one = read(tmp_path / "one")
+    assert [of.config for of in one.steps.values()] == [first, first, first, later]
+    with Ledger(tmp_path / "other") as ledger:
+        for number in (1, 2, 3, 4):
+            ledger.record(replace(step(number), config=later))
+    other = read(tmp_path / "other")
+    assert first_difference(one, other) is None
+    assert config_difference(one, other) == {}
+    wanted = {"config.optim.lr": (1e-6, 1e-5), "config.optim.betas": ([0.9, 0.95], None)}
+    assert config_difference(one, other, 2) == wanted
+    with Ledger(tmp_path / "shorter") as ledger:
+        for number in (1, 2):
+            ledger.record(replace(step(number), config=later))
+    code, out, _ = run("audit", tmp_path / "one", "--against", tmp_path / "shorter")
+    assert code == 1
+    assert out.splitlines()[-5:] == [
+        f"{tmp_path / 'shorter'}: 2 options differ in the configuration",
+        "  config.optim.lr: 1e-06 here, 1e-05 there",
+        "  config.optim.betas: [0.9, 0.95] here, None there",
+        f"{tmp_path / 'shorter'}: differs first in step 3",
+        "  the other ledger lacks this step",
     ]
 
 

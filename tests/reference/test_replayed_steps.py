@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 
 from tests.reference.runs import HOUSEHOLD, SORT, Train
 from trainer_hooks.batch import Batch
+from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.reference.checkpoint import load_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.policy import ReferencePolicy
 from trainer_hooks.reference.trainer import ReferenceTrainer
 from trainer_hooks.steps import StepInputs, read_bundle, recompute, step_inputs, with_log_probs, write_bundle
 from trainer_hooks.steps.hugging_face import HuggingFacePolicy
+from trainer_hooks.steps.recompute import advantages_of
 from trainer_hooks.trained import trained_step
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore.cli import main
@@ -229,6 +231,13 @@ def test_each_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     ):  # fmt: skip
         with pytest.raises(AssertionError, match=problem):
             assert recompute(changed(inputs, name, change)).problems == ()
+    rows = inputs.step.rows.copy()
+    rows["mask_digest"][4] += 1
+    other_rows = replace(inputs, step=replace(inputs.step, rows=rows, unknown=("probability",)))
+    assert recompute(other_rows).problems == (
+        "rollouts: row 0 has other tokens than those that were trained (6 rows in all)",
+        "masks: row 4 has its trained tokens in other places than the ledger (1 row in all)",
+    )
     other = [{**inputs.rows[0], "task": "t9", "version": 3}, *inputs.rows[1:]]
     assert recompute(replace(inputs, rows=other)).problems == (
         "rollouts: row 0 is of task 't9', its group of 't0'",
@@ -274,8 +283,9 @@ def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys
 
     for of_step, reason in (
         (of_verl(updates=[[4, 0, 5], [2, 1, 3]]), "the step has 2 updates, and the optimizers of verl's workers"),
-        (of_verl(loss={"mode": "gspo"}), "policy_loss.loss_mode=gspo is not recomputed, only vanilla and het"),
-        (of_verl(loss={"loss_agg_mode": "seq-mean-token-sum-norm"}), "divides by a width that is not recorded"),
+        (of_verl(loss={"mode": "gspo"}), "policy_loss.loss_mode=gspo is not recomputed, only vanilla, het"),
+        (of_verl(loss={"loss_agg_mode": "seq-mean-token-sum-norm"}), "not recorded; verl's option loss_scale_factor"),
+        (of_verl(loss={"loss_agg_mode": "token-max"}), "loss_agg_mode=token-max is not recomputed, only token-mean, "),
         (of_verl(rollout_correction={"rollout_is": "token"}), "rollout_is=token has weights of replayed tokens"),
     ):
         checks = {check.name: check for check in recompute(with_log_probs(of_step, Table())).checks}
@@ -283,6 +293,23 @@ def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys
         assert checks["log-probs"].values
         assert not checks["log-probs"].problems
         assert checks["ratios"].problems, "the ledger's are made up"
+    filled = with_log_probs(of_verl(), Table())
+    names = ("old_log_probs", "current_log_probs", "response_mask", "exp_mask")
+    old, current, mask, exp_mask = (filled.tensors[name] for name in names)
+    advantages, _ = advantages_of(filled)
+    clips: Any = inputs.step.options["loss"]
+    terms = het_compute_token_on_off_policy_loss(old, current, advantages, mask, exp_mask, **clips)  # type: ignore[arg-type]
+    total = float(terms["pg_losses"].sum())
+    for agg_mode, width, wanted in (
+        ("token-sum", None, total),
+        ("token-sum", 25, total),
+        ("seq-mean-token-sum-norm", 25, total / 6 / 25),
+        ("seq-mean-token-sum-norm", 4, total / 6 / 4),
+    ):
+        one = of_verl(loss={"loss_agg_mode": agg_mode, "loss_scale_factor": width})
+        one = replace(one, step=replace(one.step, loss={"pg_loss": wanted}))
+        (check,) = [check for check in recompute(with_log_probs(one, Table())).checks if check.name == "loss"]
+        assert (check.values, check.problems, check.left_out) == (1, (), "")
     with pytest.raises(ConfigurationError, match="made no pass before the update"):
         with_log_probs(of_verl(rollout_correction={"bypass_mode": True}), Table())
     with pytest.raises(ConfigurationError, match="step 7: the ledger names the dtype 'bf32'"):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer_hooks.losses import aggregate_loss, het_compute_token_on_off_policy_loss
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},
     {"off_policy_shaping": 0.1},
@@ -142,6 +142,8 @@ def reference(case: Case) -> tuple[dict[str, Any], list[list[float]]]:
     used = [b for b in range(rows) if counts[b]]
     if case.mode == "token-mean":
         weights = [1 / max(sum(counts), 1)] * rows
+    elif case.mode == "token-sum":
+        weights = [1] * rows
     elif case.mode == "seq-mean-token-mean":
         weights = [1 / max(counts[b], 1) / max(len(used), 1) for b in range(rows)]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from tests.reference.test_hook import TASKS, N, begin_step, do_step
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.trained import trained_step
+from trainer_hooks.trained import HIDDEN, trained_step
 from trajstore.errors import ConfigurationError, StoreLockedError
 from trajstore.ledger import Ledger, audit, read
+from trajstore.ledger.step import digest
 
 BATCH: dict[str, Any] = {
     "uids": ["u", "u", "v", "v"],
@@ -46,19 +48,27 @@ def do(replay: ReplayHook[str], step: int) -> None:
         old = current[rows] - 0.5
         loss = het_compute_token_on_off_policy_loss(old, current[rows], advantages[rows], *masks, cliprange=0.2)
         replay.loss_computed(batch, rows, loss, advantages[rows], 0.2)
-    replay.step_done(batch, fresh, current, torch.ones_like(current), data={"position": step}, seeds={"torch": 5})
+    replay.step_done(
+        batch, fresh, current, torch.ones_like(current), data={"position": step}, seeds={"torch": 5}, config={"lr": 3}
+    )
 
 
 def test_rows_of_a_batch(tmp_path: Path) -> None:
     """Means are over trained tokens; rollouts in no store are told apart by their number in the step."""
     step = trained_step(4, **BATCH, weights=torch.tensor([1.0, 1.0, 0.0, 1.0]), loss={"pg": torch.tensor(0.5)})
-    assert step.rows.tolist() == [
+    assert [row[:10] for row in step.rows.tolist()] == [
         (-1, 0, 0, 2.0, 0.5, 2, 1.0, 0.0, 3, 0),
         (-1, 1, 0, np.float32(0.1), 1.5, 3, 1.0, 0.0, -1, 0),
         (7, 0, 1, 2.0, 2.0, 1, 0.0, 0.0, 2, 1),
         (-3, 0, 1, 0.0, 1.0, 0, 1.0, 0.0, 3, 0),
     ]
     assert (step.tasks, step.loss) == (["a", "b"], {"pg": 0.5})
+    assert step.rows["mask_digest"].tolist() == [digest([0, 2]), 0, 0, 0]
+    assert step.unknown == ("probability", "token_digest", "log_prob")
+    tokens = [torch.tensor(row) for row in ([5, 6], [5], [7, 8, 9], [5, 6])]
+    known = trained_step(4, **BATCH, tokens=tokens, log_probs=BATCH["advantages"] * -1)
+    assert known.rows["token_digest"].tolist() == [digest(row) for row in tokens]
+    assert (known.rows["log_prob"].tolist()[:3], known.unknown) == ([-2.0, -np.float32(0.1), -2.0], ("probability",))
     with Ledger(tmp_path) as ledger:
         ledger.record(trained_step(4, **{**BATCH, "ratios": None}))
     contents = read(tmp_path)
@@ -67,10 +77,49 @@ def test_rows_of_a_batch(tmp_path: Path) -> None:
     for name, wrong, message in (
         ("task_ids", ["a", "c", "b", "b"], "row 1 is of task 'c', but its group 'u' is of task 'a'"),
         ("versions", [1], "4, 4, 4, 1, 4, 4, 4 entries; each must have one for every row"),
+        ("tokens", tokens[:3], "uids, tokens: 4, 3 entries"),
         ("ratios", torch.ones(3), r"ratios: shape \[3\], must be \[B, R\] or \[B\]"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             trained_step(4, **{**BATCH, name: wrong})
+
+
+def test_a_recorded_configuration_has_no_credentials() -> None:
+    config = {
+        "trainer": {
+            "logger": ["wandb"],
+            "wandb_api_key": "S",
+            "seed": 1,
+            "lr": 1e-6,
+            "nan": float("nan"),
+            3: Path("a"),
+        },
+        "ray": {"runtime_env": {"env_vars": {"ANYTHING": "S", "NCCL_DEBUG": "S"}}},
+        "store": {"path": "s3://user:S@bucket/a?token=S&x=1", "key": "S", "secret": "S", "endpoint": "http://a:1"},
+        "more": [
+            {"password": "S", "hf_token": "S", "Authorization": "S", "aws_secret_access_key": "S"},
+            "https://S@a/b",
+        ],
+        "kept": {
+            "pad_token_id": 2,
+            "eos_token": "</s>",
+            "max_tokens": 5,
+            "key": "acc",
+            "token_sum": 1,
+            "password": None,
+        },
+    }
+    step = trained_step(4, **BATCH, config=config)
+    step.check()
+    text = json.dumps(step.config)
+    assert '"S"' not in text
+    assert "S@" not in text
+    assert "=S" not in text
+    assert step.config["kept"] == config["kept"]
+    assert step.config["trainer"] == {
+        "logger": ["wandb"], "wandb_api_key": HIDDEN, "seed": 1, "lr": 1e-6, "nan": "nan", "3": "a"
+    }  # fmt: skip
+    assert step.config["store"]["path"] == f"s3://{HIDDEN}@bucket/a?{HIDDEN}&x=1"
 
 
 def test_the_hook_records_each_step_with_the_ids_of_the_pools_store(tmp_path: Path) -> None:
@@ -83,6 +132,7 @@ def test_the_hook_records_each_step_with_the_ids_of_the_pools_store(tmp_path: Pa
         names = {number: stored.get(number).rollout_id for number in stored.ids()}
     one, two = read(tmp_path / "ledger").steps.values()
     assert (sorted(two.tasks), two.data, two.seeds) == (TASKS, {"position": 2}, {"replay": 1234, "torch": 5})
+    assert (two.config, two.unknown) == ({"lr": 3}, ("probability",))
     fresh = one.rows[one.rows["trajectory"] >= 0]
     assert [names[number] for number in fresh["trajectory"].tolist()] == ["1/0", "1/1"] * len(TASKS)
     replayed = two.rows[two.rows["replayed"] == 1]

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor
 
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
-from trainer_hooks.losses import het_compute_token_on_off_policy_loss
+from trainer_hooks.losses import LossAggMode, het_compute_token_on_off_policy_loss
 from trainer_hooks.masks import compute_response_mask, regularizer_masks
 from trainer_hooks.steps.inputs import StepInputs
 from trainer_hooks.trained import row_means
-from trajstore.errors import ConfigurationError, counted
+from trajstore.errors import ConfigurationError, counted, listed
+from trajstore.ledger import TrainedStep
+from trajstore.ledger.step import digest, mask_digest
 
-OF_VERL = ("mode", "kl_loss_coef")
+OF_VERL = ("mode", "kl_loss_coef", "loss_scale_factor")
 """Options of verl's loss that the policy loss does not have."""
 
 LOSS_MODES = ("vanilla", "het")
 """Policy losses of verl that can be recomputed. ``vanilla`` is ``het`` without replayed tokens."""
+
+_NORM = "seq-mean-token-sum-norm"
 
 VERL_TERMS = ("pg_loss",)
 """Loss terms of verl that do not depend on the sizes of its micro-batches."""
@@ -178,10 +182,15 @@ def _masks_of(inputs: StepInputs, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 def _loss(inputs: StepInputs, rows: Sequence[int], log_probs: Tensor, advantages: Tensor) -> dict[str, Tensor]:
     """Return the loss of one update."""
-    given = (inputs.tensors["old_log_probs"][list(rows)], advantages[list(rows)], *_masks_of(inputs, rows))
-    old, advantage, mask, exp_mask = (tensor.to(log_probs.device) for tensor in given)
-    options = {name: value for name, value in inputs.step.options["loss"].items() if name not in OF_VERL}
-    return het_compute_token_on_off_policy_loss(old, log_probs, advantage, mask, exp_mask, **options)
+    parts = (inputs.tensors["old_log_probs"][list(rows)], advantages[list(rows)], *_masks_of(inputs, rows))
+    old, advantage, mask, exp_mask = (tensor.to(log_probs.device) for tensor in parts)
+    given = inputs.step.options["loss"]
+    options = {name: value for name, value in given.items() if name not in OF_VERL}
+    width = given.get("loss_scale_factor")
+    if divides := width and options["loss_agg_mode"] == _NORM:
+        options["loss_agg_mode"] = "seq-mean-token-sum"
+    loss = het_compute_token_on_off_policy_loss(old, log_probs, advantage, mask, exp_mask, **options)
+    return {**loss, "pg_loss": loss["pg_loss"] / width} if divides else loss
 
 
 def _rollouts(inputs: StepInputs) -> Check:
@@ -205,7 +214,15 @@ def _rollouts(inputs: StepInputs) -> Check:
                 if fact["replayed"]
                 else f"row {place} is fresh, but was not sampled with the other fresh rows of its group"
             )
+    attended = inputs.tensors["attention_mask"] != 0
+    tokens = [digest(row[mask].numpy()) for row, mask in zip(inputs.tensors["input_ids"], attended, strict=True)]
+    problems += _first("has other tokens than those that were trained", _others(step, "token_digest", tokens))
     return Check("rollouts", (2 + bool(names)) * len(step.rows), problems=tuple(problems))
+
+
+def _others(step: TrainedStep, name: str, digests: Sequence[int]) -> Tensor:
+    """Return which rows have another digest than the ledger's, if it has them; [B]."""
+    return torch.from_numpy((step.rows[name] != digests) & (name not in step.unknown))
 
 
 def _masks(inputs: StepInputs) -> Check:
@@ -222,6 +239,8 @@ def _masks(inputs: StepInputs) -> Check:
         *_first("has trained tokens outside its attention mask", (mask & ~attended).any(dim=1)),
         *_first("is replayed, but its mask of replayed tokens differs", replayed & (mask != off_policy).any(dim=1)),
     ]
+    other = _others(inputs.step, "mask_digest", [mask_digest(row) for row in mask.numpy()])
+    problems += _first("has its trained tokens in other places than the ledger", other)
     if (stored := tensors.get("stored_advantages")) is not None:
         outside = (stored.nan_to_num() != 0) & ~mask
         problems += _first("has stored advantages outside its mask of trained tokens", outside.any(dim=1))
@@ -341,13 +360,17 @@ def _no_pass(inputs: StepInputs) -> str:
 
 def _no_loss(inputs: StepInputs) -> str:
     """Return why the loss of a step of verl is not recomputed; empty if it is."""
-    mode, updates = inputs.step.options["loss"].get("mode"), len(inputs.step.updates)
-    if mode not in LOSS_MODES:
-        return f"policy_loss.loss_mode={mode} is not recomputed, only {' and '.join(LOSS_MODES)}"
-    if inputs.step.options["loss"]["loss_agg_mode"] == "seq-mean-token-sum-norm":
-        return "seq-mean-token-sum-norm divides by a width that is not recorded"
-    if name := _correction(inputs).get("rollout_is"):
-        return f"rollout_correction.rollout_is={name} has weights of replayed tokens, which are not recorded"
+    loss, updates = inputs.step.options["loss"], len(inputs.step.updates)
+    for option, name, known in (
+        ("policy_loss.loss_mode", "mode", LOSS_MODES),
+        ("loss_agg_mode", "loss_agg_mode", get_args(LossAggMode)),
+    ):
+        if loss.get(name) not in known:
+            return f"{option}={loss.get(name)} is not recomputed, only {listed(known)}"
+    if loss["loss_agg_mode"] == _NORM and not loss.get("loss_scale_factor"):
+        return f"{_NORM} divides by a width that is not recorded; verl's option loss_scale_factor sets it"
+    if correction := _correction(inputs).get("rollout_is"):
+        return f"rollout_correction.rollout_is={correction} has weights of replayed tokens, which are not recorded"
     return (
         f"the step has {updates} updates, and the optimizers of verl's workers are not rebuilt" if updates > 1 else ""
     )

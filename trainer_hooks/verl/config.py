@@ -141,6 +141,8 @@ class ReplayBlock:
     draws_ahead: int = 0
     """Maximum number of steps between drawing histories and training on them: ``num_warmup_batches`` of the
     asynchronous mode, in whole batches."""
+    contents: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the files that rollouts depend on, by option."""
     sampling: str = ""
     """Digest of what rollouts depend on: model, template, sampling, lengths, files of loop, tools and reward."""
     guidance: GuidanceConfig = dataclasses.field(default_factory=GuidanceConfig)
@@ -204,6 +206,7 @@ class ReplayBlock:
             n_validation=int(rollout.val_kwargs.n),
             agent_loop=str(rollout.agent.default_agent_loop),
             draws_ahead=_draws_ahead(config),
+            contents=contents_of(config),
             sampling=_sampling_digest(config),
             guidance=guidance_of(config, folder),
         )
@@ -232,6 +235,7 @@ _SAMPLED_BY = (
 
 _SAMPLED_BY_FILES = (
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
     "actor_rollout_ref.rollout.multi_turn.tool_config_path",
     "data.tool_config_path",
     "reward.custom_reward_function.path",
@@ -239,12 +243,18 @@ _SAMPLED_BY_FILES = (
 """Options that name files whose contents count too."""
 
 
+def contents_of(config: Any) -> dict[str, str]:
+    """Return the digest of each file that rollouts depend on, by option; without those that are not there."""
+    files = {name: Path(str(OmegaConf.select(config, name))) for name in _SAMPLED_BY_FILES}
+    return {
+        name: hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+        for name, file in files.items()
+        if file.is_file()
+    }
+
+
 def _sampling_digest(config: Any) -> str:
-    values = {name: str(OmegaConf.select(config, name)) for name in _SAMPLED_BY}
-    for name in _SAMPLED_BY_FILES:
-        file = Path(str(OmegaConf.select(config, name)))
-        if file.is_file():
-            values[f"contents of {name}"] = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+    values = {name: str(OmegaConf.select(config, name)) for name in _SAMPLED_BY} | contents_of(config)
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 

@@ -24,7 +24,7 @@ from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, mess
 from trainer_hooks.verl.tasks import task_name
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.reading.contents import Contents
-from trajstore.errors import TrajstoreError
+from trajstore.errors import TrajstoreError, listed
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -69,12 +69,15 @@ class _Group:
     sessions: dict[int, int] = field(default_factory=dict)
     """Trajectory id by session."""
 
-    def answers(self, messages: list[dict[str, Any]], rated: Any) -> bool:
-        """Return whether these are the prompt's messages and ground truth; those of a response have an author."""
+    def changed(self, messages: list[dict[str, Any]], rated: Any) -> str:
+        """Return what is not this prompt's: messages or ground truth; those of a response have an author."""
         count = len(messages)
-        if isinstance(rated, Mapping) and plain(rated.get("ground_truth")) != self.truth:
-            return False
-        return self.messages[:count] == messages and all("author" in more for more in self.messages[count:])
+        if not messages or self.messages[:count] != messages:
+            return "prompt"
+        if not all("author" in more for more in self.messages[count:]):
+            return "prompt"
+        other = isinstance(rated, Mapping) and plain(rated.get("ground_truth")) != self.truth
+        return "ground truth" if other else ""
 
 
 class Reuse:
@@ -168,24 +171,32 @@ class Reuse:
         uids = list(prompts["uid"])
         sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")
         messages, rated = column_of(prompts, "raw_prompt", ()), column_of(prompts, "reward_model", None)
+        changed: dict[str, set[str]] = {}
         for place, task in enumerate(task_name(*names) for names in zip(sources, indices, strict=True)):
             asked = messages_of(messages[place])
-            fits = [
-                group for group in self._groups if group.task == task and asked and group.answers(asked, rated[place])
-            ]
-            if fits:
+            of_task = [(group.changed(asked, rated[place]), group) for group in self._groups if group.task == task]
+            if fits := [group for change, group in of_task if not change]:
                 uids[place] = fits[0].uid
                 self._offers[fits[0].uid] = fits[0]
                 self._groups.remove(fits[0])
-        self._log()
+            else:
+                for change, _ in of_task:
+                    changed.setdefault(change, set()).add(task)
+        self._log(changed)
         result = prompts.copy()
         result["uid"] = NonTensorStack(*uids)
         return result
 
-    def _log(self) -> None:
-        waiting = sum(len(group.sessions) for group in self._groups)
-        reasons = self._refused + Counter({"of prompts that are not in the step, or were changed": waiting})
-        is_changed = any(reason.startswith(_CHANGED) for reason in self._refused)
+    def _log(self, changed: Mapping[str, set[str]]) -> None:
+        reasons = self._refused.copy()
+        for group in self._groups:
+            of_task = [
+                f"{_CHANGED} {change} ({listed(sorted(tasks))})"
+                for change, tasks in changed.items()
+                if group.task in tasks
+            ]
+            reasons[of_task[0] if of_task else "of prompts that are not in the step"] += len(group.sessions)
+        is_changed = any(reason.startswith(_CHANGED) for reason in reasons)
         logger.log(
             logging.WARNING if is_changed else logging.INFO,
             "step %d: %d finished rollouts of %d prompts are in the store and are not generated again; not reused: %s",

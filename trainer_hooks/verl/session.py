@@ -59,7 +59,7 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable, task_name
-from trainer_hooks.verl.trained import TRAINED, WEIGHTS, ScoredRow, step_of_rows
+from trainer_hooks.verl.trained import TOKENS, TRAINED, WEIGHTS, ScoredRow, step_of_rows
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import (
     ConfigurationError,
@@ -351,7 +351,7 @@ class ReplaySession:
         recorder, ledger, scored = self._recorder, self._ledger, self._scored
         if recorder is None or ledger is None:
             return
-        rows = dataplane.read_rows(dataplane.without_padding(batch), TRAINED, (WEIGHTS,))
+        rows = dataplane.read_rows(dataplane.without_padding(batch), (*TRAINED, *TOKENS), (WEIGHTS,))
         self._recorded(recorder.flush)
         try:
             names = sorted({scored[row.key].rollout for row in rows})

@@ -18,6 +18,9 @@ from trajstore.ledger import TrainedStep
 TRAINED = ("uid", "response_mask", "old_log_probs", "advantages")
 """Required columns of trained rows."""
 
+TOKENS = ("prompts", "responses")
+"""Further ones, of which the ledger has a digest."""
+
 WEIGHTS = "rollout_is_weights"
 """Optional column: the weights of verl's rollout correction."""
 
@@ -56,7 +59,7 @@ def step_of_rows(
     actor computes no log-probs then.
 
     Args:
-        rows: with the columns of :data:`TRAINED`, without padding.
+        rows: with the columns of :data:`TRAINED` and :data:`TOKENS`, without padding.
         scored: the same rows by key.
         numbers: ids in the store by ``rollout_id``; ``None`` = not in the store.
         step: number of the step.
@@ -64,7 +67,7 @@ def step_of_rows(
         bypass: ``old_log_probs`` are the engine's.
         loss: loss terms by name.
         updates: keys of the rows of each mini-batch, in order; padding is left out.
-        header: ``data``, ``seeds`` and ``options`` of :class:`~trajstore.ledger.TrainedStep`.
+        header: ``data``, ``seeds``, ``options`` and ``config`` of :class:`~trajstore.ledger.TrainedStep`.
     """
     ordered = sorted(rows, key=lambda row: (scored[row.key].task, *_parts(row.key)))
     facts = [scored[row.key] for row in ordered]
@@ -94,6 +97,8 @@ def step_of_rows(
         policy_after=step + 1,
         loss=loss,
         updates=[sorted(places[key] for key in update if key in places) for update in updates],
+        tokens=[torch.cat([row.columns[name] for name in TOKENS]) for row in ordered],
+        log_probs=old,
         **header,
     )
 
@@ -130,6 +135,7 @@ def options_of(config: Any, pad_token_id: int, loss: Mapping[str, Any], *, recor
             "cliprange_high": float(high),
             "clip_ratio_c": float(actor.get("clip_ratio_c", 3.0)),
             "loss_agg_mode": str(actor.loss_agg_mode),
+            "loss_scale_factor": actor.get("loss_scale_factor"),
             "kl_loss_coef": float(actor.kl_loss_coef) if actor.use_kl_loss else 0.0,
             **loss,
         },

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
@@ -88,6 +88,8 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         super().__init__(config)
         with open_dict(config):  # restore the user's mode for the logged configuration
             config.trainer.v1.trainer_mode = mode
+        whole: Any = OmegaConf.to_container(config, resolve=True)
+        self._recorded_config = {"verl": whole, "contents": {**self._block.contents}}
         self.checkpoint_callback = ReplayCheckpointCallback(
             self.checkpoint_callback, lambda: self._session.hold_checkpoints()
         )
@@ -103,6 +105,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
+        self._recorded_config["contents"]["tokenizer"] = fingerprint_of(self.tokenizer)
         replays = self._block.experience_replay.enable
         self._session = ReplaySession(
             self._block,
@@ -232,6 +235,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
                 recorded_log_probs=self._block.experience_replay.exp_is_correct,
             ),
             updates=self._mini_batches(batch),
+            config=self._recorded_config,
         )
         return batch
 

@@ -10,12 +10,20 @@ from trajstore.cli.output import Output
 from trajstore.errors import counted, trajectories
 
 if TYPE_CHECKING:
-    from trajstore.ledger import Audit, Difference
+    from trajstore.ledger import Audit
+    from trajstore.operations.training import Comparison
 
 
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="ledger, store with a ledger, or run directory; path or URL")
     parser.add_argument("--against", metavar="OTHER", help="show the first step and row that differ from this ledger")
+    parser.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=float,
+        default=1e-5,
+        help="largest difference of equal floats, relative above 1 (default 1e-5); 0 = compare bit by bit",
+    )
     parser.add_argument("--max-age", metavar="N", type=int, help="highest age of a row, in policy versions")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
@@ -28,9 +36,10 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.ledger import audit, read
     from trajstore.operations.training import audit_store, difference_of
 
-    difference = None
+    compared = None
     if options.against is not None:
-        difference = difference_of(options.path, options.against)
+        compared = difference_of(options.path, options.against, options.tolerance)
+    difference = compared and compared.difference
     try:
         alone = audit(read(options.path, strict=False), options.max_age)
         results = {}
@@ -40,7 +49,7 @@ def _run(options: Namespace, out: Output) -> int:
         f"{'' if rank == ALONE else f'rank_{rank}: '}{text}" for rank, one in results.items() for text in one.problems
     ] or [*(() if results else alone.problems)]
     if options.json:
-        found = {} if options.against is None else {"difference": difference and asdict(difference)}
+        found = {} if compared is None else asdict(compared)
         stores = {"stores": [{"rank": max(rank, 0)} | asdict(one) for rank, one in results.items()]}
         out.json((stores if results else asdict(alone)) | found)
         return 1 if problems or difference else 0
@@ -55,8 +64,8 @@ def _run(options: Namespace, out: Output) -> int:
             f"{where}: each trajectory trained in at most {counted(one.most, 'step')}; {trajectories(one.untrained)} "
             f"of the store not trained, {one.gone:,} trained ones evicted since{drawn}"
         )
-    if options.against is not None:
-        _write_difference(out, options.against, difference)
+    if compared is not None:
+        _write_difference(out, options.against, compared, options.tolerance)
     return 1 if problems or difference else 0
 
 
@@ -67,11 +76,20 @@ def _write(out: Output, where: str, result: Audit) -> None:
     )
 
 
-def _write_difference(out: Output, other: str, difference: Difference | None) -> None:
+def _write_difference(out: Output, other: str, compared: Comparison, tolerance: float) -> None:
     from trajstore._core.store.run_ids import shown_id
 
+    difference = compared.difference
     if difference is None:
-        out.line(f"{other}: equal in every step and row")
+        within = f"floats within {tolerance:g}" if tolerance else "bit by bit"
+        unknown = f"; not recorded: {', '.join(compared.unknown)}" if compared.unknown else ""
+        out.line(f"{other}: equal in every step and row, {within}{unknown}")
+    config = [f"  {name}: {mine!r} here, {its!r} there" for name, (mine, its) in compared.config.items()]
+    if config:
+        out.line(f"{other}: {counted(len(config), 'option', 'differs', 'differ')} in the configuration")
+    for line in config:
+        out.line(line)
+    if difference is None:
         return
     place = f"step {difference.step}" + ("" if difference.row is None else f", row {difference.row}")
     out.line(f"{other}: differs first in {place}")
@@ -83,7 +101,7 @@ def _write_difference(out: Output, other: str, difference: Difference | None) ->
         task = "" if column.task is None else f" of {column.task!r}"
         there = "" if column.other == column.trajectory else f" (there {shown_id(column.other)})"
         first = f"first {column.row}: trajectory {shown_id(column.trajectory)}{there}{task}"
-        shown = {"tokens": "trained tokens"}.get(name, name)
+        shown = {"tokens": "trained tokens", "token_digest": "tokens", "mask_digest": "mask"}.get(name, name)
         columns[name] = (
             f"  {shown} ({counted(column.rows, 'row')}, {first}): {column.here!r} here, {column.there!r} there"
         )

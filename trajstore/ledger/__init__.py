@@ -1,6 +1,6 @@
 """The training ledger: which rows each optimizer step trained on, durable with the step."""
 
-from trajstore.ledger.audit import Audit, ColumnDifference, Difference, audit, first_difference
+from trajstore.ledger.audit import Audit, ColumnDifference, Difference, audit, config_difference, first_difference
 from trajstore.ledger.contents import LEDGER_FOLDER, LedgerContents, read
 from trajstore.ledger.step import ROW, TrainedStep
 from trajstore.ledger.writer import Ledger
@@ -15,6 +15,7 @@ __all__ = [
     "LedgerContents",
     "TrainedStep",
     "audit",
+    "config_difference",
     "first_difference",
     "read",
 ]

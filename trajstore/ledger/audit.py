@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +15,14 @@ from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import counted, listed
 from trajstore.ledger.contents import LedgerContents
 from trajstore.ledger.step import ROW, TrainedStep
+
+TOLERANCE = 1e-5
+"""Largest difference of floats that count as equal: sums over rows in another order differ by about 1e-6."""
+
+MATCHED = ("replayed", "row", "token_digest", "mask_digest")
+"""Columns by which rows of a group are matched; without the digests, the first two and the order."""
+
+_ORDER = sorted(ROW.names or (), key=lambda name: (name == "ratio") - (name in MATCHED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +75,9 @@ class Difference:
         step: its number.
         absent: which ledger lacks it, "this" or "other"; None if both have it.
         fields: both values of each field of the step that differs; of mappings, of each key (``loss.pg_loss``).
-        row: its first row that differs; None if only fields do.
-        columns: of rows that both ledgers have, by column; ``ratio`` is last, as it follows from earlier updates.
-        rows: number of rows that differ, with those that only one ledger has.
+        row: its first row that differs; None if only fields do, or rows that this ledger lacks.
+        columns: of matched rows, by column; ``ratio`` is last, as it follows from earlier updates.
+        rows: number of rows that differ, and of rows that only one ledger has.
     """
 
     step: int
@@ -142,90 +151,201 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
     return problems
 
 
-def first_difference(one: LedgerContents, other: LedgerContents) -> Difference | None:
-    """Return the first step in which two ledgers differ, and its first row, bit by bit; None if they are equal.
+def first_difference(one: LedgerContents, other: LedgerContents, tolerance: float = TOLERANCE) -> Difference | None:
+    """Return the first step in which two ledgers differ, and its first row; None if they are equal.
 
-    Each store numbers its own trajectories, so two ids are equal if they first occur in the same place.
+    Rows are matched by task, group and tokens, as trainers receive rollouts in any order. Where both ledgers have the
+    tokens' digests, ids are not compared; elsewhere two ids are equal if they first occur in matched rows, as each
+    store numbers its own trajectories. :func:`config_difference` compares configurations.
+
+    Args:
+        one: this ledger.
+        other: the other one.
+        tolerance: largest difference of equal floats, relative above 1; 0 = compare bit by bit.
     """
-    places = [_first_places(one), _first_places(other)]
+    same: tuple[dict[int, int], dict[int, int]] = {}, {}
     for number in sorted(one.steps.keys() | other.steps.keys()):
         mine, its = one.steps.get(number), other.steps.get(number)
         if mine is None or its is None:
             return Difference(number, "this" if mine is None else "other")
-        if (found := _difference(mine, its, *(of_steps[number] for of_steps in places))) is not None:
+        if (found := _difference(mine, its, same, tolerance)) is not None:
             return found
     return None
 
 
-def _first_places(ledger: LedgerContents) -> dict[int, npt.NDArray[np.int64]]:
-    """Return, for each row of each step, where its trajectory first occurs; ids below 0 are unchanged."""
-    parts = [step.rows["trajectory"] for step in ledger.steps.values()]
-    ids = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-    places = np.where(ids < 0, ids, first[inverse])
-    ends = np.cumsum([len(part) for part in parts])
-    return dict(zip(ledger.steps, np.split(places, ends[:-1]), strict=True)) if parts else {}
+def config_difference(
+    one: LedgerContents, other: LedgerContents, step: int | None = None
+) -> dict[str, tuple[object, object]]:
+    """Return both values of each option in which the configurations of a step differ; empty if one is unknown.
+
+    Args:
+        one: this ledger.
+        other: the other one.
+        step: its number; None = the newest one that both have.
+    """
+    shared = [number for number in one.steps if number in other.steps and step in (None, number)]
+    configs = [_flat("config", ledger.steps[shared[-1]].config) for ledger in (one, other)] if shared else []
+    return _unequal(*configs) if all(configs) and configs else {}
+
+
+def matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
+    """Return the numbers of matching rows of two steps, ``[n, 2]``, by the first one's."""
+    names = [name for name in MATCHED if name not in (*mine.unknown, *its.unknown)]
+    rows = [step.rows[names].tolist() for step in (mine, its)]
+    if rows[0] == rows[1] and [*mine.tasks] == [*its.tasks] and (mine.rows["group"] == its.rows["group"]).all():
+        return np.repeat(np.arange(len(rows[0]))[:, None], 2, axis=1)
+    keys = [[(row, row[:3], row[:2], ()) for row in of_step] for of_step in rows]
+    groups: list[dict[int, list[int]]] = [{}, {}]
+    for step, members in zip((mine, its), groups, strict=True):
+        for row, group in enumerate(step.rows["group"].tolist()):
+            members.setdefault(group, []).append(row)
+    named = [
+        [
+            (
+                *((_task(step, group), tuple(sorted(of_rows[row][:end] for row in members))) for end in (4, 3)),
+                _task(step, group),
+            )
+            for group, members in of_step.items()
+        ]
+        for step, of_rows, of_step in zip((mine, its), rows, groups, strict=True)
+    ]
+    parts = [[*members.values()] for members in groups]
+    pairs = [
+        (parts[0][a][row], parts[1][b][other])
+        for a, b in _paired(*named)
+        for row, other in _paired([keys[0][row] for row in parts[0][a]], [keys[1][row] for row in parts[1][b]])
+    ]
+    return np.array(sorted(pairs), np.int64).reshape(-1, 2)
+
+
+def _paired(mine: Sequence[tuple[Hashable, ...]], its: Sequence[tuple[Hashable, ...]]) -> list[tuple[int, int]]:
+    """Pair the places of equal keys in order: by the first key of each, what is left by the second, and so on."""
+    pairs: list[tuple[int, int]] = []
+    left, rest = [*range(len(mine))], [*range(len(its))]
+    for level in range(len(mine[0]) if mine else 0):
+        waiting: dict[Hashable, deque[int]] = {}
+        for place in rest:
+            waiting.setdefault(its[place][level], deque()).append(place)
+        found = {place: waiting[key].popleft() for place in left if waiting.get(key := mine[place][level])}
+        pairs += found.items()
+        left, rest = [place for place in left if place not in found], sorted(chain(*waiting.values()))
+    return pairs
+
+
+def _task(step: TrainedStep, group: int) -> str | None:
+    return step.tasks[group] if step.tasks else None
 
 
 def _difference(
-    mine: TrainedStep, its: TrainedStep, my_places: npt.NDArray[np.int64], its_places: npt.NDArray[np.int64]
+    mine: TrainedStep, its: TrainedStep, same: tuple[dict[int, int], dict[int, int]], tolerance: float
 ) -> Difference | None:
-    both = min(len(mine.rows), len(its.rows))
+    pairs = matched_rows(mine, its)
+    here, there = mine.rows[pairs[:, 0]], its.rows[pairs[:, 1]]
+    absent = {"group", *mine.unknown, *its.unknown}
     columns: dict[str, ColumnDifference] = {}
-    differ = np.zeros(both, bool)
-    for name in sorted(ROW.names or (), key="ratio".__eq__):
-        here, there = mine.rows[name][:both], its.rows[name][:both]
-        values = (my_places[:both], its_places[:both]) if name == "trajectory" else (here, there)
-        unlike, found = column_difference(mine, its, here, there, values)
+    differ = np.zeros(len(pairs), bool)
+    if "token_digest" not in absent:
+        absent.add("trajectory")
+    for name in _ORDER:
+        if name in absent:
+            continue
+        ids = name == "trajectory"
+        unlike = _other_ids(here[name], there[name], same) if ids else _unlike(here[name], there[name], tolerance)
         differ |= unlike
-        if found is not None:
-            columns[name] = found
+        if unlike.any():
+            columns[name] = column_difference(mine, its, pairs, here[name], there[name], unlike)
     unequal = _unequal(_fields(mine), _fields(its))
-    count = int(differ.sum()) + abs(len(mine.rows) - len(its.rows))
+    for name in {**mine.loss, **its.loss}:
+        pair = mine.loss.get(name), its.loss.get(name)
+        if None in pair or _unlike(np.array(pair[:1], np.float64), np.array(pair[1:], np.float64), tolerance)[0]:
+            unequal[f"loss.{name}"] = pair
+    alone = [np.setdiff1d(np.arange(len(step.rows)), pairs[:, side]) for side, step in enumerate((mine, its))]
+    if alone[0].size or alone[1].size:
+        unequal["tasks of unmatched rows"] = (_tasks_of(mine, alone[0]), _tasks_of(its, alone[1]))
+    elif _updates(mine, dict(pairs[:, [0, 0]].tolist())) != _updates(its, dict(pairs[:, ::-1].tolist())):
+        unequal["updates"] = (mine.updates, its.updates)
+    count = int(differ.sum()) + sum(map(len, alone))
     if not unequal and not count:
         return None
-    first = int(differ.argmax()) if columns else both if count else None
+    first = min([*pairs[differ, 0].tolist(), *alone[0].tolist()], default=None)
     return Difference(mine.step, fields=unequal, row=first, columns=columns, rows=count)
+
+
+def _tasks_of(step: TrainedStep, rows: npt.NDArray[np.int64]) -> list[str]:
+    return sorted({str(_task(step, group)) for group in step.rows["group"][rows].tolist()})
+
+
+def _updates(step: TrainedStep, numbers: Mapping[int, int]) -> list[list[int]]:
+    """Return the rows of each loss computation, renumbered, in order."""
+    return [sorted(numbers[row] for row in update) for update in step.updates]
+
+
+def _other_ids(
+    here: npt.NDArray[np.int64], there: npt.NDArray[np.int64], same: tuple[dict[int, int], dict[int, int]]
+) -> npt.NDArray[np.bool_]:
+    """Return which rows have another trajectory than earlier rows say; add the new ones to ``same``.
+
+    Ids below 0 are of this step alone.
+    """
+    local: tuple[dict[int, int], dict[int, int]] = {}, {}
+    unlike = np.zeros(len(here), bool)
+    for place, (a, b) in enumerate(zip(here.tolist(), there.tolist(), strict=True)):
+        forth, back = same if a >= 0 else local
+        unlike[place] = (a < 0) != (b < 0) or forth.setdefault(a, b) != b or back.setdefault(b, a) != a
+    return unlike
+
+
+def _unlike(here: npt.NDArray[Any], there: npt.NDArray[Any], tolerance: float) -> npt.NDArray[np.bool_]:
+    """Return which values differ: NaN equals itself; bit by bit, -0.0 differs from 0.0."""
+    if tolerance and here.dtype.kind == "f":
+        return np.asarray(~np.isclose(here, there, tolerance, tolerance, equal_nan=True))
+    a, b = (values.copy().view(f"V{values.itemsize}") for values in (here, there))
+    return np.asarray(a != b)
 
 
 def column_difference(
     mine: TrainedStep,
     its: TrainedStep,
+    pairs: npt.NDArray[np.int64],
     here: npt.NDArray[Any],
     there: npt.NDArray[Any],
-    compared: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None,
-) -> tuple[npt.NDArray[np.bool_], ColumnDifference | None]:
-    """Return which rows of a step differ in a column, bit by bit: NaN equals itself, -0.0 differs from 0.0.
+    unlike: npt.NDArray[np.bool_],
+) -> ColumnDifference:
+    """Return how matched rows of a step differ in a column.
 
     Args:
         mine: the step in this ledger.
         its: that in the other one.
+        pairs: of :func:`matched_rows`.
         here: values of this ledger's rows.
         there: those of the other one.
-        compared: values to compare instead.
+        unlike: which of them differ.
     """
-    a, b = (values.copy().view(f"V{values.itemsize}") for values in compared or (here, there))
-    unlike = a != b
-    if not unlike.any():
-        return unlike, None
-    row = int(unlike.argmax())
-    trajectory, other = (int(step.rows["trajectory"][row]) for step in (mine, its))
-    task = mine.tasks[int(mine.rows["group"][row])] if mine.tasks else None
-    return unlike, ColumnDifference(
-        int(unlike.sum()), row, trajectory, other, task, here[row].item(), there[row].item()
+    first = int(unlike.argmax())
+    row, other = pairs[first].tolist()
+    return ColumnDifference(
+        int(unlike.sum()),
+        row,
+        int(mine.rows["trajectory"][row]),
+        int(its.rows["trajectory"][other]),
+        _task(mine, int(mine.rows["group"][row])),
+        here[first].item(),
+        there[first].item(),
     )
 
 
 def _fields(step: TrainedStep) -> dict[str, object]:
-    """Return the fields of a step, those of mappings by their keys."""
+    """Return the fields of a step that are compared as they are, those of mappings by their keys."""
     values: dict[str, object] = {"number of rows": len(step.rows)}
-    for item in dataclasses.fields(TrainedStep):
-        value = getattr(step, item.name)
-        if isinstance(value, Mapping):
-            values |= {f"{item.name}.{key}": part for key, part in value.items()}
-        elif item.name != "rows":
-            values[item.name] = value
+    for name in ("policy_before", "policy_after", "data", "seeds", "options", "unknown"):
+        values |= _flat(name, getattr(step, name))
     return values
+
+
+def _flat(name: str, value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {key: part for inner, item in value.items() for key, part in _flat(f"{name}.{inner}", item).items()}
 
 
 def _unequal(mine: Mapping[str, object], its: Mapping[str, object]) -> dict[str, tuple[object, object]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,5 +232,11 @@ def contents_of(
                 replaced.append(record["step"])
             else:
                 steps[record["step"]] = TrainedStep.from_json(record, f"{directory.url}/{segment.name}")
+    config: Mapping[str, Any] = {}
+    for number, step in steps.items():
+        if step.config:
+            config = step.config
+        elif config:
+            steps[number] = dataclasses.replace(step, config=config)
     empty = not newest.end and not newest.torn
     return LedgerContents(steps, tuple(replaced), newest.torn, empty, tuple(damaged or ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,9 @@ ROW = np.dtype(
         ("probability", np.float64),
         ("version", np.int32),
         ("replayed", np.uint8),
+        ("token_digest", np.uint32),
+        ("mask_digest", np.uint32),
+        ("log_prob", np.float32),
     ]
 )
 """The columns of a trained row.
@@ -35,8 +39,32 @@ number in the rollout; ``group`` its number in the step. ``advantage`` and ``rat
 its trained tokens, whose number is ``tokens``; ``weight`` is its further factor in the loss, 0 if it has no loss.
 ``probability`` is its chance in the draw. Rows of a loader are transitions, sequences or whole trajectories: ``tokens``
 is then the number of steps from ``row`` on, or of tokens, and ``weight`` the importance weight.
-``version`` is the policy that sampled it, -1 if unknown; ``replayed`` 1 for a replayed row.
+``version`` is the policy that sampled it, -1 if unknown; ``replayed`` 1 for a replayed row. ``token_digest`` is
+:func:`digest` of its tokens, prompt and response; ``mask_digest`` that of the places of its trained tokens in the
+response, 0 if they are the first ones. ``log_prob`` is the mean over its trained tokens of the log-probs that its
+ratios are relative to.
 """
+
+UNKNOWN = ("probability", "token_digest", "mask_digest", "log_prob")
+"""Columns that a trainer may not know; the others have a value by default."""
+
+
+def digest(numbers: npt.ArrayLike) -> int:
+    """Return 32 bits that tell whole numbers apart, the same on every machine."""
+    data = np.asarray(numbers, "<i8").tobytes()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little")
+
+
+def mask_digest(mask: npt.ArrayLike) -> int:
+    """Return ``mask_digest`` of a row; trailing zeros do not matter."""
+    places = np.flatnonzero(mask)
+    return digest(places) if len(places) and places[-1] >= len(places) else 0
+
+
+def _stored(name: str) -> np.dtype[Any]:
+    """Return the dtype of a column in a record: deltas of digests would only be larger."""
+    return np.dtype("V4") if name.endswith("_digest") else ROW[name]
+
 
 _ALWAYS_KNOWN = ("trajectory", "row", "version", "replayed")
 
@@ -59,6 +87,8 @@ class TrainedStep:
         options: of advantages, loss and policy, by which the step can be recomputed; JSON values, empty if unknown.
         updates: the rows of each loss computation, in order; empty if unknown.
         unknown: columns without values: not written, and read as 0 here and NaN in :meth:`LedgerContents.table`.
+        config: the trainer's whole configuration, JSON values without credentials; empty if unknown. Written where it
+            differs from that of the step before, and read into every step.
     """
 
     step: int
@@ -71,7 +101,8 @@ class TrainedStep:
     seeds: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     updates: Sequence[Sequence[int]] = ()
-    unknown: Sequence[str] = ("probability",)
+    unknown: Sequence[str] = UNKNOWN
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         """Check that the step can be recorded exactly.
@@ -101,7 +132,8 @@ class TrainedStep:
             raise ConfigurationError(f"step {self.step}: updates must have numbers of its {len(self.rows)} rows")
         for name in ("policy_before", "policy_after"):
             whole_or_none(f"step {self.step}: {name}", getattr(self, name), -INT64_MAX)
-        header = {name: getattr(self, name) for name in ("policy_before", "policy_after", "data", "seeds", "options")}
+        names = ("policy_before", "policy_after", "data", "seeds", "options", "config")
+        header = {name: getattr(self, name) for name in names}
         for name, value in (*header.items(), ("tasks", list(self.tasks)), ("loss", list(self.loss))):
             try:
                 same = orjson.loads(orjson.dumps(value)) == value
@@ -116,7 +148,10 @@ class TrainedStep:
         Args:
             after: the step that it continues from.
         """
+        config = {"config": dict(self.config)} if self.config else {}
+        names = [name for name in ROW.names or () if name not in self.unknown]
         return {
+            **config,
             "step": self.step,
             "after": after,
             "tasks": list(self.tasks),
@@ -126,7 +161,7 @@ class TrainedStep:
             "seeds": dict(self.seeds),
             "options": dict(self.options),
             "updates": [pack(np.array(update, _PLACE)) for update in self.updates],
-            "rows": {name: pack(self.rows[name]) for name in ROW.names or () if name not in self.unknown},
+            "rows": {name: pack(self.rows[name].view(_stored(name))) for name in names},
         }
 
     @staticmethod
@@ -137,7 +172,7 @@ class TrainedStep:
             CorruptStoreError: it is not a record of a ledger.
         """
         try:
-            columns = {name: unpack(column, ROW[name]) for name, column in record["rows"].items()}
+            columns = {name: unpack(column, _stored(name)).view(ROW[name]) for name, column in record["rows"].items()}
             if absent := [name for name in _ALWAYS_KNOWN if name not in columns]:
                 raise ValueError(f"column {absent[0]} is absent")
             if len({len(column) for column in columns.values()}) != 1:
@@ -159,6 +194,7 @@ class TrainedStep:
                 options=record.get("options", {}),
                 updates=tuple(tuple(unpack(update, _PLACE).tolist()) for update in record.get("updates", ())),
                 unknown=tuple(name for name in ROW.names or () if name not in columns),
+                config=record.get("config", {}),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"{source}: a record is not of a ledger: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from functools import partial
@@ -57,6 +58,7 @@ class Ledger(Closing):
         self._segments = segments_of(self._directory)
         self._last: int | None = None
         self._size = 0
+        self._config: Mapping[str, Any] = {}  # of the last record of this process
         while self._segments:
             segment = self._segments[-1]
             tail = segment.records(self._directory)
@@ -111,7 +113,7 @@ class Ledger(Closing):
         if replaced := len(contents_of(self._directory, self._segments, first, self._last).steps):
             after = "" if step is None else f" after step {step}"
             warnings.warn(f"{self._directory.url}: {counted(replaced, 'step')}{after} will be replaced", stacklevel=3)
-        self._last, self._size = step, self._segment_bytes
+        self._last, self._size, self._config = step, self._segment_bytes, {}
 
     def record(self, step: TrainedStep) -> None:
         """Record a step; it is durable on return, so record it before any checkpoint that contains it.
@@ -162,12 +164,13 @@ class Ledger(Closing):
             segments = self._segments
             begins = not segments or self._size >= self._segment_bytes
             segment = Segment(len(segments), self._last) if begins else segments[-1]
-            line = encode_line(step.to_json(self._last))
+            known = dataclasses.replace(step, config={}) if step.config == self._config else step
+            line = encode_line(known.to_json(self._last))
             self._directory.append(segment.name, line)
             if begins:
                 segments.append(segment)
                 self._size = 0
-            self._last, self._size = step.step, self._size + len(line)
+            self._last, self._size, self._config = step.step, self._size + len(line), step.config
 
     def close(self) -> None:
         """Release the folder."""

@@ -21,10 +21,11 @@ from trajstore.ledger import (
     LedgerContents,
     TrainedStep,
     audit,
+    config_difference,
     first_difference,
     read,
 )
-from trajstore.ledger.audit import column_difference
+from trajstore.ledger.audit import TOLERANCE, column_difference, matched_rows
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import pool_support
@@ -53,6 +54,21 @@ class StoreAudit:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The result of :func:`difference_of`.
+
+    Attributes:
+        difference: the first one of the steps; None if there is none.
+        config: options that differ, with both values.
+        unknown: what a ledger does not have in a step, so that it was not compared: columns, ``config``.
+    """
+
+    difference: Difference | None
+    config: dict[str, tuple[object, object]]
+    unknown: tuple[str, ...]
+
+
 def ledger_of(path: str | Path) -> LedgerContents:
     """Read the intact records of the ledger in a folder, or in the folder ``ledger`` of a store.
 
@@ -65,26 +81,34 @@ def ledger_of(path: str | Path) -> LedgerContents:
         return read(f"{path}/{LEDGER_FOLDER}", strict=False)
 
 
-def difference_of(path: str | Path, other: str | Path) -> Difference | None:
-    """Return the first difference of two ledgers; of two stores' ledgers, ``columns`` begins with ``outcome``.
+def difference_of(path: str | Path, other: str | Path, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare two ledgers; of two stores' ledgers, ``columns`` of a difference begins with ``outcome``.
 
     Outcomes are those of the stores now, and compared where both know them.
+
+    Args:
+        path: ledger, or store with a ledger.
+        other: the other one.
+        tolerance: as for :func:`~trajstore.ledger.first_difference`.
 
     Raises:
         StoreNotFoundError: there is no ledger.
         CorruptStoreError: a store is damaged.
     """
     ledgers = ledger_of(path), ledger_of(other)
-    difference = first_difference(*ledgers)
-    if difference is None or not difference.columns:
-        return difference
-    steps = [ledger.steps[difference.step] for ledger in ledgers]
-    outcomes = [_outcomes(of, step) for of, step in zip((path, other), steps, strict=True)]
-    here, there = (values[: min(map(len, outcomes))] for values in outcomes)
-    unknown = np.isnan(here) | np.isnan(there)
-    compared = np.where(unknown, 0.0, here), np.where(unknown, 0.0, there)
-    _, found = column_difference(steps[0], steps[1], here, there, compared)
-    return difference if found is None else replace(difference, columns={"outcome": found} | difference.columns)
+    difference = first_difference(*ledgers, tolerance)
+    config = config_difference(*ledgers, None if difference is None or difference.absent else difference.step)
+    unknown = {name for ledger in ledgers for step in ledger.steps.values() for name in step.unknown}
+    if not all(step.config for ledger in ledgers for step in ledger.steps.values()):
+        unknown.add("config")
+    if difference is not None and difference.columns:
+        steps = [ledger.steps[difference.step] for ledger in ledgers]
+        pairs = matched_rows(steps[0], steps[1])
+        here, there = (_outcomes(of, step)[rows] for of, step, rows in zip((path, other), steps, pairs.T, strict=True))
+        if (unlike := ~np.isnan(here) & ~np.isnan(there) & (here != there)).any():
+            found = column_difference(steps[0], steps[1], pairs, here, there, unlike)
+            difference = replace(difference, columns={"outcome": found} | difference.columns)
+    return Comparison(difference, config, tuple(sorted(unknown)))
 
 
 def _outcomes(path: str | Path, step: TrainedStep) -> npt.NDArray[np.float64]:

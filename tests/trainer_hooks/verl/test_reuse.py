@@ -83,7 +83,9 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
         assert texts == [Finished("usual", {0: ids[0], 2: ids[1]}), Finished("usual", {0: ids[2]})]
         again = new_prompts(2)
         assert reuse.offered(again) is again
+        caplog.clear()
         assert list(reuse.named(new_prompts(2, content="changed"), STEP + 1)["uid"]) == ["new0"]
+        assert "1 sampled with other prompt (sums:2)" in caplog.text, "a warning"
         reuse.find(reader, STEP, {"run-a"})
         for truth, kept in (("corrected", "new0"), ("1", "u2")):
             prompts = new_prompts(2)
@@ -91,6 +93,7 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
             again_named = reuse.named(prompts, STEP + 1)
             assert list(again_named["uid"]) == [kept]
             reuse.offered(again_named)
+        assert "1 sampled with other ground truth (sums:2)" in caplog.text
         assert list(reuse.named(again, STEP + 2)["uid"]) == ["new0"], "of a later step"
 
         changed = Reuse("corrected", "usual", "tokens")
