@@ -302,7 +302,7 @@ def _facts(of_one: dict[str, Any], texts: list[str]) -> dict[str, Any] | None:
         return None
     known = {name: number for name, number in of_one.items() if number not in (-1, None) or name.startswith("reward_")}
     known = {name: number for name, number in known.items() if number == number}  # drops NaN
-    known |= {name: texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
+    known |= {name: texts[known[name]] for name in ("task", "data_id", "rollout_id", "session") if name in known}
     return known | ({"terminated": bool(known["terminated"])} if "terminated" in known else {})
 
 

@@ -20,7 +20,7 @@ lengths) P and R::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from trainer_hooks.guidance import TrainMode
 from trainer_hooks.masks import build_exp_mask, compute_response_mask
 from trajstore._core.base.arguments import one_of, truth, whole, whole_or_none
+from trajstore._core.columns.facts import session_of
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, MissingDependencyError
 from trajstore.trajectory import AgentTrajectory
 
@@ -52,7 +53,7 @@ class BatchRow:
         add_exp: whether experience was put into the rollout's prompt.
         train_mode: whether training keeps or discards that part of the prompt.
         rollout: for a rollout with several rows: index of the rollout in the batch, index of the row in it, number of
-            its rows. ``None``: this row is a rollout.
+            its rows. ``None``: this row is a rollout, or of the session in its metadata.
         extras: added to the batch's ``extras``, besides the flags above and the policy version.
     """
 
@@ -290,9 +291,15 @@ def _extras(row: BatchRow) -> dict[str, Any]:
         "add_exp": row.add_exp,
         "task_train_expmode": row.train_mode,
         "policy_version": row.trajectory.policy_version,
-        **({} if row.rollout is None else {"rollout": row.rollout}),
+        **({} if (rollout := row.rollout or _of_session(row)) is None else {"rollout": rollout}),
         **row.extras,
     }
+
+
+def _of_session(row: BatchRow) -> tuple[Hashable, int, int] | None:
+    """Return ``rollout`` of a session's row that was given alone, with a name instead of the rollout's number."""
+    session = session_of(row.trajectory.metadata)
+    return None if session is None or session[2] == 1 else ((row.group_id, session[0]), *session[1:])
 
 
 def _objects(values: Sequence[object]) -> npt.NDArray[np.object_]:

@@ -218,6 +218,8 @@ class ReplayFigures:
         refused, self._histories, self._refused = self._refused, [], {}
         figures = refused | metrics.rollout_metrics(fresh, histories, self._manager.rules.success_threshold)
         self._demonstrations = sum(row_count(trajectory) for trajectory in histories if is_demonstration(trajectory))
+        counts = {"rollouts": len(fresh) + len(histories), "replayed_rollouts": len(histories)}
+        figures |= {metrics.PREFIX + name: float(count) for name, count in counts.items()}
         if histories:
             figures[f"{metrics.PREFIX}demonstration_rows"] = float(self._demonstrations)
         return figures

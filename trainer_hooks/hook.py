@@ -15,6 +15,9 @@ One step of any GRPO trainer, with the calls in their order::
 
 ``exp_mask`` in ``...`` is the batch's, [B, P + R]. ``state_dict`` goes into the trainer's checkpoint, and
 ``resume(state, step)`` is called when the trainer resumes. With ``enable: false`` the calls return their input.
+
+``fresh`` may have the rows of agent sessions (``metadata["session"]``), all of a session: the calls take them for one
+rollout (:func:`~trainer_hooks.replay.rows.whole_sessions`).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
+from trainer_hooks.replay.rows import whole_sessions
 from trainer_hooks.trained import StepRecorder
 from trajstore._core.base.arguments import finite, path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
@@ -217,6 +221,7 @@ class ReplayHook(Closing, Generic[Task]):
         """
         if self._made is None:
             return []
+        fresh = whole_sessions(fresh)
         pairs = zip(plan, self._joining(plan, fresh), strict=True)
         missing = [(asked.task, len(asked.histories) - len(joined.histories)) for asked, joined in pairs]
         return [PlannedTask(task, count, ()) for task, count in missing if count]
@@ -231,6 +236,7 @@ class ReplayHook(Closing, Generic[Task]):
         Raises:
             ConfigurationError: there are more or fewer rollouts than planned, or they are in another order.
         """
+        fresh = whole_sessions(fresh)
         if self._made is None:
             return rows_of_plan(plan, fresh, self.config.group_offpolicy)
         joining = self._joining(plan, fresh)
@@ -380,7 +386,7 @@ class ReplayHook(Closing, Generic[Task]):
             InvalidTrajectoryError: a rollout is not in the batch, two have the same ids, or was handed over already.
             StoreWriteError: the pool's store could not write.
         """
-        replay, recorder = self._replay, self._recorder
+        replay, recorder, fresh = self._replay, self._recorder, whole_sessions(fresh)
         completed: list[AgentTrajectory] = []
         if replay is not None:
             with replay.figures.times.measure("step_done"):
@@ -447,7 +453,7 @@ class ReplayHook(Closing, Generic[Task]):
             StoreWriteError: the pool's store could not write.
         """
         check_lengths(task_ids=task_ids, is_experience_replay=is_experience_replay, policy_versions=policy_versions)
-        replay = self._replay
+        replay, done = self._replay, whole_sessions(done)
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):

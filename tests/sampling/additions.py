@@ -11,10 +11,12 @@ from trajstore._core.sampling import Additions
 
 
 def additions(
-    samples: Mapping[int, int], versions: Sequence[int] | None = None, tasks: Sequence[str] | None = None
+    samples: Mapping[int, int],
+    versions: Sequence[int] | None = None,
+    tasks: Sequence[str] | None = None,
+    sessions: Sequence[tuple[str, int]] | None = None,
 ) -> Additions:
     """Return additions of trajectories, given sample counts by id."""
     known = [UNKNOWN_VERSION] * len(samples) if versions is None else versions
-    return Additions(
-        np.array(list(samples), np.int64), np.array(list(samples.values()), np.int64), np.array(known, np.int64), tasks
-    )
+    columns = (np.array(list(values), np.int64) for values in (samples, samples.values(), known))
+    return Additions(*columns, tasks, sessions=sessions)

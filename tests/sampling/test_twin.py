@@ -179,7 +179,7 @@ class EpochTwin(SamplerTwin):
 
 
 class GroupTwin(SamplerTwin):
-    """Whole groups of distinct tasks, as many as available."""
+    """Whole groups of distinct tasks, as many as available; the rows of a session are one rollout."""
 
     LEAST, MOST, MAX_AGE = 2, 3, 2
 
@@ -191,30 +191,38 @@ class GroupTwin(SamplerTwin):
         self.newest = 0
 
     def additions_of(self, numbers: list[int]) -> Additions:
-        rows = [self.rows[number] for number in numbers]
-        return additions(dict.fromkeys(numbers, 1), [version for _, version in rows], [task for task, _ in rows])
+        tasks, versions, *sessions = zip(*(self.rows[number] for number in numbers), strict=True)
+        pairs = list(zip(*sessions, strict=True))
+        return additions(dict.fromkeys(numbers, 1), versions, tasks, pairs if any(name for name, _ in pairs) else None)
 
-    @rule(tasks=st.text("abcd", min_size=1, max_size=8), step=st.integers(0, 2))
-    def add(self, tasks: str, step: int) -> None:
+    @rule(rollouts=st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 3)), min_size=1), step=st.integers(0, 2))
+    def add(self, rollouts: list[tuple[str, int]], step: int) -> None:
         self.newest += step
-        numbers = self.next_numbers(len(tasks))
-        rows = {number: (task, self.newest) for number, task in zip(numbers, tasks, strict=True)}
-        self.note(additions(dict.fromkeys(numbers, 1), [self.newest] * len(tasks), list(tasks)), rows)
+        rows = {}
+        for task, paths in rollouts:  # 0: no session
+            numbers = self.next_numbers(len(rows) + max(paths, 1))[len(rows) :]
+            name = f"{numbers[0]}" if paths else ""
+            rows |= dict.fromkeys(numbers, (task, self.newest, name, paths))
+        self.rows |= rows
+        new = self.additions_of(list(rows))
+        for number in rows:
+            del self.rows[number]
+        self.note(new, rows)
 
     @precondition(lambda self: self.rows)
     @rule(count=st.integers(1, 5), window=st.integers(0, 12))
     def draw(self, count: int, window: int) -> None:
         first = sorted(self.rows)[-window:][0] if window else None
         drawn = self.drawn(count, first)
-        expected = {
-            task: [
-                number
-                for number, (its, version) in self.rows.items()
-                if its == task and self.is_young(version) and number >= (first or 0)
-            ]
-            for task, _ in self.rows.values()
-        }
-        good = {task: numbers[-self.MOST :] for task, numbers in expected.items() if len(numbers) >= self.LEAST}
+        expected: dict[str, dict[object, list[int]]] = {}
+        for number, (task, version, name, _) in self.rows.items():
+            if self.is_young(version) and number >= (first or 0):
+                expected.setdefault(task, {}).setdefault(name or number, []).append(number)
+        good = {}
+        for task, rollouts in expected.items():
+            whole = [rows for rows in rollouts.values() if len(rows) >= self.rows[rows[0]][3]]
+            if len(whole) >= self.LEAST:
+                good[task] = [number for rows in whole[-self.MOST :] for number in rows]
         tasks = {self.rows[number][0] for number in drawn}
         assert len(tasks) == min(count, len(good))
         assert sorted(drawn) == sorted(number for task in tasks for number in good[task])

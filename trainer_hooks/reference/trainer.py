@@ -30,7 +30,7 @@ from trainer_hooks.reference.model import build_model, response_log_probs
 from trainer_hooks.reference.rollout import RolloutWorker
 from trainer_hooks.reference.tokenizer import WordTokenizer
 from trainer_hooks.reference.warm_start import warm_start
-from trainer_hooks.replay.rows import turns_as_rows
+from trainer_hooks.replay.rows import turns_as_rows, whole_sessions
 from trajstore._core.base.closing import Closing
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
@@ -302,7 +302,8 @@ class ReferenceTrainer(Closing):
             self.guidance.context([{"role": "user", "content": self.environment.begin(task).first_message}], config)
             for task, config in zip(tasks, configs, strict=True)
         ]
-        made = self.worker.run(tasks, generator, [str(messages[0]["content"]) for messages in openings])
+        texts = [str(messages[0]["content"]) for messages in openings]
+        made = whole_sessions(self.worker.run(tasks, generator, texts))
         return [self.guidance.finished(rollout, config) for rollout, config in zip(made, configs, strict=True)]
 
     def _batch(self, rows: Sequence[BatchRow]) -> Batch:

@@ -7,12 +7,13 @@ outcome is absent or not finite, or if it was asked for and did not come back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from trajstore._core.base.arguments import is_number
+from trajstore._core.columns.facts import session_of
 from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
@@ -117,6 +118,12 @@ def is_replayed(trajectory: AgentTrajectory) -> bool:
     return bool(trajectory.metadata.get(REPLAY_MARK, False))
 
 
+def member_of(row: AgentTrajectory, place: int) -> Hashable:
+    """Return the member of a GRPO group that a row belongs to: its task's session, or else its place in a list."""
+    session = session_of(row.metadata)
+    return place if session is None else (row.task_id, session[0])
+
+
 def asked_for(rollouts: Sequence[AgentTrajectory]) -> dict[str, int]:
     """Return the number of rollouts requested of each task, where it is recorded (``metadata["task_rollouts"]``).
 
@@ -131,6 +138,8 @@ def count_outcomes(
 ) -> dict[str, TaskOutcome]:
     """Return the outcomes of each task's rollouts, in order of first appearance. Replayed ones are left out.
 
+    Rows of one session (:func:`member_of`) count once.
+
     Args:
         trajectories: the rollouts of one step.
         threshold: lowest outcome of a success.
@@ -140,13 +149,15 @@ def count_outcomes(
         InvalidTrajectoryError: a trajectory has no ``task_id``.
     """
     counts: dict[str, list[int]] = {}
-    for trajectory in trajectories:
+    members: set[Hashable] = set()
+    for place, trajectory in enumerate(trajectories):
         if not trajectory.task_id:
             raise InvalidTrajectoryError(
                 f"field task_id: empty (rollout {trajectory.rollout_id!r}); the pool keeps trajectories by task, set it"
             )
-        if is_replayed(trajectory):
+        if is_replayed(trajectory) or (member := member_of(trajectory, place)) in members:
             continue
+        members.add(member)
         outcome = known_outcome(trajectory)
         count = counts.setdefault(trajectory.task_id, [0, 0, 0])
         count[0] += 1

@@ -37,6 +37,7 @@ from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer,
 from trainer_hooks.replay.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_replayed
 from trainer_hooks.replay.prompts import Prompt, RowPrompts
+from trainer_hooks.replay.rows import members_of, whole_sessions
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
     LeftOut,
@@ -179,7 +180,8 @@ class ExperienceManager:
             ConfigurationError: both ``asked`` and ``n_rollout`` are given.
         """
         trajectories = list(map(with_fields_of_metadata, trajectories))
-        return list(self._filtered(trajectories, entropys, response_mask, asked, n_rollout).values())
+        kept = self._filtered(trajectories, entropys, response_mask, asked, n_rollout)
+        return list({id(rollout): rollout for rollout in kept.values()}.values())
 
     def _filtered(
         self,
@@ -189,23 +191,29 @@ class ExperienceManager:
         asked: Mapping[str, int] | None,
         n_rollout: int | None,
     ) -> dict[int, AgentTrajectory]:
-        """Return the rollouts worth keeping by position; retire solved tasks."""
+        """Return the rollouts worth keeping by the positions of their rows; retire solved tasks."""
         if n_rollout is not None:
             whole("n_rollout", n_rollout, 1)
             if asked is not None:
                 raise ConfigurationError("n_rollout: the same as asked for each task; give one of them")
             asked = {trajectory.task_id: n_rollout for trajectory in trajectories}
         means: list[float | None] | None = None
+        members = members_of(trajectories)
         if entropys is not None and response_mask is not None:
             if not len(trajectories) == len(entropys) == len(response_mask):
                 raise InvalidTrajectoryError(
                     f"{counted(len(trajectories), 'trajectory')}, entropys of {len(entropys)} rows and response_mask of"
                     f" {len(response_mask)}: row i must belong to trajectory i"
                 )
-            means = [mean_entropy(*row) for row in zip(entropys, response_mask, strict=True)]
+            means = [
+                mean_entropy(*(torch.cat([column[row] for row in rows]) for column in (entropys, response_mask)))
+                for rows in members
+            ]
+        trajectories = whole_sessions(trajectories)
         outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
         unscored = all(one.old_log_probs is None for one in trajectories if not is_replayed(one))
-        return self._keep(trajectories, means, outcomes, unscored=unscored)
+        kept = self._keep(trajectories, means, outcomes, unscored=unscored)
+        return {row: rollout for number, rollout in kept.items() for row in members[number]}
 
     def judge(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> None:
         """Update buckets and skip set from rollouts that will not be replayed.
@@ -871,9 +879,9 @@ class ExperienceManager:
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
         """Return trajectories with tokens made of their messages where possible; log a summary.
 
-        Values that AgentEvolver keeps in ``metadata`` become fields.
+        Rows of a session become one trajectory. Values that AgentEvolver keeps in ``metadata`` become fields.
         """
-        trajectories = list(map(with_fields_of_metadata, trajectories))
+        trajectories = whole_sessions(list(map(with_fields_of_metadata, trajectories)))
         if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
         result = tokenized(trajectories, self._tokenizer)

@@ -8,23 +8,74 @@ form one trajectory whose tokens are those of the rows, concatenated; ``metadata
            response         |         prompt, response | ...       columns of the response    [L - first prompt]
 
 Prompts of later rows are no response: masks, log-probs and entropies are 0 there.
+
+A finished agent session is stored as one row for each path of its calls (:func:`whole_sessions`), and is one rollout.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from trainer_hooks.replay.outcomes import known_outcome, member_of
+from trajstore._core.columns.facts import SESSION, session_of
+from trajstore._core.columns.limits import shown
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 ROWS = "rows"
 """Key of ``metadata``: ``[{"tokens": L, "prompt": P, ...}, ...]`` of each row; absent = the trajectory is one row."""
 
+_TOLD = frozenset(("tokens", "prompt", "messages", "metadata"))
+"""Keys of a row's description that are not keys of its own ``metadata``."""
+
 _RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
+
+
+def members_of(rows: Sequence[AgentTrajectory]) -> list[list[int]]:
+    """Return the places of the rows of each rollout, in order of their first rows (``outcomes.member_of``)."""
+    places: dict[Hashable, list[int]] = {}
+    for place, row in enumerate(rows):
+        places.setdefault(member_of(row, place), []).append(place)
+    return list(places.values())
+
+
+def whole_sessions(rows: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return rollouts with the rows of each session as one trajectory (:func:`pack_rows`), at the place of its first.
+
+    ``policy_version`` is the oldest of the rows', unknown if one of them is.
+
+    Raises:
+        InvalidTrajectoryError: rows of a session lack, occur twice, or differ in their reward; names it.
+    """
+    return [_session([rows[place] for place in places]) for places in members_of(rows)]
+
+
+def _session(rows: Sequence[AgentTrajectory]) -> AgentTrajectory:
+    """Return the rows of one rollout as one trajectory."""
+    session = session_of(rows[0].metadata)
+    if session is None:
+        return rows[0]
+    ordered = sorted(rows, key=lambda row: int(row.metadata[SESSION]["path"]))
+    paths = [row.metadata[SESSION]["path"] for row in ordered]
+    rewards = [(known_outcome(row), None if row.reward is None else row.reward.metadata) for row in ordered]
+    problem = ""
+    if paths != list(range(session[2])):
+        problem = f"has the paths {paths} here, must have each of its {session[2]} once; pass all rows of a session"
+    elif any(reward != rewards[0] for reward in rewards):
+        problem = f"its rows have different rewards (outcomes {[outcome for outcome, _ in rewards]}); correct all rows"
+    if problem:
+        raise InvalidTrajectoryError(f"session {session[0]} of task {shown(rows[0].task_id)}: {problem}")
+    if len(ordered) == 1:
+        return ordered[0]
+    names = dict.fromkeys(name for row in ordered for name in row.metadata)
+    own = [name for name in names if any(row.metadata.get(name) != ordered[0].metadata.get(name) for row in ordered)]
+    versions = [row.policy_version for row in ordered if row.policy_version is not None]
+    oldest = min(versions) if len(versions) == len(ordered) else None
+    return dataclasses.replace(pack_rows(ordered, own), policy_version=oldest, entropy=None)
 
 
 def over_rows(column: torch.Tensor, masks: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
@@ -53,8 +104,8 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
 
     Args:
         rows: in order of creation; the first one provides the shared fields (task, reward, metadata). Each has
-            ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response that any row lacks is left
-            out.
+            ``input_ids``, ``loss_mask`` and ``response_start``; a column of the response, or a note, that any row lacks
+            is left out. Messages that differ from the first row's are kept.
         per_row: keys of ``metadata`` that each row keeps for itself.
 
     Raises:
@@ -71,14 +122,17 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
         columns = [getattr(row, name) for row in rows]
         whole = all(column is not None for column in columns)
         setattr(packed, name, join_responses(columns, prompts) if whole else None)
-    descriptions = [
-        {
-            "tokens": len(row_ids),
-            "prompt": prompt,
-            **{name: row.metadata[name] for name in per_row if name in row.metadata},
-        }
-        for row, row_ids, prompt in zip(rows, ids, prompts, strict=True)
-    ]
+    packed.notes = {}
+    for name in set(first.notes).intersection(*(row.notes for row in rows)):
+        notes = [row.notes[name] for row in rows]
+        of_all = len(notes[0]) == len(ids[0])
+        packed.notes[name] = torch.cat(notes) if of_all else join_responses(notes, prompts)
+    descriptions = []
+    for row, row_ids, prompt in zip(rows, ids, prompts, strict=True):
+        own = {name: row.metadata[name] for name in per_row if name in row.metadata}
+        own = {"metadata": own} if own.keys() & _TOLD else own
+        messages = {} if row.messages == first.messages else {"messages": row.messages}
+        descriptions.append({"tokens": len(row_ids), "prompt": prompt, **messages, **own})
     packed.metadata = {name: value for name, value in first.metadata.items() if name not in per_row} | {
         ROWS: descriptions
     }
@@ -106,8 +160,10 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
     shared = {name: value for name, value in trajectory.metadata.items() if name != ROWS}
     rows, start = [], 0
     for description, (length, prompt) in zip(descriptions, lengths, strict=True):
-        of_row = {name: value for name, value in description.items() if name not in ("tokens", "prompt")}
-        row = dataclasses.replace(trajectory, metadata={**shared, **of_row}, response_start=prompt)
+        own = {name: value for name, value in description.items() if name not in _TOLD}
+        metadata = {**shared, **own, **description.get("metadata", {})}
+        row = dataclasses.replace(trajectory, metadata=metadata, response_start=prompt)
+        row.messages = description.get("messages", trajectory.messages)
         row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
         if trajectory.attention_mask is not None:
             row.attention_mask = trajectory.attention_mask[start : start + length]

@@ -100,7 +100,9 @@ class Following:
         names = ("trajectory_id", "num_samples", "version_high")
         ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
         tasks = contents.tasks_of(positions) if self._sampler.needs_tasks else None
-        self._sampler.added(Additions(ids, samples, versions, tasks, self._view.names_at(contents, positions)))
+        sessions = contents.sessions_of(positions) if self._sampler.needs_tasks else None
+        shown_names = self._view.names_at(contents, positions)
+        self._sampler.added(Additions(ids, samples, versions, tasks, shown_names, sessions))
 
 
 def _without(positions: npt.NDArray[np.intp], unavailable: range) -> npt.NDArray[np.intp]:

@@ -18,6 +18,9 @@ DOCUMENT_FACTS: Mapping[str, str] = {
     "messages": "messages in all",
     "response_start": "tokens of the prompt, as the rollout says",
     "terminated": "is_terminated of the rollout",
+    "session": "id of the agent session that the rollout is a row of",
+    "session_path": "number of the row among those of its session, from 0",
+    "session_paths": "number of rows of its session",
 }
 """Names and sources of the facts. An empty text counts as absent."""
 
@@ -27,9 +30,22 @@ GIVEN, RECORDED = "trajstore.notes", "trajstore.recorded"
 SCORE = "reward_"
 """Prefix of facts that are numbers or bools of ``reward.metadata``."""
 
+SESSION = "session"
+"""Key of ``metadata`` of a row of an agent session: its ``id``, this row's ``path``, and the number of ``paths``."""
+
 _TEXTS = (("task", "task_id"), ("data_id", "data_id"), ("rollout_id", "rollout_id"))
 
 _NUMBERS = (int, float, np.integer, np.floating, np.bool_)
+
+
+def session_of(metadata: Mapping[str, Any]) -> tuple[str, int, int] | None:
+    """Return id, path and number of paths of the session that a rollout is a row of; None of another rollout."""
+    session = metadata.get(SESSION)
+    found = tuple(map(session.get, ("id", "path", "paths"))) if isinstance(session, Mapping) else ()
+    match found:
+        case (str(name), int(path), int(paths)) if name and 0 <= path < paths < 2**31:
+            return name, path, paths
+    return None
 
 
 def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,6 +70,8 @@ def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
         facts["response_start"] = int(start)
     if terminated is not None:
         facts["terminated"] = bool(terminated)
+    if session := session_of(document.get("metadata") or {}):
+        facts |= zip(("session", "session_path", "session_paths"), session, strict=True)
     for name, value in (reward.get("metadata") or {}).items():
         if isinstance(value, _NUMBERS):
             facts[f"{SCORE}{name}"] = float(value)

@@ -510,13 +510,21 @@ class Contents:
             for name, rows in tensors.items()
         }
 
-    def tasks_of(self, positions: npt.NDArray[np.intp]) -> list[str]:
-        """Return the task of the trajectory at each position; empty if it has none."""
+    def tasks_of(self, positions: npt.NDArray[np.intp], fact: str = "task") -> list[str]:
+        """Return the task of the trajectory at each position, or another text; empty if it has none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
-            numbers, inverse = np.unique(index.fact("task")[at], return_inverse=True)
+            numbers, inverse = np.unique(index.fact(fact)[at], return_inverse=True)
             texts = ["" if number < 0 else index.texts[number] for number in numbers.tolist()]
             return [texts[text_number] for text_number in inverse.tolist()]
+
+    def sessions_of(self, positions: npt.NDArray[np.intp]) -> list[tuple[str, int]] | None:
+        """Return session and its number of rows for the trajectory at each position; None if there are no sessions."""
+        with self.lock:
+            if "session" not in self.index.facts:
+                return None
+            rows = self.index.fact("session_paths")[positions - self.index.first].tolist()
+            return list(zip(self.tasks_of(positions, "session"), rows, strict=True))
 
     def _check_available(self, position: int) -> None:
         """Raise if a trajectory cannot be read.

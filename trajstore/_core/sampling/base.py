@@ -37,6 +37,8 @@ class Additions:
         versions: newest policy version per trajectory, ``[n]``; ``limits.UNKNOWN_VERSION`` if unknown.
         tasks: task per trajectory; empty if unnamed, as for all but agent trajectories. None if not requested.
         names: first half of each UUID, ``[n]``, 0 if not valid across processes; None = unknown.
+        sessions: for rows of agent sessions, id and number of rows of the session; an empty id for other trajectories.
+            None if there are no sessions, or not requested (as tasks).
     """
 
     ids: IntArray
@@ -44,6 +46,7 @@ class Additions:
     versions: IntArray
     tasks: Sequence[str] | None = None
     names: IntArray | None = None
+    sessions: Sequence[tuple[str, int]] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -52,7 +55,8 @@ class Additions:
         """Return the trajectories at these places, in that order."""
         tasks = None if self.tasks is None else [self.tasks[at] for at in places.tolist()]
         names = None if self.names is None else self.names[places]
-        return Additions(self.ids[places], self.samples[places], self.versions[places], tasks, names)
+        sessions = None if self.sessions is None else [self.sessions[at] for at in places.tolist()]
+        return Additions(self.ids[places], self.samples[places], self.versions[places], tasks, names, sessions)
 
     @staticmethod
     def joined(parts: Sequence[Additions]) -> Additions:
@@ -63,7 +67,11 @@ class Additions:
         columns = ("ids", "samples", "versions")
         ids, samples, versions = (np.concatenate([getattr(part, name) for part in parts]) for name in columns)
         known = [part.names for part in parts if part.names is not None]
-        return Additions(ids, samples, versions, tasks, np.concatenate(known) if len(known) == len(parts) else None)
+        names = np.concatenate(known) if len(known) == len(parts) else None
+        sessions = None
+        if any(part.sessions for part in parts):
+            sessions = [session for part in parts for session in part.sessions or [("", 1)] * len(part)]
+        return Additions(ids, samples, versions, tasks, names, sessions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ class GroupSampler(Sampler):
     """Draws distinct tasks uniformly, each with all (or its newest) rollouts.
 
     ``count`` counts tasks, also in ``sample_trajectories``. If fewer are available, all are drawn, with one warning.
-    Rollouts without a task are not drawn; the first triggers a warning.
+    Rollouts without a task are not drawn; the first triggers a warning. The rows of an agent session are one rollout,
+    and are drawn together or not at all: not if one of them was evicted, is older than the window, or too old.
 
     Args:
         least: minimum rollouts; tasks with fewer are skipped.
@@ -49,6 +50,8 @@ class GroupSampler(Sampler):
         """Tasks with rollouts; draws depend on the order."""
         self._place: dict[str, int] = {}
         self._task: dict[int, str] = {}
+        self._session: dict[int, tuple[str, int]] = {}
+        """Session and its number of rows, by id, for sessions of several rows."""
         self._order: dict[int, int] = {}
         self._added = 0
         self._newest = UNKNOWN_VERSION
@@ -64,6 +67,8 @@ class GroupSampler(Sampler):
         if additions.tasks is None:
             raise ConfigurationError("groups need to know the task of every trajectory")
         self._inside = None
+        pairs = zip(additions.ids.tolist(), additions.sessions or (), strict=False)
+        self._session.update((number, session) for number, session in pairs if session[0] and session[1] > 1)
         rows = zip(additions.ids.tolist(), additions.versions.tolist(), additions.tasks, strict=True)
         for number, version, task in rows:
             self._order[number] = self._added
@@ -84,6 +89,7 @@ class GroupSampler(Sampler):
         self._inside = None
         for number in np.asarray(ids).tolist():
             self._order.pop(number, None)
+            self._session.pop(number, None)
             task = self._task.pop(number, None)
             if task is not None:
                 del self._rollouts[task][number]
@@ -104,14 +110,14 @@ class GroupSampler(Sampler):
         groups: list[list[int]] = []
         places = self._places(count, oldest)
         for at in _shuffled(len(places), generator):
-            rollouts = [
+            numbers = [
                 number
                 for number, version in self._rollouts[self._tasks[places[at]]].items()
                 if self._order[number] >= oldest
                 and (self._max_age is None or (version != UNKNOWN_VERSION and version >= self._newest - self._max_age))
             ]
-            if len(rollouts) >= self._least:
-                groups.append(rollouts[-self._most :] if self._most else rollouts)
+            if rows := self._newest_rollouts(numbers):
+                groups.append(rows)
                 if len(groups) == count:
                     break
         if not groups:
@@ -130,6 +136,17 @@ class GroupSampler(Sampler):
             )
         ids = np.array([number for group in groups for number in group], np.int64)
         return Drawn(ids, np.zeros(len(ids), np.int64))
+
+    def _newest_rollouts(self, numbers: list[int]) -> list[int]:
+        """Return the ids of a task's newest rollouts; empty if too few. Sessions that lack a row are left out."""
+        if not self._session:
+            return [] if len(numbers) < self._least else numbers[-self._most :] if self._most else numbers
+        rows: dict[int | tuple[str, int], list[int]] = {}
+        for number in numbers:
+            rows.setdefault(self._session.get(number, number), []).append(number)
+        rollouts = [ids for key, ids in rows.items() if isinstance(key, int) or len(ids) == key[1]]
+        newest = rollouts[-self._most :] if self._most else rollouts
+        return [number for ids in newest for number in ids] if len(rollouts) >= self._least else []
 
     def _places(self, count: int, oldest: int) -> Sequence[int]:
         """Return the places of candidate tasks; only the window's tasks if it is narrow.

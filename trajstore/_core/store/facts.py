@@ -39,14 +39,14 @@ Each number or bool in a reward's ``metadata`` is also a fact, ``reward_NAME``, 
 AGENT = "agent"
 """Name of the column with 1 for rollouts and 0 for step trajectories."""
 
-TEXTS = ("task", "data_id", "rollout_id")
+TEXTS = ("task", "data_id", "rollout_id", "session")
 """Text facts, stored as numbers of a string table."""
 
 _DTYPES: Mapping[str, npt.DTypeLike] = {
     AGENT: np.int8,
     **dict.fromkeys(TEXTS, np.int32),
     **dict.fromkeys(("outcome", "success_rate"), np.float64),
-    **dict.fromkeys(("turns", "messages", "response_start"), np.int32),
+    **dict.fromkeys(("turns", "messages", "response_start", "session_path", "session_paths"), np.int32),
     "terminated": np.int8,
 }
 

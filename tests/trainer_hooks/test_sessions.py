@@ -1,0 +1,219 @@
+"""The rows of an agent session are one member of their GRPO group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import pytest
+import torch
+
+from tests.replay.conftest import build
+from tests.support.sessions import Call, session_rows
+from trainer_hooks.advantages import compute_grpo_outcome_advantage
+from trainer_hooks.batch import BatchRow, build_batch
+from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.hook import ReplayHook
+from trainer_hooks.plan import PlannedTask
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.rows import rows_of, whole_sessions
+from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.errors import EmptyBufferError, InvalidTrajectoryError
+from trajstore.samplers import GroupSampler
+from trajstore.trajectory import AgentTrajectory, Reward
+
+BRANCHED: list[Call] = [(None, [7, 8], [1, 2, 3]), (0, [4], [5, 6]), (0, [9], [3]), (2, [1, 1], [2, 2])]
+"""Two paths: calls 0 and 1; 0, 2 and 3."""
+
+FORKED: list[Call] = [(None, [7, 8], [1]), (0, [4], [5]), (0, [5], [6]), (None, [7, 8, 8], [2, 3])]
+
+
+def two_groups() -> list[AgentTrajectory]:
+    """Return rollouts of two tasks, of which three are sessions of several rows; their rows are not neighbours."""
+    one = session_rows(BRANCHED, 1.0, rollout_id="one")
+    two = session_rows(FORKED, 0.0, rollout_id="two")
+    other = session_rows(BRANCHED, 0.5, task_id="b", rollout_id="three")
+    single = session_rows([(None, [7, 8], [4, 4])], 0.0, rollout_id="single")
+    plain = [build("b", 1, 0.0), build("b", 2, 1.0), build("a", 3, 0.25)]
+    return [two[2], *plain[:1], one[1], *other, two[0], *single, plain[1], one[0], plain[2], two[1]]
+
+
+def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
+    columns = ("input_ids", "loss_mask", "response_mask", "rollout_log_probs")
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in columns) and (
+        one.messages == other.messages and one.metadata == other.metadata and one.response_start == other.response_start
+    )
+
+
+def test_rows_of_a_session_become_one_rollout_and_come_back() -> None:
+    rows = session_rows(FORKED, 1.0)
+    for number, row in enumerate(rows):
+        row.metadata |= {"tokens": number, "shared": [1]}  # "tokens" is also a key of the description
+        row.notes = {"values": row.rollout_log_probs + 1}  # type: ignore[operator]
+        row.policy_version, row.entropy = 5 - number, 0.1 * number
+    (packed,) = whole_sessions([rows[2], rows[0], rows[1]])
+    assert (packed.policy_version, packed.entropy, packed.metadata["shared"]) == (3, None, [1])
+    assert whole_sessions([packed]) == [packed]
+    back = rows_of(packed)
+    assert all(map(same, back, rows))
+    assert all(torch.equal(a.notes["values"], b.notes["values"]) for a, b in zip(back, rows, strict=True))
+    assert all(map(same, rows_of(whole_sessions(back)[0]), rows)), "rows of a replayed session are whole again"
+    plain = build("a")
+    assert whole_sessions([plain]) == [plain]
+    rows[1].policy_version = None
+    assert whole_sessions(rows)[0].policy_version is None
+
+
+@pytest.mark.parametrize("foreign", ["abc", {"id": 3}, {"id": "x", "path": 2, "paths": 2}, {"id": "", "path": 0}])
+def test_another_session_key_in_metadata_makes_no_session(foreign: Any) -> None:
+    rollouts = [build("a", number, metadata={"session": foreign}) for number in range(2)]
+    assert whole_sessions(rollouts) == rollouts
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda rows: rows[:2],
+            r"session [0-9a-f]{32} of task 'a': has the paths \[0, 1\] here, must have each of its 3",
+        ),
+        (lambda rows: [*rows, rows[1]], r"paths \[0, 1, 1, 2\]"),
+        (
+            lambda rows: [*rows[:2], replace(rows[2], reward=Reward(outcome=0.0))],
+            r"different rewards \(outcomes \[1.0, ",
+        ),
+    ],
+)
+def test_a_session_that_is_not_whole_is_named(damage: Any, message: str) -> None:
+    rows = damage(session_rows(FORKED, 1.0))
+    manager = ExperienceManager(PoolRules(n_rollout=4))
+    hook: ReplayHook[str] = ReplayHook(ExperienceReplayConfig(), n_rollout=2, get_task=str)
+    for call in (
+        lambda: whole_sessions(rows),
+        lambda: manager.admit(rows),
+        lambda: manager.update_skip_uid_set_and_filter_trajectories(rows),
+        lambda: hook.batch_rows([PlannedTask("a", 1, ())], rows),
+    ):
+        with pytest.raises(InvalidTrajectoryError, match=message):
+            call()
+    assert manager.difficulty2task_dict == {}
+
+
+def advantages_by_hand(rows: Sequence[AgentTrajectory]) -> list[float]:
+    """Return each row's advantage, counting sessions."""
+    scores: dict[str, dict[object, float]] = {}
+    for row in rows:
+        assert row.reward is not None
+        scores.setdefault(row.task_id, {})[row.rollout_id] = row.reward.outcome  # type: ignore[assignment]
+    groups = {task: list(of_task.values()) for task, of_task in scores.items()}
+    return [
+        (scores[row.task_id][row.rollout_id] - mean(groups[row.task_id])) / (stdev(groups[row.task_id]) + 1e-6)
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_group_statistics_count_sessions(packs: bool) -> None:
+    rows = two_groups()
+    hook: ReplayHook[str] = ReplayHook(ExperienceReplayConfig(), n_rollout=4, get_task=str)
+    if packs:
+        fresh = sorted(rows, key=lambda row: row.task_id)
+        of_batch = hook.batch_rows([PlannedTask("a", 4, ()), PlannedTask("b", 3, ())], fresh)
+    else:
+        of_batch = [BatchRow(trajectory=row, group_id=ord(row.task_id)) for row in rows]
+    trained = [row.trajectory for row in of_batch]
+    assert sorted(map(str, (row.input_ids for row in trained))) == sorted(map(str, (row.input_ids for row in rows)))
+    batch = build_batch(of_batch, 0)
+    members = dict(zip(batch.rollouts.tolist(), ((row.task_id, row.rollout_id) for row in trained), strict=True))
+    assert len(members) == len(set(members.values())) == 7
+    rewards = torch.zeros(batch.tensors["response_mask"].shape)
+    rewards[:, 0] = torch.tensor([row.reward.outcome for row in trained])  # type: ignore[union-attr]
+    advantages, _ = compute_grpo_outcome_advantage(
+        rewards, batch.tensors["response_mask"], batch.tensors["group_ids"], rollouts=batch.rollouts
+    )
+    for given, value, row in zip(advantages.tolist(), advantages_by_hand(trained), trained, strict=True):
+        mask = row.response_mask.tolist()  # type: ignore[union-attr]
+        wanted = [value * counts for counts in mask]
+        assert given == pytest.approx(wanted + [0.0] * (len(given) - len(mask)), abs=1e-5)
+
+
+RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, use_current_policy_entropy=False)
+
+
+def scored(rows: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return rows with the log-probs and entropies of the actor."""
+    return [
+        replace(row, old_log_probs=-torch.ones(len(row.response_mask)), entropys=torch.ones(len(row.response_mask)))  # type: ignore[arg-type]
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("entropys", [False, True])
+def test_the_pool_counts_keeps_and_draws_whole_sessions(tmp_path: Path, entropys: bool) -> None:
+    rows = scored(two_groups())
+    counted: list[Any] = []
+    for update in ("judge", "update_difficulty2task_dict"):
+        manager = ExperienceManager(RULES)
+        getattr(manager, update)(rows)
+        counted.append(manager.difficulty2task_dict)
+    columns = [list(values) for values in zip(*((row.entropys, row.response_mask) for row in rows), strict=True)]
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        manager = ExperienceManager(RULES, store=store)
+        if entropys:
+            kept = manager.update_skip_uid_set_and_filter_trajectories(rows, *columns)
+            manager.update_difficulty2task_dict(rows)
+            assert manager.save_trajectories_to_memory(kept) == 2
+        else:
+            assert manager.admit(rows) == (2, 0)
+        counted.append(manager.difficulty2task_dict)
+        manager.flush()
+    assert counted == [{1: ("a",), 2: ("b",)}] * 3 or counted == [{1: ("a", "b")}] * 3
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        manager = ExperienceManager(RULES, store=store)
+        manager.global_steps = 2
+        (history,) = manager.get_offpolicy_trajectories_from_memory("a", 3)
+        drawn = rows_of(history)
+        wanted = sorted(
+            (row for row in rows if row.rollout_id == "one"), key=lambda row: row.metadata["session"]["path"]
+        )
+        assert len(drawn) == len(wanted) == 2
+        for row, other in zip(drawn, wanted, strict=True):
+            assert row.metadata["is_experience_replay"]
+            assert same(replace(row, metadata=other.metadata), other)
+            assert row.metadata["session"] == other.metadata["session"]
+        assert history.entropy == 1.0
+
+
+def test_samplers_of_groups_draw_whole_sessions(tmp_path: Path) -> None:
+    rows = sorted(two_groups(), key=lambda row: row.task_id)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        ids = buffer.add_trajectories(rows)
+        buffer.flush()
+        annotate(buffer, ids[:1], {"outcome": [0.0]})
+        names = [row.rollout_id for row in rows]
+
+        def drawn(**options: Any) -> set[str]:
+            found = buffer.sample_trajectories(2, sampler=GroupSampler(**options))
+            counts = {name: [row.rollout_id for row in found].count(name) for name in names}
+            assert all(count in (0, names.count(name)) for name, count in counts.items())
+            return {name for name, count in counts.items() if count}
+
+        assert drawn() == set(names)
+        assert drawn(least=4) == {name for row, name in zip(rows, names, strict=True) if row.task_id == "a"}
+        with pytest.raises(EmptyBufferError, match="5 rollouts to draw"):
+            drawn(least=5)
+        newest = drawn(most=1)
+        assert len(newest) == 2
+        facts = buffer.query().where("session_path = 0").count()
+        assert facts == 4, "one row of each session"
+        assert buffer.query().where("session_paths > 2").count() == 3
+        buffer.evict([number for number, row in zip(ids, rows, strict=True) if row.rollout_id == "two"][:1])
+        assert "two" not in drawn()
+        with pytest.raises(EmptyBufferError, match="4 rollouts to draw"):
+            drawn(least=4)
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert "two" not in {row.rollout_id for row in reader.sample_trajectories(2, sampler=GroupSampler())}  # type: ignore[union-attr]
