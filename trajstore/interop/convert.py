@@ -58,7 +58,7 @@ Progress = Callable[[int, int], None]
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
-    **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic"},
+    **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic", "verifiers": "verifiers"},
 }
 
 FORMATS = tuple(_MODULES)
