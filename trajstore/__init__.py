@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from trajstore._core.buffer.reader import Reader
     from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore._core.buffer.retention import Retention
+    from trajstore._core.sessions.session import Session
+    from trajstore._core.sessions.sessions import Sessions
+    from trajstore._core.sessions.tree import Call
     from trajstore._core.store.notes import Note
     from trajstore._core.writing.options import WriterOptions
     from trajstore.attachments import attach, attached
@@ -30,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AgentTrajectory",
+    "Call",
     "ChunkStepResult",
     "EmbodiedRolloutResult",
     "EpochSampler",
@@ -40,6 +44,8 @@ __all__ = [
     "ReplayLoader",
     "Retention",
     "Reward",
+    "Session",
+    "Sessions",
     "TokenLoader",
     "Trajectory",
     "TrajectoryReplayBuffer",
@@ -55,6 +61,7 @@ __all__ = [
 
 _MODULES = {
     "AgentTrajectory": "trajectory",
+    "Call": "_core.sessions.tree",
     "ChunkStepResult": "trajectory",
     "EmbodiedRolloutResult": "builder",
     "EpochSampler": "samplers",
@@ -65,6 +72,8 @@ _MODULES = {
     "ReplayLoader": "loader",
     "Retention": "_core.buffer.retention",
     "Reward": "trajectory",
+    "Session": "_core.sessions.session",
+    "Sessions": "_core.sessions.sessions",
     "TokenLoader": "loader",
     "Trajectory": "trajectory",
     "TrajectoryReplayBuffer": "_core.buffer.replay_buffer",

@@ -4,6 +4,8 @@ Each message names the file or field at fault and a remedy. The tree::
 
     TrajstoreError
     ├── InvalidTrajectoryError (ValueError)      a trajectory was refused when it was added
+    ├── InvalidCallError (ValueError)            a call of a session was refused
+    │   └── CallConflictError                        another call of the session has this id
     ├── ConfigurationError (ValueError)          an argument or configuration key is out of range
     ├── SchemaMismatchError (ValueError)         trajectories of one window have different columns
     ├── EmptyBufferError (RuntimeError)          nothing to sample from
@@ -20,6 +22,7 @@ Each message names the file or field at fault and a remedy. The tree::
         │   └── WriterFencedError (StoreLockedError)     another writer has taken the store over; names it
         ├── StoreUnreachableError                a store on another machine does not answer
         ├── StoreClosedError                     used after close(), or in a forked child
+        │   └── SessionFinishedError                 a finished session was to be changed
         ├── UnsupportedVersionError              the directory has another layout version
         ├── UnsafeContentError                   a pickle or a name that would leave the sandbox
         └── CorruptStoreError                    damage: truncated, changed or foreign files
@@ -49,6 +52,14 @@ class InvalidTrajectoryError(TrajstoreError, ValueError):
     def __init__(self, message: str, position: int | None = None) -> None:
         super().__init__(message)
         self.position = position
+
+
+class InvalidCallError(TrajstoreError, ValueError):
+    """A call of a session, or its end, has values that do not fit together; the session is as before."""
+
+
+class CallConflictError(InvalidCallError):
+    """A call has the id of another call of its session, which has other content."""
 
 
 class ConfigurationError(TrajstoreError, ValueError):
@@ -162,6 +173,10 @@ class StoreUnreachableError(StoreError):
 
 class StoreClosedError(StoreError):
     """The store was closed, or belongs to another process."""
+
+
+class SessionFinishedError(StoreClosedError):
+    """A session was finished: no call can be added, and it cannot be finished otherwise."""
 
 
 class UnsupportedVersionError(StoreError):

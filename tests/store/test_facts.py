@@ -23,7 +23,7 @@ from trajstore.errors import CorruptStoreError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53) | st.booleans()
 rollouts = st.builds(
-    lambda texts, outcome, scores, messages, start, terminated: AgentTrajectory(
+    lambda texts, outcome, scores, messages, start, terminated, session: AgentTrajectory(
         input_ids=torch.arange(4),
         task_id=texts[0],
         data_id=texts[1],
@@ -32,6 +32,7 @@ rollouts = st.builds(
         messages=[{"role": role, "content": "x"} for role in messages],
         response_start=start,
         is_terminated=terminated,
+        metadata={} if session is None else {"session": session},
     ),
     st.tuples(*[st.text(st.characters(exclude_categories=["Cs"]), max_size=5)] * 3),
     st.none() | st.floats(allow_nan=False, allow_infinity=False).map(np.float64) | st.integers(-3, 3),
@@ -39,6 +40,7 @@ rollouts = st.builds(
     st.lists(st.sampled_from(["user", "assistant", "tool"]), max_size=3),
     st.none() | st.integers(0, 4),
     st.none() | st.booleans(),
+    st.sampled_from([None, "s", {"id": 3}, {"id": "a", "path": 1, "paths": 2, "calls": [{}, {}]}]),
 )
 
 
@@ -72,7 +74,9 @@ def facts_in(index: TrajectoryIndex) -> list[dict[str, Any] | None]:
         values = {name: index.fact(name)[at].item() for name in index.facts}
         is_agent = values.pop("agent", 0)
         known = {name: value for name, value in values.items() if value == value and (value != -1 or "reward_" in name)}
-        known |= {name: index.texts[known[name]] for name in ("task", "data_id", "rollout_id") if name in known}
+        known |= {
+            name: index.texts[known[name]] for name in ("task", "data_id", "rollout_id", "session") if name in known
+        }
         rows.append(known if is_agent else None)
     return rows
 

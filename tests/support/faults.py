@@ -15,6 +15,7 @@ from typing import Any, Literal
 from unittest import mock
 
 from trajstore._core.files import descriptors, folders, held, local, local_locks
+from trajstore._core.sessions import journal
 
 Kind = Literal["ENOSPC", "EIO", "EACCES", "torn", "short"]
 """Kind of failure: this ``errno``; ``torn``: a write stores half of its bytes and then fails with ENOSPC;
@@ -107,6 +108,6 @@ def _write_some(descriptor: int, pieces: Sequence[memoryview]) -> int:
 def failing_disk(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Apply a plan of failures to local directories."""
     with contextlib.ExitStack() as patches:
-        for module in (descriptors, folders, held, local, local_locks):
+        for module in (descriptors, folders, held, journal, local, local_locks):
             patches.enter_context(mock.patch.object(module, "os", FaultyOs(plan)))
         yield plan

@@ -42,6 +42,7 @@ from trajstore.trajectory import AnyTrajectory
 if TYPE_CHECKING:
     import torch
 
+    from trajstore._core.sessions.session import Session
     from trajstore.remote.mirror.options import Mirror
 
 logger = logging.getLogger(__name__)
@@ -212,6 +213,43 @@ class TrajectoryReplayBuffer(Reader):
             StoreWriteError, UnwritableTrajectoryError, PartlyAddedError: see :meth:`add_trajectories`.
         """
         return self.sink.add_flattened(flatten_rollouts(columns, lengths, documents, prompts, starts))
+
+    def session(
+        self,
+        task_id: str,
+        rollout_id: str = "",
+        *,
+        query: str = "",
+        data_id: str = "",
+        tokenizer_fingerprint: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """Open a session of an agent, or continue an open one of the same ``task_id`` and ``rollout_id``.
+
+        A session takes the calls of a model one by one, each durable at once; when it is finished, its paths become
+        rollouts. Other processes use :class:`trajstore.Sessions`.
+
+        Args:
+            task_id: its task: rollouts of one task are a group.
+            rollout_id: its name within the task; empty for a new session, which is named by its UUID.
+            query: the user's request.
+            data_id: row of a dataset.
+            tokenizer_fingerprint: identifies tokenizer and chat template.
+            metadata: any JSON, for its rollouts; all but the key ``session``.
+
+        Raises:
+            StoreError: the buffer has no store.
+            ConfigurationError: the store is not on a local disk.
+            InvalidCallError, StoreLockedError, StoreWriteError: see :meth:`Sessions.session`.
+        """
+        return self.sink.sessions.session(
+            task_id,
+            rollout_id,
+            query=query,
+            data_id=data_id,
+            tokenizer_fingerprint=tokenizer_fingerprint,
+            metadata=metadata,
+        )
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.

@@ -17,6 +17,7 @@ from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
 from trajstore._core.buffer.retention import Retention
+from trajstore._core.buffer.session_rows import BufferSessions
 from trajstore._core.buffer.view import View
 from trajstore._core.columns.flat import Copied, FlatTrajectories, copied, cut
 from trajstore._core.columns.memory import Arena
@@ -188,6 +189,15 @@ class Sink:
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives a crash."""
 
+    @property
+    def sessions(self) -> BufferSessions:
+        """The sessions of the store.
+
+        Raises:
+            StoreError: there is no store.
+        """
+        raise StoreError("session: this buffer has no store of its own; use auto_save=True, with a local path")
+
     def take_in_values(self) -> None:
         """Apply the late values in the inbox, from other processes."""
 
@@ -268,6 +278,7 @@ class StoreSink(Sink):
         check_no_ranks(directory)
         check_not_rlinf(directory)  # before any write there, even of the lock
         self._on_commit = on_commit
+        self._sessions: BufferSessions | None = None
         format_name = trajectory_format.name
 
         def metadata() -> Mapping[str, Any]:
@@ -384,6 +395,15 @@ class StoreSink(Sink):
 
     def flush(self, timeout: float | None = None) -> None:
         self.writer.flush(timeout)
+        if self._sessions is not None:
+            uninterrupted(self._sessions.settle)
+
+    @property
+    def sessions(self) -> BufferSessions:
+        with self.lock:
+            if self._sessions is None:
+                self._sessions = BufferSessions(self, self.writer.log.catalog.store_id)
+            return self._sessions
 
     def take_in_values(self) -> None:
         with written(": late values could not be taken in"):
@@ -453,6 +473,10 @@ class StoreSink(Sink):
 
     def close(self) -> None:
         try:
+            if self._sessions is not None and not self.writer.closed:
+                with suppress(StoreError):  # raised again when the writer is closed
+                    self.flush()
+                self._sessions.close()
             if self.mirror is not None:
                 _close_mirror(self.mirror, self.writer)
         finally:

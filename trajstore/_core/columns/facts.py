@@ -21,6 +21,7 @@ DOCUMENT_FACTS: Mapping[str, str] = {
     "session": "id of the agent session that the rollout is a row of",
     "session_path": "number of the row among those of its session, from 0",
     "session_paths": "number of rows of its session",
+    "session_calls": "calls of the model on the row's path",
 }
 """Names and sources of the facts. An empty text counts as absent."""
 
@@ -70,8 +71,11 @@ def facts_of(document: Mapping[str, Any]) -> dict[str, Any]:
         facts["response_start"] = int(start)
     if terminated is not None:
         facts["terminated"] = bool(terminated)
-    if session := session_of(document.get("metadata") or {}):
+    metadata = document.get("metadata") or {}
+    if session := session_of(metadata):
         facts |= zip(("session", "session_path", "session_paths"), session, strict=True)
+        if isinstance(calls := metadata[SESSION].get("calls"), list | tuple):
+            facts["session_calls"] = len(calls)
     for name, value in (reward.get("metadata") or {}).items():
         if isinstance(value, _NUMBERS):
             facts[f"{SCORE}{name}"] = float(value)

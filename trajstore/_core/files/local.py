@@ -77,6 +77,11 @@ class LocalDirectory(Directory):
     def url(self) -> str:
         return str(self.path)
 
+    @property
+    def root(self) -> HeldFolder:
+        """The folder, held by its descriptor."""
+        return self._root
+
     def exists(self) -> bool:
         return self._root.is_there()
 

@@ -46,7 +46,8 @@ _DTYPES: Mapping[str, npt.DTypeLike] = {
     AGENT: np.int8,
     **dict.fromkeys(TEXTS, np.int32),
     **dict.fromkeys(("outcome", "success_rate"), np.float64),
-    **dict.fromkeys(("turns", "messages", "response_start", "session_path", "session_paths"), np.int32),
+    **dict.fromkeys(("turns", "messages", "response_start"), np.int32),
+    **dict.fromkeys(("session_path", "session_paths", "session_calls"), np.int32),
     "terminated": np.int8,
 }
 

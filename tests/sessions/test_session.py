@@ -1,0 +1,283 @@
+"""Sessions of one process: what a call is refused for, repeated calls, failed writes, threads, and the rows."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.stores import opened
+from tests.support.faults import FaultPlan, failing_disk
+from trajstore import Reward, Sessions, TrajectoryReplayBuffer, errors
+from trajstore._core.sessions.records import frames
+
+MESSAGES = [{"role": "user", "content": "Sort 3 1 2."}, {"role": "assistant", "content": "1 2 3"}]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of all journals of a store."""
+    return [
+        record.fields for file in sorted(path.glob("calls/*.calls")) for record in frames(file.read_bytes(), str(file))
+    ]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"prompt_ids": []}, "prompt_ids: empty"),
+    ({"prompt_ids": [[1]]}, "prompt_ids: .* must be a list of numbers"),
+    ({"prompt_ids": ["a"]}, "prompt_ids: .* whole numbers"),
+    ({"prompt_ids": [1.5]}, "prompt_ids: .* whole numbers"),
+    ({"prompt_ids": [1, -2]}, r"prompt_ids\[1\]: -2, must be in \[0, 2147483647\]"),
+    ({"sampled_ids": [1 << 31, 1]}, r"sampled_ids\[0\]: 2147483648"),
+    ({"sampled_ids": [True]}, "sampled_ids: .* whole numbers"),
+    ({"log_probs": [-0.1]}, "log_probs: has 1 entry, must have one for each of 2"),
+    ({"log_probs": [-0.1, 0.1]}, r"log_probs\[1\]: 0.1, must be a finite number of at most 0"),
+    ({"log_probs": [-0.1, float("nan")]}, r"log_probs\[1\]: nan"),
+    ({"log_probs": [-1e300, -0.1]}, r"log_probs\[0\]: -1e\+300"),
+    ({"log_probs": ["a", "b"]}, "log_probs: .* must be a list of numbers"),
+    ({"parent": "absent"}, "parent 'absent': the session has no such call"),
+    ({"parent": "gap"}, "parent 'gap': the session has no such call with tokens"),
+    ({"parent": "first", "prompt_ids": [1, 2, 3, 9]}, "do not begin with the 4 tokens of the parent 'first'"),
+    ({"parent": "first", "prompt_ids": [1, 2]}, "do not begin with the 4 tokens of the parent 'first'"),
+    ({"messages": "hi"}, "messages: 'hi', must be a list of dicts"),
+    ({"messages": [{"role": float("nan")}]}, r"messages\[0\].role: nan has no equal in JSON"),
+    ({"metadata": {"a": object()}}, "metadata.a: a object has no equal in JSON"),
+    ({"policy_version": 1.5}, "policy_version"),
+    ({"call_id": "\ud800"}, "half of a surrogate pair"),
+    ({"call_id": "gap"}, "was recorded as incomplete before"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_bad_calls_are_refused_whole(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "bad")
+        session.add_call([1, 2], [3, 4], call_id="first")
+        session.incomplete("gap", "the engine restarted")
+        before = records(tmp_path)
+        with pytest.raises(errors.InvalidCallError, match=message) as error:
+            session.add_call(**{"prompt_ids": [1, 2, 3, 4], "sampled_ids": [5, 6], "call_id": "second"} | change)
+        assert "session task/bad" in str(error.value)
+        assert records(tmp_path) == before
+        assert len(session.calls()) == 2
+        assert session.add_call([1, 2, 3, 4], [5]).parent is session.calls()[0]
+
+
+FIRST: dict[str, Any] = {
+    "prompt_ids": [1, 2],
+    "sampled_ids": [3],
+    "log_probs": [-0.5],
+    "call_id": "a",
+    "messages": MESSAGES,
+    "policy_version": 4,
+    "finish_reason": "stop",
+    "metadata": {"server": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("prompt_ids", [1, 3]),
+        ("prompt_ids", [1, 2, 3]),
+        ("sampled_ids", [4]),
+        ("log_probs", [-0.25]),
+        ("log_probs", None),
+        ("messages", MESSAGES[:1]),
+        ("policy_version", None),
+        ("finish_reason", "length"),
+        ("metadata", {}),
+    ],
+)
+def test_a_repeated_call_does_nothing_and_another_one_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "again")
+        call = session.add_call(**FIRST)
+        assert session.add_call(**FIRST) is call
+        assert session.add_call(**FIRST, parent=None) is call
+        with pytest.raises(errors.CallConflictError, match=f"was added before with other {name}"):
+            session.add_call(**FIRST | {name: value})
+        with pytest.raises(errors.CallConflictError, match="is not incomplete"):
+            session.incomplete("a")
+        assert session.calls() == [call]
+        assert len(records(tmp_path)) == 3
+
+
+def test_a_finished_session_is_frozen(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "done")
+        session.add_call([1], [2])
+        assert buffer.session("task", "done") is session
+        with pytest.raises(errors.InvalidCallError, match=r"reward: 1\.0, must be a Reward or None"):
+            session.finish(1.0)
+        with pytest.raises(errors.InvalidCallError, match="the key 'session' is the session's own"):
+            session.finish(metadata={"session": 1})
+        with pytest.raises(errors.InvalidCallError, match="outcome: inf"):
+            session.finish(Reward(outcome=float("inf")))
+        ids = session.finish(Reward(outcome=1.0), metadata={"judge": "x"})
+        assert session.finish(Reward(outcome=1.0), metadata={"judge": "x"}) == ids
+        assert len(buffer) == 1
+        for late in (lambda: session.add_call([1], [3]), lambda: session.incomplete("x"), session.finish):
+            with pytest.raises(errors.SessionFinishedError, match="was finished"):
+                late()
+        assert buffer.session("task", "done") is not session  # a new one
+        assert buffer.get(ids[0]).metadata["judge"] == "x"
+
+
+def test_an_open_session_keeps_its_fields(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "one", query="Sort 3 1 2.", metadata={"a": (1,)})
+        assert buffer.session("task", "one", metadata={"a": [1]}) is session
+        with pytest.raises(errors.InvalidCallError, match="is open with another query; omit"):
+            buffer.session("task", "one", query="Sort.")
+        with pytest.raises(errors.InvalidCallError, match="the key 'session'"):
+            buffer.session("task", "two", metadata={"session": 1})
+        unnamed = buffer.session("task")
+        assert unnamed.rollout_id == unnamed.id != buffer.session("task").id
+
+
+def test_the_rows_of_a_session(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "rows", query="q", data_id="d", tokenizer_fingerprint="t", metadata={"m": 1})
+        session.add_call([1, 2], [3], [-0.5], call_id="a", messages=MESSAGES, policy_version=3)
+        more = [*MESSAGES, {"role": "tool", "content": "ok"}, {"role": "assistant", "content": "done"}]
+        session.add_call([1, 2, 3, 4], [5], [-0.25], call_id="b", messages=more, policy_version=4, finish_reason="stop")
+        session.add_call([1, 2, 3, 6], [7], call_id="c", metadata={"tool": "search"})
+        session.incomplete("d", "timeout", metadata={"status": 504})
+        ids = session.finish(Reward(success_rate=0.5), is_terminated=True)
+        first, second = (buffer.get(number) for number in ids)
+        table = buffer.query().table().select(["session", "session_path", "session_paths", "session_calls", "turns"])
+    assert (first.task_id, first.rollout_id, first.query, first.data_id) == ("task", "rows", "q", "d")
+    assert (first.tokenizer_fingerprint, first.is_terminated, first.policy_version) == ("t", True, 4)
+    assert first.messages == more
+    assert second.messages == MESSAGES
+    assert second.policy_version == 3
+    assert first.rollout_log_probs.tolist() == [-0.5, 0.0, -0.25]
+    assert second.rollout_log_probs is None
+    assert first.metadata == {
+        "m": 1,
+        "session": {
+            "id": session.id,
+            "path": 0,
+            "paths": 2,
+            "calls": [
+                {"id": "a", "start": 2, "stop": 3, "policy_version": 3},
+                {"id": "b", "start": 4, "stop": 5, "policy_version": 4, "finish_reason": "stop"},
+            ],
+            "incomplete": [{"id": "d", "reason": "timeout", "metadata": {"status": 504}}],
+        },
+    }
+    assert second.metadata["session"]["calls"][1]["metadata"] == {"tool": "search"}
+    assert table.rows() == [(session.id, 0, 2, 2, 2), (session.id, 1, 2, 2, 1)]
+
+
+@pytest.mark.parametrize("kind", ["ENOSPC", "EIO", "torn"])
+def test_a_call_that_cannot_be_written_is_not_added(tmp_path: Path, kind: Any) -> None:
+    at, failed = 0, True
+    while failed:
+        path = tmp_path / str(at)
+        with opened(path) as buffer:
+            session = buffer.session("task", "full")
+            first = session.add_call([1], [2])
+            with failing_disk(FaultPlan(at, kind)) as plan:
+                try:
+                    session.add_call([1, 2, 3], [4], call_id="a")
+                except errors.StoreWriteError:
+                    added = [first]
+                else:
+                    added = session.calls()
+            assert session.calls() == added
+            failed = plan.fired is not None
+            call = session.add_call([1, 2, 3], [4], call_id="a")
+            assert call.parent is first
+            assert session.calls() == [first, call]
+            assert [fields["k"] for fields in records(path) if "k" in fields] == [0, 1]
+        at += 1
+    assert at > 2
+
+
+def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs: list[int] = []
+    both = threading.Barrier(2, timeout=60)
+
+    def sync(descriptor: int) -> None:
+        syncs.append(descriptor)
+        if len(syncs) == 1:  # the first call waits for the disk until all others are queued
+            both.wait()
+
+    with opened(tmp_path) as buffer:
+        session, other = buffer.session("task", "one"), buffer.session("task", "two")
+        monkeypatch.setattr(os, "fdatasync", sync)
+        threads = [
+            threading.Thread(target=one.add_call, args=([number], [number]), kwargs={"call_id": f"{number}"})
+            for number in range(8)
+            for one in (session, other)
+        ]
+        threads[0].start()
+        journal = buffer.sink.sessions._journal
+        assert journal is not None
+        while not syncs:
+            pass
+        for thread in threads[1:]:
+            thread.start()
+        while len(journal._queue) < len(threads):
+            pass
+        both.wait()
+        for thread in threads:
+            thread.join()
+        assert len(syncs) == 2  # one for the first, one for all the others
+        monkeypatch.undo()
+        assert sorted(call.id for call in other.calls()) == sorted(map(str, range(8)))
+
+
+def test_where_there_are_no_sessions(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer() as memory, pytest.raises(errors.StoreError, match="no store of its own"):
+        memory.session("task")
+    with pytest.raises(errors.StoreNotFoundError, match="no store"):
+        Sessions(tmp_path)
+    with pytest.raises(errors.ConfigurationError, match="local disk"):
+        Sessions("memory://rollouts")
+    with opened("memory://rollouts") as remote, pytest.raises(errors.ConfigurationError, match="local disk"):
+        remote.session("task")
+
+
+def test_after_close_and_in_a_forked_child(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "left")
+        session.add_call([1], [2])
+        child = os.fork()
+        if not child:
+            try:
+                session.add_call([1, 2], [3])
+            except errors.StoreClosedError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        session.add_call([1, 2], [4])
+    with pytest.raises(errors.StoreClosedError, match="were closed"):
+        session.add_call([1, 2], [5])
+    assert [fields["k"] for fields in records(tmp_path) if "k" in fields] == [0, 1]
+
+
+def test_a_session_without_calls_has_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "none")
+        session.incomplete("a")
+        assert session.finish() == []
+        assert "no rollout" in caplog.text
+
+
+def test_tokens_take_few_bytes(tmp_path: Path) -> None:
+    rng, distinct = np.random.default_rng(0), 0
+    with opened(tmp_path) as buffer:
+        for number in range(8):
+            session = buffer.session("task", str(number))
+            tokens = rng.integers(0, 151_000, 1200 + 30 * 500)
+            for stop in range(1200, len(tokens), 500):
+                session.add_call(tokens[:stop], tokens[stop : stop + 150], np.full(150, -0.5))
+            distinct += len(tokens)
+        size = sum(file.stat().st_size for file in tmp_path.glob("calls/*.calls"))
+    assert size <= 4.5 * distinct

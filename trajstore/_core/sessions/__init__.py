@@ -1,0 +1,1 @@
+"""Sessions of agents: trees of calls of a model, durable call by call, and the rollouts made of them."""

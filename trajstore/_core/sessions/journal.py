@@ -1,0 +1,180 @@
+"""The journal of one process: appends records in groups, each group with one write and one ``fdatasync``."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import uuid
+from typing import Any
+
+from trajstore._core.base import locks
+from trajstore._core.base.clock import microseconds
+from trajstore._core.files.descriptors import Descriptor, write_all
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.holder import holder_document
+from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, frame
+from trajstore.errors import StoreClosedError, StoreWriteError
+
+
+class Entry:
+    """A record that waits to be written.
+
+    Attributes:
+        data: its frame.
+        is_queued: whether a journal has it.
+        is_done: whether it is durable, or failed.
+        error: why it failed.
+    """
+
+    __slots__ = ("data", "error", "is_done", "is_queued")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.is_queued = self.is_done = False
+        self.error: OSError | None = None
+
+
+class CallJournal:
+    """A file ``calls/<20 digits>-<32 hex>.calls``, locked with ``flock`` while its process lives. Thread-safe.
+
+    The first thread that waits writes the records of all that wait. A failed write is undone: its records are not
+    acknowledged, and the next write begins where it began.
+
+    Args:
+        root: the store's folder.
+        store_id: UUID of the store.
+
+    Attributes:
+        name: of the file, relative to the store.
+        size: bytes of all durable records.
+        failures: number of failed writes; records that were prepared before one are refused after it.
+        opened: number of sessions that were opened in it.
+    """
+
+    def __init__(self, root: HeldFolder, store_id: str) -> None:
+        self._root = root
+        self._pid = os.getpid()
+        self._queue: list[Entry] = []
+        self._lock = locks.lock("CallJournal._lock")
+        self._writing = locks.lock("CallJournal._writing")
+        self._is_dirty = False
+        self._written: tuple[int, list[Entry]] | None = None  # the size after a write, and its records
+        self.failures = 0
+        self.opened = 0
+        self.size = 0
+        root.make_folder(CALLS_FOLDER, shared=True)
+        root.sync()
+        self.name = f"{CALLS_FOLDER}/{microseconds():020d}-{uuid.uuid4().hex}{SUFFIX}"
+        self._file = Descriptor(root.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL), of_process=True)
+        fcntl.flock(self._file.number, fcntl.LOCK_EX)
+        try:
+            self.append(frame({"journal": 1, "store_id": store_id, **holder_document()}))
+            root.sync(CALLS_FOLDER)
+        except BaseException:
+            self._file.close()
+            root.unlink(self.name)
+            raise
+
+    def check(self) -> None:
+        """Raise :class:`StoreClosedError` in a forked child, and after :meth:`close`."""
+        if os.getpid() != self._pid:
+            raise StoreClosedError(
+                f"{self._root.path}: this session belongs to the parent process; open it with trajstore.Sessions here"
+            )
+        if not self._file.is_open:
+            raise StoreClosedError(f"{self._root.path}: the sessions were closed; open them again")
+
+    def queue(self, entry: Entry, failures: int) -> bool:
+        """Queue a record; return False, without doing so, if a write failed since ``failures`` was read."""
+        with self._lock:
+            if failures == self.failures:
+                self._queue.append(entry)
+                entry.is_queued = True
+        return entry.is_queued
+
+    def wait(self, entry: Entry) -> None:
+        """Return when a queued record is durable.
+
+        Raises:
+            StoreWriteError: it was not written.
+        """
+        while not entry.is_done:
+            with self._writing:
+                if not entry.is_done:
+                    self._write()
+        if entry.error is not None:
+            raise StoreWriteError(
+                f"{self._root.path / self.name}: {entry.error.strerror or entry.error}: nothing was recorded; try again"
+            ) from entry.error
+
+    def append(self, data: bytes) -> None:
+        """Write a record, durably.
+
+        Raises:
+            StoreWriteError: it was not written.
+        """
+        entry = Entry(data)
+        self.queue(entry, self.failures)
+        self.wait(entry)
+
+    def _write(self) -> None:
+        """Write all queued records; the caller holds ``_writing``. May be interrupted anywhere and called again."""
+        self._settle()
+        with self._lock:
+            entries = [entry for entry in self._queue if not entry.is_done]
+        try:
+            descriptor = self._file.number
+            if self._is_dirty:
+                os.ftruncate(descriptor, self.size)
+            self._is_dirty = True
+            os.lseek(descriptor, self.size, os.SEEK_SET)
+            write_all(descriptor, [entry.data for entry in entries])
+            os.fdatasync(descriptor)
+        except (OSError, ValueError) as error:
+            self._fail(error if isinstance(error, OSError) else OSError(str(error)))
+        else:
+            self._written = self.size + sum(len(entry.data) for entry in entries), entries
+            self._settle()
+
+    def _settle(self) -> None:
+        """Mark the records of a finished write."""
+        if self._written is not None:
+            self.size, entries = self._written
+            with self._lock:
+                self._queue = [entry for entry in self._queue if entry not in set(entries)]
+            for entry in entries:
+                entry.is_done = True
+            self._is_dirty, self._written = False, None
+
+    def _fail(self, error: OSError) -> None:
+        """Refuse all queued records: later ones may build upon those that failed."""
+        with self._lock:
+            self.failures += 1
+            for entry in reversed(self._queue):  # if interrupted, the first ones stay
+                entry.error = error
+                entry.is_done = True
+            self._queue = []
+        self._undo()
+
+    def _undo(self) -> None:
+        """Remove what a failed write left; if this fails, too, the next write does it first."""
+        try:
+            os.ftruncate(self._file.number, self.size)
+            os.fsync(self._file.number)
+        except (OSError, ValueError):
+            return
+        self._is_dirty = False
+
+    def close(self, *, remove: bool = False) -> None:
+        """Release the file; with ``remove``, delete it. Open sessions in it can be continued by other processes."""
+        with self._writing:
+            if os.getpid() == self._pid and self._file.is_open:
+                if remove:
+                    self._root.unlink(self.name)
+                    self._root.sync(CALLS_FOLDER)
+                self._file.close()
+
+
+def describe(fields: dict[str, Any]) -> str:
+    """Return the owner of a journal, from its first record."""
+    return f"process {fields.get('pid')} on {fields.get('host')}"

@@ -1,0 +1,195 @@
+"""The records of a journal of calls, as bytes. Pure; ``docs/format.md`` describes them.
+
+A frame is the two bytes ``MAGIC``, the length and the CRC-32 of its payload (unsigned, 32 bits, little-endian), and the
+payload: a JSON object, a line feed, and the arrays that the object describes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from trajstore._core.columns.document import encode_document
+from trajstore._core.sessions.tree import Call, Tokens
+from trajstore.errors import CorruptStoreError
+
+CALLS_FOLDER = "calls"
+SUFFIX = ".calls"
+
+MAGIC = b"\xcc\xa1"
+_HEAD = struct.Struct("<2sII")
+LONGEST = 1 << 30
+"""Most bytes of a payload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record.
+
+    Attributes:
+        fields: the JSON object.
+        arrays: the bytes of its arrays.
+        begin, end: where its frame lies in the journal.
+    """
+
+    fields: dict[str, Any]
+    arrays: memoryview
+    begin: int
+    end: int
+
+
+def frame(fields: Mapping[str, Any], *arrays: bytes) -> bytes:
+    """Return the frame of a record."""
+    payload = b"".join((orjson.dumps(fields), b"\n", *arrays))
+    return _HEAD.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+
+
+def frames(data: bytes, source: str, offset: int = 0) -> Iterator[Record]:
+    """Yield the whole records of a journal, up to a torn one at its end.
+
+    Args:
+        data: bytes of the journal from ``offset`` on, which begins a frame.
+        source: name of the file, for messages.
+        offset: where ``data`` begins in the file.
+
+    Raises:
+        CorruptStoreError: a record is damaged: whole ones follow it.
+    """
+    view = memoryview(data)
+    at = 0
+    while (record := _record_at(view, at, offset)) is not None:
+        yield record
+        at = record.end - offset
+    follows = data.find(MAGIC, at + 1)
+    while follows >= 0:
+        if _record_at(view, follows, offset) is not None:
+            raise CorruptStoreError(
+                f"{source}: the record at byte {at + offset:,} is damaged; whole ones follow at {follows + offset:,}"
+            )
+        follows = data.find(MAGIC, follows + 1)
+
+
+def _record_at(view: memoryview, at: int, offset: int) -> Record | None:
+    if at + _HEAD.size > len(view):
+        return None
+    magic, size, crc = _HEAD.unpack_from(view, at)
+    begin, end = at + _HEAD.size, at + _HEAD.size + size
+    if magic != MAGIC or not 0 < size <= LONGEST or end > len(view) or zlib.crc32(view[begin:end]) != crc:
+        return None
+    payload = bytes(view[begin:end])
+    head, _, _ = payload.partition(b"\n")
+    try:
+        fields = orjson.loads(head)
+    except orjson.JSONDecodeError:
+        return None
+    return Record(fields, memoryview(payload)[len(head) + 1 :], at + offset, end + offset)
+
+
+def encode_call(call: Call, session: int) -> bytes:
+    """Return the frame of a call.
+
+    Args:
+        call: the call.
+        session: number of its session in the journal.
+    """
+    fields: dict[str, Any] = {"s": session, "k": call.number, "at": call.time}
+    if call.id != str(call.number):
+        fields["c"] = call.id
+    if call.metadata:
+        fields["x"] = call.metadata
+    if call.gap is not None:
+        return frame(fields | {"gap": call.gap})
+    width = _width(call.added)
+    fields["n"] = [call.start - call.taken, call.stop - call.start, width]
+    if call.base is not None:
+        fields["b"] = [call.base.number, call.taken]
+    if call.parent is not None and not (call.parent is call.base and call.parent.stop == call.taken):
+        fields["p"] = call.parent.number
+    elif call.parent is None and call.base is not None:
+        fields["p"] = None
+    if call.kept or call.messages:
+        fields["m"] = [call.kept, call.messages]
+    if call.policy_version is not None:
+        fields["v"] = call.policy_version
+    if call.finish_reason:
+        fields["f"] = call.finish_reason
+    log_probs = b"" if call.log_probs is None else call.log_probs.astype("<f4").tobytes()
+    if call.log_probs is not None:
+        fields["l"] = 1
+    return frame(fields, _narrow(call.added, width), log_probs)
+
+
+def decode_call(record: Record, calls: list[Call]) -> Call:
+    """Return the call of a record.
+
+    Args:
+        record: of a call.
+        calls: the session's calls before it.
+
+    Raises:
+        CorruptStoreError: it names calls that are absent, or its sizes are wrong.
+    """
+    fields = record.fields
+    try:
+        number = fields["k"]
+        if number != len(calls):
+            raise CorruptStoreError(f"call {number} follows {len(calls)} calls")
+        known: dict[str, Any] = {"number": number, "id": fields.get("c", str(number)), "time": fields["at"]}
+        known["metadata"] = fields.get("x", {})
+        if "gap" in fields:
+            return Call(**known, gap=fields["gap"])
+        prompt, sampled, width = fields["n"]
+        base, taken = fields.get("b", (None, 0))
+        above = None if base is None else calls[base]
+        parent = above if "p" not in fields else None if fields["p"] is None else calls[fields["p"]]
+        size = prompt + sampled
+        log_probs = None
+        if "l" in fields:
+            log_probs = np.frombuffer(record.arrays, "<f4", sampled, size * width).astype(np.float32)
+        kept, messages = fields.get("m", (0, []))
+        return Call(
+            **known,
+            parent=parent,
+            base=above,
+            taken=taken,
+            start=taken + prompt,
+            added=_widened(record.arrays[: size * width], width),
+            log_probs=log_probs,
+            kept=kept,
+            messages=messages,
+            policy_version=fields.get("v"),
+            finish_reason=fields.get("f", ""),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptStoreError(f"the record at byte {record.begin:,} is no call: {error!r}") from error
+
+
+def plain(value: dict[str, Any]) -> dict[str, Any]:
+    """Return an object as the JSON types that it is read back as.
+
+    Raises:
+        InvalidTrajectoryError: names the place of a value without an equal in JSON.
+    """
+    result: dict[str, Any] = orjson.loads(encode_document(value))
+    return result
+
+
+def _width(tokens: Tokens) -> int:
+    """Return the fewest bytes that hold each token."""
+    return max(1, (int(tokens.max(initial=0)).bit_length() + 7) // 8)
+
+
+def _narrow(tokens: Tokens, width: int) -> bytes:
+    return tokens.astype("<i4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+
+
+def _widened(data: memoryview, width: int) -> Tokens:
+    wide = np.zeros((len(data) // width, 4), np.uint8)
+    wide[:, :width] = np.frombuffer(data, np.uint8).reshape(-1, width)
+    return wide.view("<i4").reshape(-1).astype(np.int32)

@@ -1,0 +1,85 @@
+"""Makes the rollouts of a finished session, one for each path of its tree. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from trajstore._core.sessions.tree import Call, CallTree
+from trajstore.trajectory import AgentTrajectory, Reward
+
+
+def path_rows(
+    session_id: str, tree: CallTree, fields: Mapping[str, Any], finish: Mapping[str, Any]
+) -> list[AgentTrajectory]:
+    """Return a rollout for each path, from a root to a call that no other continues.
+
+    ``loss_mask`` and ``response_mask`` are 1 on sampled tokens; of those that several paths share, only in the first
+    path. ``rollout_log_probs`` are 0 where nothing was sampled, and absent if a call of the path has none.
+
+    Args:
+        session_id: UUID of the session, as 32 hex digits.
+        tree: its calls.
+        fields: the rollout's fields that all paths share (``task_id``, ``rollout_id``, ...).
+        finish: ``reward`` (fields of a :class:`Reward`, or None), ``is_terminated`` and ``metadata``.
+    """
+    leaves = list(tree.leaves())
+    gaps = [_described(call) for call in tree.calls if call.gap is not None]
+    trained: set[int] = set()
+    rows = []
+    for path, leaf in enumerate(leaves):
+        calls = leaf.line
+        mask = np.zeros(leaf.stop, np.int64)
+        log_probs = np.zeros(leaf.stop, np.float32)
+        for call in calls:
+            mask[call.start : call.stop] = call.number not in trained
+            trained.add(call.number)
+            if call.log_probs is not None:
+                log_probs[call.start : call.stop] = call.log_probs
+        versions = [call.policy_version for call in calls if call.policy_version is not None]
+        start = calls[0].start
+        about = {"id": session_id, "path": path, "paths": len(leaves), "calls": [*map(_described, calls)]}
+        reward = finish.get("reward")
+        rows.append(
+            AgentTrajectory(
+                **{**fields, "metadata": {}},
+                messages=leaf.conversation,
+                input_ids=torch.from_numpy(leaf.tokens.astype(np.int64)),
+                loss_mask=torch.from_numpy(mask),
+                response_mask=torch.from_numpy(mask[start:].copy()),
+                response_start=start,
+                rollout_log_probs=(
+                    torch.from_numpy(log_probs[start:].copy())
+                    if all(call.log_probs is not None for call in calls if call.stop > call.start)
+                    else None
+                ),
+                reward=None if reward is None else Reward(**reward),
+                is_terminated=finish.get("is_terminated"),
+                policy_version=max(versions, default=None),
+            )
+        )
+        rows[-1].metadata = {
+            **fields.get("metadata", {}),
+            **finish.get("metadata", {}),
+            "session": about | ({"incomplete": gaps} if gaps else {}),
+        }
+    return rows
+
+
+def row_uuids(session_id: str, count: int) -> bytes:
+    """Return the UUIDs (version 5) of the rows of a session, 16 bytes each."""
+    return b"".join(uuid.uuid5(uuid.UUID(session_id), str(path)).bytes for path in range(count))
+
+
+def _described(call: Call) -> dict[str, Any]:
+    """Return a call as the row's metadata names it; ``start`` and ``stop`` of its sampled tokens."""
+    known: dict[str, Any] = {"id": call.id, "start": call.start, "stop": call.stop}
+    known["policy_version"] = call.policy_version
+    if call.gap is not None:
+        known = {"id": call.id, "reason": call.gap}
+    more = {"finish_reason": call.finish_reason, "metadata": call.metadata}
+    return known | {name: value for name, value in more.items() if value}

@@ -1,0 +1,390 @@
+"""A session: the calls of one run of an agent, durable one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trajstore._core.base import locks
+from trajstore._core.base.arguments import check_kind, text
+from trajstore._core.base.clock import microseconds
+from trajstore._core.columns.limits import shown, version_number
+from trajstore._core.sessions.checks import sampled_log_probs, token_ids
+from trajstore._core.sessions.journal import CallJournal, Entry
+from trajstore._core.sessions.records import encode_call, frame, plain
+from trajstore._core.sessions.tree import Call, CallTree
+from trajstore.errors import CallConflictError, InvalidCallError, InvalidTrajectoryError, SessionFinishedError
+
+
+class Session:
+    """One run of an agent: a tree of model calls, each durable before :meth:`add_call` returns. Thread-safe.
+
+    ``TrajectoryReplayBuffer.session`` and ``Sessions.session`` return it. When it is finished, each path of the tree,
+    from a root to a call that no other continues, becomes a rollout of the store.
+
+    Attributes:
+        id: UUID, 32 hex digits.
+        task_id: its task.
+        rollout_id: its name within the task.
+        fields: the fields of :class:`AgentTrajectory` that its rollouts share.
+        row_ids: ids of its rollouts, once they are added in this process.
+    """
+
+    def __init__(
+        self,
+        journal: CallJournal,
+        number: int,
+        session_id: str,
+        fields: Mapping[str, Any],
+        add_rows: Callable[[Session], list[int]],
+        check_rows: Callable[[Session, CallTree, Mapping[str, Any]], None],
+        calls: Sequence[Call] = (),
+    ) -> None:
+        self.id = session_id
+        self.task_id: str = fields["task_id"]
+        self.rollout_id: str = fields["rollout_id"]
+        self.fields = dict(fields)
+        self.row_ids: list[int] = []
+        self._journal = journal
+        self._number = number
+        self._add_rows = add_rows
+        self._check_rows = check_rows
+        self._lock = locks.lock("Session._lock")
+        self._tree = CallTree(calls)
+        self._finish: dict[str, Any] | None = None
+        self._pending: deque[tuple[Entry, int]] = deque()  # records that were not known to be durable, in order
+
+    def __repr__(self) -> str:
+        return f"Session({self.id}, task_id={self.task_id!r}, rollout_id={self.rollout_id!r})"
+
+    def add_call(
+        self,
+        prompt_ids: Any,
+        sampled_ids: Any,
+        log_probs: Any = None,
+        *,
+        call_id: str | None = None,
+        parent: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        policy_version: int | None = None,
+        finish_reason: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Call:
+        """Add a call of the model, and return it when it is durable.
+
+        Only what it adds is stored: tokens and messages that it shares with an earlier call are not. Arrays and tensors
+        are converted faster than lists. A call that was added before under the same ``call_id`` is returned again.
+
+        Args:
+            prompt_ids: token ids of the whole prompt, with the history ``[P]``, P > 0.
+            sampled_ids: token ids that the model sampled ``[S]``.
+            log_probs: of the sampled tokens ``[S]``, natural logarithm, as the engine reported them; None if unknown.
+            call_id: unique within the session, for attempts that are repeated; None numbers the calls.
+            parent: id of the call that this one continues; the prompt must begin with all its tokens. None: the call
+                whose tokens are the longest prefix of the prompt; a root if there is none.
+            messages: the conversation up to and including the model's answer. None: that of the parent.
+            policy_version: training step whose weights sampled.
+            finish_reason: why the model stopped.
+            metadata: any JSON.
+
+        Raises:
+            InvalidCallError: arguments do not fit together; the session is as before.
+            CallConflictError: another call has this ``call_id``.
+            SessionFinishedError: the session was finished.
+            StoreWriteError: it could not be written, and was not added; the next call may succeed.
+            StoreClosedError: the sessions were closed, or belong to the parent process.
+        """
+        self._journal.check()
+        with self._refusals(call_id):
+            prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
+            if not len(prompt):
+                raise InvalidCallError("prompt_ids: empty, must have at least one token")
+            probs = sampled_log_probs(log_probs, len(sampled))
+            check_kind("call_id", call_id, str, "a text or None")
+            check_kind("parent", parent, str, "the id of a call, or None")
+            check_kind("metadata", metadata, Mapping, "a dict")
+            check_kind("finish_reason", finish_reason, str, "a text")
+            more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": finish_reason or ""})
+            version = None if policy_version is None else version_number("policy_version", policy_version)
+            with self._lock:
+                while True:
+                    failures = self._settle()
+                    call = self._prepared(prompt, sampled, call_id, parent, messages)
+                    known = self._tree.by_id.get(call.id)
+                    call = dataclasses.replace(
+                        call,
+                        log_probs=probs,
+                        policy_version=version,
+                        finish_reason=more["finish_reason"],
+                        metadata=more["metadata"],
+                    )
+                    if known is not None:
+                        _check_same(known, call, named=parent is not None, spoken=messages is not None)
+                        entry = next((entry for entry, number in self._pending if number == known.number), None)
+                        call = known
+                        break
+                    if (entry := self._queue(call, failures)) is not None:
+                        break
+        if entry is not None:
+            self._journal.wait(entry)
+        return call
+
+    def incomplete(self, call_id: str, reason: str = "", *, metadata: Mapping[str, Any] | None = None) -> Call:
+        """Record that a call happened whose tokens are unknown, and return it when this is durable.
+
+        It is named in the metadata of the session's rollouts. Doing so again does nothing.
+
+        Args:
+            call_id: unique within the session.
+            reason: why they are unknown.
+            metadata: any JSON.
+
+        Raises:
+            InvalidCallError: an argument cannot be stored.
+            CallConflictError: a call with this id was added.
+            SessionFinishedError, StoreWriteError, StoreClosedError: as :meth:`add_call`.
+        """
+        self._journal.check()
+        text("call_id", call_id)
+        check_kind("reason", reason, str, "a text")
+        check_kind("metadata", metadata, Mapping, "a dict")
+        with self._refusals(call_id), self._lock:
+            more = plain({"id": call_id, "reason": reason or "", "metadata": dict(metadata or {})})
+            while True:
+                failures = self._settle()
+                known = self._tree.by_id.get(call_id)
+                if known is not None:
+                    if known.gap is None:
+                        raise CallConflictError("was added with its tokens, so it is not incomplete")
+                    entry = next((entry for entry, number in self._pending if number == known.number), None)
+                    call = known
+                    break
+                call = Call(
+                    number=len(self._tree.calls),
+                    id=more["id"],
+                    time=microseconds(),
+                    gap=more["reason"],
+                    metadata=more["metadata"],
+                )
+                if (entry := self._queue(call, failures)) is not None:
+                    break
+        if entry is not None:
+            self._journal.wait(entry)
+        return call
+
+    def finish(
+        self, reward: Any = None, *, is_terminated: bool | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Freeze the session, durably: each path becomes a rollout. Doing so again with the same arguments is no error.
+
+        In the process that writes the store, the rollouts are added at once; ``flush`` and ``wait`` apply to them. From
+        any other process, the store's writer adds them within about a second, or when it is next opened.
+
+        Args:
+            reward: a :class:`Reward` of all its rollouts; a score can also come later (:func:`trajstore.annotate`).
+            is_terminated: whether the run ended by itself; None if unknown.
+            metadata: any JSON, for the rollouts; in addition to the session's.
+
+        Returns:
+            The ids of the rollouts, one for each path; empty in a process that does not write the store.
+
+        Raises:
+            InvalidCallError: an argument cannot be stored; the session is as before.
+            SessionFinishedError: it was finished with other arguments.
+            StoreWriteError: it could not be written. If this was recorded, the writer tries again to add the rollouts.
+        """
+        self._journal.check()
+        with self._refusals(None):
+            check_kind("metadata", metadata, Mapping, "a dict")
+            check_kind("is_terminated", is_terminated, bool | np.bool_, "True, False or None")
+            if reward is not None and not dataclasses.is_dataclass(reward):
+                raise InvalidCallError(f"reward: {shown(reward)}, must be a Reward or None")
+            given = plain(
+                {
+                    "reward": None if reward is None else dict(vars(reward)),
+                    "is_terminated": None if is_terminated is None else bool(is_terminated),
+                    "metadata": dict(metadata or {}),
+                }
+            )
+            check_metadata(given["metadata"])
+            with self._lock:
+                while True:
+                    failures = self._settle()
+                    if self._finish is not None:
+                        if self._finish != given:
+                            raise SessionFinishedError(f"{self!r}: was finished with other arguments")
+                        entry = next((entry for entry, number in self._pending if number < 0), None)
+                        break
+                    self._check_rows(self, self._tree, given)
+                    entry = Entry(frame({"s": self._number, "at": microseconds(), "finish": given}))
+                    self._pending.append((entry, -1))
+                    self._finish = given
+                    if self._journal.queue(entry, failures):
+                        break
+        if entry is not None:
+            self._journal.wait(entry)
+        return self._add_rows(self)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it was finished."""
+        with self._lock:
+            self._settle()
+            return self._finish is not None
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """The arguments of :meth:`finish` as JSON; empty before."""
+        with self._lock:
+            self._settle()
+            return dict(self._finish or {})
+
+    def calls(self) -> list[Call]:
+        """Return its calls as added, also those whose tokens are unknown (``call.gap``)."""
+        with self._lock:
+            self._settle()
+            unsure = {number for _, number in self._pending}
+            return [call for call in self._tree.calls if call.number not in unsure]
+
+    def paths(self) -> list[list[Call]]:
+        """Return its paths, each from a root to a call that no other continues; a rollout has the calls of one."""
+        return [leaf.line for leaf in CallTree(self.calls()).leaves()]
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _refusals(self, call_id: str | None) -> _Named:
+        return _Named(f"session {self.task_id}/{self.rollout_id}" + (f", call {call_id}" if call_id else ""))
+
+    def _settle(self) -> int:
+        """Forget records that are durable, and undo those that failed; return the journal's number of failures."""
+        pending, failures = self._pending, self._journal.failures
+        while pending and pending[0][0].is_done and pending[0][0].error is None:
+            pending.popleft()
+        bad = next((at for at, (entry, _) in enumerate(pending) if not entry.is_queued or entry.error), None)
+        if bad is not None:
+            undone = [number for _, number in list(pending)[bad:]]
+            if calls := [number for number in undone if number >= 0]:
+                self._tree = CallTree(self._tree.calls[: calls[0]])
+            if -1 in undone:
+                self._finish = None
+            self._pending = deque(list(pending)[:bad])
+        return failures
+
+    def _queue(self, call: Call, failures: int) -> Entry | None:
+        """Add a call to the tree and to the journal's queue; None if it must be prepared again."""
+        if self._finish is not None:
+            raise SessionFinishedError(f"{self!r}: was finished, so no call can be added; open a new session")
+        entry = Entry(encode_call(call, self._number))
+        self._pending.append((entry, call.number))  # first: an interrupted addition is undone by the next call
+        self._tree.add(call)
+        return entry if self._journal.queue(entry, failures) else None
+
+    def _prepared(
+        self,
+        prompt: np.ndarray[Any, np.dtype[np.int32]],
+        sampled: np.ndarray[Any, np.dtype[np.int32]],
+        call_id: str | None,
+        parent: str | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+    ) -> Call:
+        """Return a call with its place in the tree."""
+        above, base, taken = self._tree.find(prompt)
+        if parent is not None:
+            named = self._tree.by_id.get(parent)
+            if named is None or named.gap is not None:
+                raise InvalidCallError(
+                    f"parent {shown(parent)}: the session has no such call" + (" with tokens" if named else "")
+                )
+            if named.stop > len(prompt) or not np.array_equal(named.tokens, prompt[: named.stop]):
+                raise InvalidCallError(
+                    f"prompt_ids: do not begin with the {named.stop} tokens of the parent {shown(parent)}; omit parent "
+                    "for a call with a rewritten history"
+                )
+            above = named
+        number = len(self._tree.calls)
+        kept, spoken = _new_messages(above, messages)
+        return Call(
+            number=number,
+            id=call_id or _unused(str(number), self._tree),
+            parent=above,
+            base=base,
+            taken=taken,
+            start=len(prompt),
+            added=np.concatenate([prompt[taken:], sampled]),
+            kept=kept,
+            messages=spoken,
+            time=microseconds(),
+        )
+
+
+class _Named:
+    """Names session and call in refusals, all of which become :class:`InvalidCallError`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, InvalidCallError | InvalidTrajectoryError):
+            made = type(error) if isinstance(error, InvalidCallError) else InvalidCallError
+            raise made(f"{self._name}: {error}") from error
+
+
+def check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Refuse metadata with the key that the session's rollouts use themselves."""
+    if "session" in metadata:
+        raise InvalidCallError("metadata: the key 'session' is the session's own; use another")
+
+
+def _unused(name: str, tree: CallTree) -> str:
+    while name in tree.by_id:
+        name += "'"
+    return name
+
+
+def _new_messages(
+    parent: Call | None, messages: Sequence[Mapping[str, Any]] | None
+) -> tuple[int, list[dict[str, Any]]]:
+    """Return the number of messages in common with the parent, and the others."""
+    if messages is None:
+        return 0 if parent is None else parent.kept + len(parent.messages), []
+    before = [] if parent is None else parent.conversation
+    if isinstance(messages, str | bytes | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+        raise InvalidCallError(f"messages: {shown(messages)}, must be a list of dicts")
+    kept = 0
+    while kept < min(len(before), len(messages)) and before[kept] == messages[kept]:
+        kept += 1
+    spoken: list[dict[str, Any]] = plain({"messages": [dict(message) for message in messages[kept:]]})["messages"]
+    return kept, spoken
+
+
+def _check_same(known: Call, call: Call, *, named: bool, spoken: bool) -> None:
+    """Refuse a repeated id with other content.
+
+    Args:
+        known: the call that has the id.
+        call: the new one.
+        named: whether its parent was named.
+        spoken: whether its messages were given.
+    """
+    if known.gap is not None:
+        raise CallConflictError("was recorded as incomplete before")
+    pairs = {
+        "prompt_ids": known.start == call.start and np.array_equal(known.prompt_ids, call.prompt_ids),
+        "sampled_ids": np.array_equal(known.sampled_ids, call.sampled_ids),
+        "log_probs": (known.log_probs is None) == (call.log_probs is None)
+        and (known.log_probs is None or np.array_equal(known.log_probs, call.log_probs)),  # type: ignore[arg-type]
+        "parent": not named or known.parent is call.parent,
+        "messages": not spoken or known.conversation == call.conversation,
+        "policy_version": known.policy_version == call.policy_version,
+        "finish_reason": known.finish_reason == call.finish_reason,
+        "metadata": known.metadata == call.metadata,
+    }
+    if differ := [name for name, is_same in pairs.items() if not is_same]:
+        raise CallConflictError(f"was added before with other {', '.join(differ)}; give each call an id of its own")
