@@ -44,6 +44,7 @@ class Shard:
     places: list[tuple[int, int] | None]
     column_crc32: list[int | None]
     rows: list[int]
+    nbytes: list[int]
 
 
 @dataclass
@@ -239,7 +240,7 @@ def ids_of(ranges: list[list[int]]) -> list[int]:
 
 def _shard_table(value: dict[str, Any]) -> list[Shard]:
     families = [
-        {name: unpack(family[name]) for name in ("sizes", "crc32", "offsets", "column_crc32", "rows")}
+        {name: unpack(family[name]) for name in ("sizes", "crc32", "offsets", "column_crc32", "rows", "nbytes")}
         for family in value["families"]
     ]
     numbers, family_of, row_of = (unpack(value[name]).tolist() for name in ("numbers", "family", "row"))
@@ -259,6 +260,7 @@ def _shard_table(value: dict[str, Any]) -> list[Shard]:
                 ],
                 [None if crc == -1 else crc for crc in of_row["column_crc32"]],
                 of_row["rows"],
+                of_row["nbytes"],
             )
         )
     return table
@@ -401,13 +403,16 @@ def _added(record: dict[str, Any], shard: Shard, committed: int) -> dict[int, En
 
 
 def _manifest(value: dict[str, Any], schemas: list[dict[str, Any]]) -> Shard:
+    schema = schemas[value["schema"]]
+    plain = [count * row_bytes(column) for count, column in zip(value["rows"], schema["columns"], strict=True)]
     return Shard(
         value["format"],
-        schemas[value["schema"]],
+        schema,
         [(name, size, crc) for name, size, crc in value["files"]],
         [None if place is None else (place[0], place[1]) for place in value["places"]],
         value["column_crc32"],
         value["rows"],
+        value.get("nbytes", plain),
     )
 
 
@@ -429,7 +434,7 @@ def check_shard(path: Path, shard: Shard) -> None:
         outside = bytearray()
         position = 0
         for begin, column in sorted(_placed(shard, number)):
-            end = begin + shard.rows[column] * row_bytes(shard.schema["columns"][column])
+            end = begin + shard.nbytes[column]
             if zlib.crc32(data[begin:end]) != shard.column_crc32[column]:
                 raise FormatError(f"{name}: column {column}")
             outside += data[position:begin]
@@ -491,7 +496,8 @@ def read_columns(store: Store, entry: Entry, only: str | None = None) -> dict[st
         if only not in (None, name):
             continue
         width, rows, start = row_bytes(column), rows_on(axis, entry.extent), entry.starts[axis]
-        read = _rows_once if axis == 5 else _stored_rows
+        packed = shard.schema["kind"] == "agent"
+        read = _packed_rows if packed else _rows_once if axis == 5 else _stored_rows
         data = read(store.path, shard, content, at, start, rows)
         if len(data) != rows * width:
             raise FormatError(f"column {name}: {len(data)} bytes, not {rows * width}")
@@ -502,7 +508,7 @@ def read_columns(store: Store, entry: Entry, only: str | None = None) -> dict[st
 def _stored_rows(path: Path, shard: Shard, content: dict[str, Any], at: int, start: int, rows: int) -> bytes:
     """Return rows that a shard has of its column ``at``; ``content`` has the columns of a pickle."""
     column, place = shard.schema["columns"][at], shard.places[at]
-    width = row_bytes(column)
+    width = 1 if shard.schema["kind"] == "agent" else row_bytes(column)
     if place is not None:
         with open(path / checked_name(shard.files[place[0]][0]), "rb") as file:
             file.seek(place[1] + start * width)
@@ -513,17 +519,45 @@ def _stored_rows(path: Path, shard: Shard, content: dict[str, Any], at: int, sta
     return _zarr_rows(path, shard, column[0], start, rows)
 
 
+def _packed_rows(path: Path, shard: Shard, content: dict[str, Any], at: int, start: int, rows: int) -> bytes:
+    """Return rows of a packed column."""
+    name, dtype, _, _ = column = shard.schema["columns"][at]
+    block = _stored_rows(path, shard, content, at, 0, shard.nbytes[at])
+    runs, stored, width, number = np.frombuffer(block, "<i8", 4).tolist()
+    ends = [0, *np.frombuffer(block, f"<u{number}", runs, 32).tolist()]
+    sources = np.frombuffer(block, f"<i{number}", runs, 32 + runs * number).tolist()
+    data = block[32 + 2 * runs * number :]
+    if width == 0:
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[:stored].tolist()
+        values = [bit.to_bytes(row_bytes(column), "little") for bit in bits]
+    else:
+        each = [data[row * abs(width) : (row + 1) * abs(width)] for row in range(stored)]
+        values = [_widened(value, row_bytes(column), width < 0) for value in each]
+    if ends[-1] != shard.rows[at]:
+        raise FormatError(f"column {name} ({dtype}): its runs end at {ends[-1]}")
+    result = []
+    for begin, end, source in zip(ends, ends[1:], sources, strict=False):
+        for row in range(max(begin, start), min(end, start + rows)):
+            result.append(values[source + row - begin] if source >= 0 else values[-1 - source])
+    return b"".join(result)
+
+
+def _widened(value: bytes, nbytes: int, signed: bool) -> bytes:
+    fill = b"\xff" if signed and value[-1] & 0x80 else b"\0"
+    return value + fill * (nbytes - len(value))
+
+
 def _rows_once(path: Path, shard: Shard, content: dict[str, Any], at: int, start: int, rows: int) -> bytes:
     """Return rows of a column that is stored once."""
     names = [name for name, *_ in shard.schema["columns"]]
     before = names.index(names[at].replace("next_obs.", "curr_obs.", 1))
-    count = shard.rows[before]
-    head = -(-8 * count // row_bytes(shard.schema["columns"][at]))
+    count, width = shard.rows[before], row_bytes(shard.schema["columns"][at])
+    head = -(-8 * count // width)
     table = np.frombuffer(_stored_rows(path, shard, content, at, 0, head), "<i8", count)
     data = b""
     for number in table[start : start + rows].tolist():
         column, row = (before, number) if number >= 0 else (at, head - 1 - number)
-        if row >= shard.rows[column]:
+        if row >= (count if number >= 0 else shard.nbytes[at] // width):
             raise FormatError(f"column {names[at]}: row {number}")
         data += _stored_rows(path, shard, content, column, row, 1)
     return data

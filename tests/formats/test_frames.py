@@ -92,7 +92,7 @@ def test_a_shard_returns_every_bit(
         expected = b"".join(bytes(memoryview(piece)) for piece in content.pieces[column])
         assert rows.reshape(-1).view(torch.uint8).numpy().tobytes() == expected, spec.name
         once = manifest.schema.columns[column].axis is Axis.NEXT
-        assert not once or manifest.rows[column] < content.rows[column]
+        assert not once or manifest.nbytes[column] < content.nbytes[column]
         assert not once or (spec.name.startswith("next_obs.") and spec.row_nbytes >= 64 and spec.dtype != "bool")
 
 

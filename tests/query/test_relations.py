@@ -349,7 +349,7 @@ def test_no_more_is_read_than_wanted(read: list[int], monkeypatch: pytest.Monkey
 def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     messages = [{"role": "user", "content": "?"}]
     path = stored(tmp_path / "store", [conversation(f"{n}", messages) for n in ("first", "second", "third")])
-    spoil_document(next((path / "shards").iterdir()), b'"second"')
+    spoil_document(next((path / "shards").iterdir()), b'second"')
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         ids = reader.query("messages").where("role is not null").ids().tolist()
         assert ids == [0, 2]

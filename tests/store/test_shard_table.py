@@ -46,7 +46,8 @@ def manifest(number: int, schema: Schema = STEP, rows: int = 6, *, mapped: bool 
         files=(StoredFile(f"shards/{name}.pt", 1000 + number, 7 * number),),
         places=tuple(ColumnPlace(0, 64 * (at + 1)) if mapped else None for at in range(columns)),
         column_crc32=tuple(at if mapped else None for at in range(columns)),
-        rows=(rows, *(rows + 2 for _ in range(columns - 1))),
+        rows=(counts := (rows, *(rows + 2 for _ in range(columns - 1)))),
+        nbytes=schema.plain_nbytes(counts),
     )
 
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from trajstore._core.columns.conversion import flatten
-from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.files.base import Buffer, check_name
 from trajstore._core.formats.base import EncodedShard, ShardContent, ShardManifest, TrajectoryFormat, rows_from_bytes
 from trajstore._core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
 from trajstore._core.formats.frames import folded
+from trajstore._core.formats.packed import is_packed, packed
 from trajstore._core.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
@@ -161,16 +161,14 @@ class StoredShard:
         return self.files[name]
 
     def column(self, column: int) -> torch.Tensor:
-        """Return all rows of a column that were encoded, ``[rows, *row_shape]``."""
-        spec = self.manifest.schema.columns[column]
-        return rows_from_bytes(
-            bytearray(self.columns[column]), spec.torch_dtype, (self.manifest.rows[column], *spec.row_shape)
-        )
+        """Return all stored rows of a column, ``[rows, *row_shape]``; bytes of a packed one."""
+        spec, rows = self.manifest.stored[column]
+        return rows_from_bytes(bytearray(self.columns[column]), spec.torch_dtype, (rows, *spec.row_shape))
 
     def ranges(self, column: int) -> Iterator[tuple[int, int]]:
         """Yield row ranges of a column: all that begin and end at, or next to, the bounds of a trajectory."""
-        axis = self.manifest.schema.columns[column].axis
-        counts = [self.manifest.rows[column]] if axis is Axis.NEXT else [flat.extent.rows(axis) for flat in self.flats]
+        (spec, rows), plain = self.manifest.stored[column], self.manifest.rows[column]
+        counts = [flat.extent.rows(spec.axis) for flat in self.flats] if rows == plain else [rows]
         bounds = list(accumulate(counts, initial=0))
         near = {bound + step for bound in bounds for step in (-1, 0, 1)}
         points = sorted(point for point in near if 0 <= point <= bounds[-1])
@@ -179,7 +177,8 @@ class StoredShard:
 
 def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory]) -> StoredShard:
     """Encode trajectories with a format, as stored in a directory; equal observations once."""
-    content = folded(ShardContent.of(flats), search=True)
+    content = ShardContent.of(flats)
+    content = packed(content) if is_packed(content.schema) else folded(content, search=True)
     encoded = shard_format.encode(SHARD, content)
     columns = [b"".join(bytes(memoryview(piece)) for piece in pieces) for pieces in content.pieces]
     return StoredShard(flats, columns, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
@@ -306,7 +305,7 @@ class FormatConformance:
             return steps.fetch(name)
 
         reader = format.open(fetch, steps.manifest)
-        for column, rows in enumerate(steps.manifest.rows):
+        for column, (_, rows) in enumerate(steps.manifest.stored):
             reader.rows(column, 0, rows)
         assert fetched == set(steps.files)
 
@@ -314,8 +313,8 @@ class FormatConformance:
         def work(_: int) -> bool:
             shard = store_shard(format, _one_step())
             reader = format.open(shard.fetch, shard.manifest)
-            columns = range(len(shard.manifest.rows))
-            return all(same_bytes(reader.rows(c, 0, shard.manifest.rows[c]), shard.column(c)) for c in columns)
+            columns = enumerate(shard.manifest.stored)
+            return all(same_bytes(reader.rows(c, 0, rows), shard.column(c)) for c, (_, rows) in columns)
 
         with ThreadPoolExecutor(4) as pool:
             assert all(pool.map(work, range(8)))
@@ -360,7 +359,7 @@ def _read_all(shard_format: TrajectoryFormat, shard: StoredShard) -> str | None:
     """Read all rows; return the message of the error if one of the documented ones is raised."""
     try:
         reader = shard_format.open(shard.fetch, shard.manifest)
-        for column, rows in enumerate(shard.manifest.rows):
+        for column, (_, rows) in enumerate(shard.manifest.stored):
             reader.rows(column, 0, rows)
     except (CorruptStoreError, UnsafeContentError) as error:
         return str(error)

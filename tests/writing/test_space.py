@@ -221,6 +221,7 @@ def test_choosing_ends_and_gains_at_each_step(shards: list[tuple[int, int, int]]
         usage = Usage(
             np.array([total << 20 for total, _, _ in table], np.int64),
             np.array([live_ << 20 for _, live_, _ in table], np.int64),
+            np.array([live_ << 20 for _, live_, _ in table], np.int64),
         )
         rows = choose(
             usage, np.array([schema for *_, schema in table], np.int32), limit << 20, set(), everything=everything

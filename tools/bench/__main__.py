@@ -47,6 +47,7 @@ BENCHMARKS = {
     "t25": "t25_restart.figures",
     "t29": "t29_arrival.figures",
     "t30": "space.frames_once",
+    "t31": "t31_tokens.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trajstore._core.files.base import Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.formats.checksums import check_file
-from trajstore._core.formats.frames import samples_of
+from trajstore._core.formats.packed import is_packed
 from trajstore._core.reading.shard_access import fetch_file, reader_of
 from trajstore.errors import StoreError
 
@@ -27,18 +27,19 @@ def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, 
             damage += [(file.name, text.removeprefix(f"{file.name}: ")) for text in check_file(data, manifest, number)]
         finally:
             data.release()
-    if not damage and (None in manifest.places or manifest.schema.stored_once):
+    schema = manifest.schema
+    if not damage and (None in manifest.places or schema.stored_once or is_packed(schema)):
         damage += _damage_in_decoded(directory, manifest)
     return damage
 
 
 def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
-    """Decode the columns that are not mapped, or are stored once."""
+    """Decode the columns that are not mapped, packed, or stored once."""
     try:
         reader = reader_of(directory, manifest)
         for column, place in enumerate(manifest.places):
-            if place is None or column in manifest.schema.stored_once:
-                reader.rows(column, 0, samples_of(manifest, column))
+            if place is None or column in manifest.schema.stored_once or is_packed(manifest.schema):
+                reader.rows(column, 0, manifest.rows[column])
     except (StoreError, OSError) as error:
         return [(manifest.files[0].name, str(error))]
     return []

@@ -68,3 +68,6 @@ kernels = MachineCode("trajstore._core.base._kernels")
 
 tree_kernels = MachineCode("trajstore._core.sampling._tree_kernels")
 """Kernels that search sum trees and compute orders."""
+
+packing_kernels = MachineCode("trajstore._core.base._packing_kernels")
+"""Kernels that pack the columns of rollouts, and copy rows out of them."""

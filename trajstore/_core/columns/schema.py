@@ -94,6 +94,21 @@ class Schema:
         samples, first, last, response, text = self.axis_nbytes  # 0 for an axis without columns
         return steps * batch * samples + (steps + extra) * batch * (first + last) + extra * response + document * text
 
+    def plain_nbytes(self, rows: Sequence[int]) -> tuple[int, ...]:
+        """Return the bytes of each column with these numbers of rows, neither packed nor stored once."""
+        return tuple(count * width for count, width in zip(rows, self.row_nbytes, strict=True))
+
+    def check_nbytes(self, rows: Sequence[int], nbytes: Sequence[int]) -> None:
+        """Refuse bytes of a shard's columns that cannot have these rows.
+
+        Raises:
+            ValueError: a column whose rows are stored one after the other has another size.
+        """
+        plain = self.plain_nbytes(rows)
+        for column, size in enumerate(nbytes if self.kind == "step" else ()):
+            if size != plain[column] and column not in self.stored_once:
+                raise ValueError(f"column {self.columns[column].name} has {size} bytes, must have {plain[column]}")
+
     @cached_property
     def axis_nbytes(self) -> tuple[int, ...]:
         """Bytes of one row of all columns on an axis, per axis; those on ``NEXT`` count as ``SAMPLES``."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from trajstore._core.formats.base import Fetch, ShardManifest, ShardReader, TrajectoryFormat
 from trajstore._core.formats.frames import FramesReader
+from trajstore._core.formats.packed import PackedReader, is_packed
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 
@@ -53,4 +54,6 @@ def open_shard(fetch: Fetch, manifest: ShardManifest) -> ShardReader:
             "restore the index from a copy, or upgrade trajstore"
         )
     reader = get_format(manifest.format).open(fetch, manifest)
+    if is_packed(manifest.schema):
+        return PackedReader(reader, manifest)
     return FramesReader(reader, manifest) if manifest.schema.stored_once else reader

@@ -20,7 +20,7 @@ import orjson
 import torch
 
 from trajstore._core.columns.flat import FlatTrajectory
-from trajstore._core.columns.schema import Extent, Schema
+from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
 from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore.errors import CorruptStoreError
 
@@ -67,11 +67,17 @@ class ShardContent:
         steps, batch, extra, document = extents.T
         more = (steps + extra) * batch
         total = np.array([steps * batch, more, more, extra, document, steps * batch]).sum(axis=1)  # by axis
-        rows: list[int] = total[self.schema.layout[0]].tolist()
-        for column in self.schema.stored_once:
-            nbytes = sum(memoryview(piece).nbytes for piece in self.pieces[column])
-            rows[column] = nbytes // self.schema.row_nbytes[column]
-        return tuple(rows)
+        return tuple(total[self.schema.layout[0]].tolist())
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of each column's pieces."""
+        return tuple(sum(memoryview(piece).nbytes for piece in pieces) for pieces in self.pieces)
+
+    @cached_property
+    def stored(self) -> list[tuple[ColumnSpec, int]]:
+        """The columns as a format stores them, see :func:`as_stored`."""
+        return as_stored(self.schema, self.rows, self.nbytes)
 
     @cached_property
     def column_crc32(self) -> tuple[int, ...]:
@@ -86,6 +92,8 @@ class ShardContent:
     def _label(self, entries: Mapping[str, Any]) -> str:
         """Return the label, one line: a checksum and what the index knows of the shard; see :func:`read_label`."""
         shard = {"schema": self.schema.to_json(), "rows": self.rows, "column_crc32": self.column_crc32}
+        if self.nbytes != self.schema.plain_nbytes(self.rows):
+            shard["nbytes"] = self.nbytes
         body = orjson.dumps({**shard, "entries": entries})
         return f"{zlib.crc32(body):08x} {body.decode()}"
 
@@ -131,7 +139,9 @@ class ShardManifest:
         files: relative to the store's directory, ``/``-separated.
         places: per column, where raw rows begin, or None.
         column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
-        rows: per column, the rows that the shard has of it; see :mod:`~trajstore._core.formats.frames`.
+        rows: per column, the rows of all trajectories together.
+        nbytes: per column, its bytes in the shard; see :mod:`~trajstore._core.formats.frames` and
+            :mod:`~trajstore._core.formats.packed`.
     """
 
     name: str
@@ -141,6 +151,21 @@ class ShardManifest:
     places: tuple[ColumnPlace | None, ...]
     column_crc32: tuple[int | None, ...]
     rows: tuple[int, ...]
+    nbytes: tuple[int, ...]
+
+    @property
+    def stored(self) -> list[tuple[ColumnSpec, int]]:
+        """The columns as the format stores them, see :func:`as_stored`."""
+        return as_stored(self.schema, self.rows, self.nbytes)
+
+
+def as_stored(schema: Schema, rows: Sequence[int], nbytes: Sequence[int]) -> list[tuple[ColumnSpec, int]]:
+    """Return columns as a format stores them: spec and number of rows, those of rollouts as bytes."""
+    if schema.kind == "agent":
+        return [(ColumnSpec(c.name, "uint8", (), c.axis), size) for c, size in zip(schema.columns, nbytes, strict=True)]
+    once = schema.stored_once
+    counts = [nbytes[c] // schema.row_nbytes[c] if c in once else count for c, count in enumerate(rows)]
+    return list(zip(schema.columns, counts, strict=True))
 
 
 class ShardReader(ABC):

@@ -15,6 +15,7 @@ from typing import Any
 from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore._core.formats.base import EncodedShard, ShardContent, ShardManifest, StoredFile, TrajectoryFormat
 from trajstore._core.formats.frames import folded
+from trajstore._core.formats.packed import is_packed, packed
 
 ENVELOPE = "envelope"
 """Name of a file's part outside mapped columns, in descriptions of damage."""
@@ -31,8 +32,7 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
         name: the shard's name, as given to the format.
         content: the shard's trajectories.
     """
-    schema, rows = content.schema, content.rows
-    lengths = [count * width for count, width in zip(rows, schema.row_nbytes, strict=True)]
+    schema, lengths = content.schema, content.nbytes
     regions: list[list[tuple[int, int]]] = [[] for _ in encoded.files]
     for column, place in enumerate(encoded.places):
         if place is not None:
@@ -40,7 +40,8 @@ def manifest_of(encoded: EncodedShard, format_name: str, name: str, content: Sha
     files = []
     for file, inside in zip(encoded.files, regions, strict=True):
         files.append(StoredFile(file.name, file.nbytes, crc32_outside(file.pieces, sorted(inside))))
-    return ShardManifest(name, format_name, schema, tuple(files), encoded.places, encoded.column_crc32, rows)
+    columns = (encoded.places, encoded.column_crc32, content.rows, lengths)
+    return ShardManifest(name, format_name, schema, tuple(files), *columns)
 
 
 def encoded_shard(
@@ -60,7 +61,8 @@ def encoded_shard(
         entries: what its label says of them; None without a label.
         search: see :func:`~.frames.folded`.
     """
-    content = folded(replace(content, entries=entries), search=search)
+    content = replace(content, entries=entries)
+    content = packed(content) if is_packed(content.schema) else folded(content, search=search)
     encoded = form.encode(name, content)
     return encoded.files, manifest_of(encoded, form.name, name, content)
 
@@ -105,7 +107,7 @@ def column_region(manifest: ShardManifest, column: int) -> tuple[int, int]:
     place = manifest.places[column]
     if place is None:
         raise ValueError(f"column {manifest.schema.columns[column].name} of {manifest.name} is not mapped")
-    return place.offset, place.offset + manifest.rows[column] * manifest.schema.row_nbytes[column]
+    return place.offset, place.offset + manifest.nbytes[column]
 
 
 def crc32_outside(pieces: Iterable[Buffer], inside: Sequence[tuple[int, int]]) -> int:

@@ -91,11 +91,6 @@ def _table_rows(samples: int, width: int) -> int:
     return -(-8 * samples // width)
 
 
-def samples_of(manifest: ShardManifest, column: int) -> int:
-    """Return the number of rows that a reader has of a column."""
-    return manifest.rows[manifest.schema.stored_once.get(column, column)]
-
-
 def row_addresses(manifest: ShardManifest, column: int, table: Buffer, own: int, before: int) -> IntArray:
     """Return the address of each row of a column that is stored once.
 
@@ -109,7 +104,7 @@ def row_addresses(manifest: ShardManifest, column: int, table: Buffer, own: int,
     Raises:
         CorruptStoreError: the table names rows that do not exist.
     """
-    width, samples = manifest.schema.row_nbytes[column], samples_of(manifest, column)
+    width, samples = manifest.schema.row_nbytes[column], manifest.rows[column]
     numbers = _checked(manifest, column, table)
     first = own + _table_rows(samples, width) * width
     return np.where(numbers < 0, first - (numbers + 1) * width, before + numbers * width)
@@ -121,16 +116,16 @@ def table_nbytes(manifest: ShardManifest, column: int) -> int:
     Raises:
         CorruptStoreError: the column is too short for its table.
     """
-    samples = samples_of(manifest, column)
-    if manifest.rows[column] < _table_rows(samples, manifest.schema.row_nbytes[column]):
-        raise CorruptStoreError(f"{_named(manifest, column)}: has {manifest.rows[column]} rows, too few for its table")
+    samples, width = manifest.rows[column], manifest.schema.row_nbytes[column]
+    if (nbytes := manifest.nbytes[column]) < _table_rows(samples, width) * width:
+        raise CorruptStoreError(f"{_named(manifest, column)}: has {nbytes} bytes, too few for its table")
     return 8 * samples
 
 
 def _checked(manifest: ShardManifest, column: int, table: Buffer) -> IntArray:
-    samples = samples_of(manifest, column)
+    samples, width = manifest.rows[column], manifest.schema.row_nbytes[column]
     numbers = np.frombuffer(table, "<i8", samples)
-    own = manifest.rows[column] - _table_rows(samples, manifest.schema.row_nbytes[column])
+    own = manifest.nbytes[column] // width - _table_rows(samples, width)
     if samples and (numbers.min() < -own or numbers.max() >= samples):
         raise CorruptStoreError(f"{_named(manifest, column)}: its table names rows that do not exist")
     return numbers
@@ -158,7 +153,7 @@ class FramesReader(ShardReader):
         if column not in schema.stored_once:
             return self._shard.rows(column, start, stop)
         numbers = self._table(column)[start:stop]
-        head = _table_rows(samples_of(self._manifest, column), schema.row_nbytes[column])
+        head = _table_rows(self._manifest.rows[column], schema.row_nbytes[column])
         target = np.empty((len(numbers), schema.row_nbytes[column]), np.uint8)
         own = numbers < 0
         target[own] = self._at(column, head - 1 - numbers[own])
@@ -191,7 +186,7 @@ class FramesReader(ShardReader):
         own, width = numbers < 0, self._manifest.schema.row_nbytes[column]
         if not ((start <= numbers[~own]) & (numbers[~own] < stop)).all():
             raise CorruptStoreError(f"{_named(self._manifest, column)}: its table names rows of another trajectory")
-        rows = self._at(column, _table_rows(samples_of(self._manifest, column), width) - 1 - numbers[own])
+        rows = self._at(column, _table_rows(self._manifest.rows[column], width) - 1 - numbers[own])
         addresses = before + (numbers - start) * width
         addresses[own] = rows.ctypes.data + np.arange(len(rows)) * width
         return rows, addresses

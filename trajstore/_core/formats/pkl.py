@@ -43,7 +43,7 @@ class PklFormat(TrajectoryFormat):
                 "rows": rows,
                 "data": b"".join(pieces),
             }
-            for column, pieces, rows in zip(schema.columns, content.pieces, content.rows, strict=True)
+            for (column, rows), pieces in zip(content.stored, content.pieces, strict=True)
         }
         document = {
             "layout": SHARD_LAYOUT,
@@ -67,14 +67,14 @@ class _PklReader(ShardReader):
     """Unpickles once; rows are views of the unpickled bytes."""
 
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
-        self._schema = manifest.schema
+        self._stored = manifest.stored
         source = manifest.files[0].name
         content = safe_loads(fetch(source), source=source)
         try:
             if content["layout"] != SHARD_LAYOUT or content["version"] != SHARD_VERSION:
                 raise ValueError(f"layout {content['layout']!r} version {content['version']!r}")
             self._data: list[Any] = []
-            for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
+            for column, rows in self._stored:
                 stored = content["columns"][column.name]
                 data = stored["data"]
                 same = (stored["dtype"], tuple(stored["row_shape"])) == (column.dtype, column.row_shape)
@@ -85,6 +85,6 @@ class _PklReader(ShardReader):
             raise CorruptStoreError(f"{source}: not a shard that trajstore wrote, or damaged: {error}") from error
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        spec = self._schema.columns[column]
+        spec, _ = self._stored[column]
         piece = bytearray(memoryview(self._data[column])[start * spec.row_nbytes : stop * spec.row_nbytes])
         return rows_from_bytes(piece, spec.torch_dtype, (stop - start, *spec.row_shape))

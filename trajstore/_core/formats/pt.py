@@ -39,8 +39,7 @@ class PtFormat(TrajectoryFormat):
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
         schema = content.schema
         slots = {}
-        parts = zip(schema.columns, content.pieces, content.rows, content.column_crc32, strict=True)
-        for column, pieces, rows, crc in parts:
+        for (column, rows), pieces, crc in zip(content.stored, content.pieces, content.column_crc32, strict=True):
             slots[column.name] = TensorSlot(pieces, column.torch_dtype, (rows, *column.row_shape), crc)
         document = {
             "layout": SHARD_LAYOUT,
@@ -70,13 +69,13 @@ class _PtReader(ShardReader):
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
         name = manifest.files[0].name
         self._data = memoryview(fetch(name)).cast("B")
-        self._manifest = manifest
         try:
             content: Any = locate(self._data, source=name)
             if content["layout"] != SHARD_LAYOUT or content["version"] != SHARD_VERSION:
                 raise ValueError(f"layout {content['layout']!r} version {content['version']!r}")
             self._columns: list[TensorPlace] = [content["columns"][column.name] for column in manifest.schema.columns]
-            for found, column, rows in zip(self._columns, manifest.schema.columns, manifest.rows, strict=True):
+            self._stored = manifest.stored
+            for found, (column, rows) in zip(self._columns, self._stored, strict=True):
                 if (found.shape, found.dtype) != ((rows, *column.row_shape), column.torch_dtype):
                     raise ValueError(f"column {column.name}: {found.dtype} {list(found.shape)}")
                 if not found.is_contiguous:
@@ -85,7 +84,7 @@ class _PtReader(ShardReader):
             raise CorruptStoreError(f"{name}: not a shard that trajstore wrote, or damaged: {error}") from error
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        spec, place = self._manifest.schema.columns[column], self._columns[column]
+        (spec, _), place = self._stored[column], self._columns[column]
         first = place.offset + start * spec.row_nbytes
         data = bytearray(self._data[first : first + (stop - start) * spec.row_nbytes])
         return rows_from_bytes(data, place.dtype, (stop - start, *spec.row_shape))

@@ -88,13 +88,12 @@ class ZarrFormat(TrajectoryFormat):
         object.__setattr__(self, "chunk_bytes", whole_or_none("zarr: chunk_bytes", self.chunk_bytes, 1))
 
     def encode(self, name: str, content: ShardContent) -> EncodedShard:
-        schema, rows = content.schema, content.rows
         folder = f"{SHARDS_FOLDER}/{name}.zarr"
         files = [EncodedFile(f"{folder}/{_METADATA}", [_group_metadata(content)])]
         mapped: dict[int, ColumnPlace] = {}
         crcs: dict[int, int] = {}
         empty: list[int] = []
-        for column, (spec, count) in enumerate(zip(schema.columns, rows, strict=True)):
+        for column, (spec, count) in enumerate(content.stored):
             node = f"{folder}/{node_name(spec.name)}"
             pieces = content.pieces[column]
             if count * spec.row_nbytes == 0:
@@ -112,7 +111,7 @@ class ZarrFormat(TrajectoryFormat):
         anywhere = ColumnPlace(next((place.file for place in mapped.values()), 0), 0)
         places = mapped | dict.fromkeys(empty, anywhere)
         crcs |= dict.fromkeys(empty, 0)
-        columns = range(len(rows))
+        columns = range(len(content.stored))
         return EncodedShard(tuple(files), tuple(map(places.get, columns)), tuple(map(crcs.get, columns)))
 
     def open(self, fetch: Fetch, manifest: ShardManifest) -> ShardReader:
@@ -254,7 +253,7 @@ class _ZarrReader(ShardReader):
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
         self._zarr = _import_zarr()
         self._fetch = fetch
-        self._manifest = manifest
+        self._manifest, self._stored = manifest, manifest.stored
         self._files = {file.name: number for number, file in enumerate(manifest.files)}
         self._arrays: dict[int, zarr.Array[Any]] = {}
         self._blocks: dict[int, tuple[int, torch.Tensor]] = {}
@@ -274,7 +273,7 @@ class _ZarrReader(ShardReader):
                 raise CorruptStoreError(f"{first}: the group has other columns than the shard's description")
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        spec = self._manifest.schema.columns[column]
+        spec, _ = self._stored[column]
         first, block = self._blocks.get(column, (0, None))
         if block is None or start < first or stop > first + len(block):
             first, block = self._blocks[column] = self._decode(column, spec, start, stop)
@@ -283,7 +282,7 @@ class _ZarrReader(ShardReader):
     def _decode(self, column: int, spec: ColumnSpec, start: int, stop: int) -> tuple[int, torch.Tensor]:
         """Return the first row of the chunks that hold rows ``[start, stop)``, and all rows of these chunks."""
         array = self._array(column, spec)
-        total = self._manifest.rows[column]
+        _, total = self._stored[column]
         chunk = array.chunks[0]
         first, last = start // chunk * chunk, min(-(-stop // chunk) * chunk, total)
         node = node_name(spec.name)
@@ -306,7 +305,7 @@ class _ZarrReader(ShardReader):
         if column in self._arrays:
             return self._arrays[column]
         node = node_name(spec.name)
-        rows = self._manifest.rows[column]
+        _, rows = self._stored[column]
         store = self._store([f"{node}/{_METADATA}"])
         with _told_by_file(f"{self._folder}{node}/{_METADATA}", spec.name):
             array: zarr.Array[Any] = self._zarr.open_array(store, path=node, mode="r", zarr_format=3)

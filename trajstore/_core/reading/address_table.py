@@ -135,6 +135,9 @@ class MappedShard:
     partial: Sequence[PartialMap] = ()
     """Files that are fetched only in parts, on demand."""
 
+    packed: bool = False
+    """Whether the columns are packed; ``addresses`` are then those of their descriptions."""
+
 
 class ShardOpener(Protocol):
     """Opens shards of one source by row."""
@@ -161,6 +164,7 @@ class AddressTable(SlotTable):
         axes: axis of each column in each slot, ``[slots, columns]``.
         signature: signature of each slot's columns; -1 while it is not resident.
         once: numbers of the columns that are on ``Axis.NEXT`` in some slot.
+        packed: whether the columns of each resident slot are packed, ``[slots]``.
         partial: files of resident slots whose rows must be fetched before reading.
         copies: the running copies; released memory waits for them.
     """
@@ -171,6 +175,7 @@ class AddressTable(SlotTable):
         self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
         self.signature: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.packed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self.once: frozenset[int] = frozenset()
         self.copies = RunningCopies(self._free.extend)  # no method of this table: the cycle would keep folders open
         self._sources: list[ShardOpener] = []
@@ -224,8 +229,10 @@ class AddressTable(SlotTable):
         # New arrays, never resized in place: running copies keep the old ones.
         first, axes = np.zeros((slots, wide), np.int64), np.zeros((slots, wide), np.int8)
         signature = np.full(slots, -1, np.int32)
+        packed = np.zeros(slots, np.bool_)
         first[:have, :width], axes[:have, :width], signature[:have] = self.first, self.axes, self.signature
-        self.first, self.axes, self.signature = first, axes, signature
+        packed[:have] = self.packed
+        self.first, self.axes, self.signature, self.packed = first, axes, signature, packed
 
     # -- resident rows ------------------------------------------------------------------------------
 
@@ -314,6 +321,7 @@ class AddressTable(SlotTable):
         self._rows[slot] = rows
         self.first[slot, numbers] = rows.addresses
         self.axes[slot, numbers] = axes_of(rows.schema)
+        self.packed[slot] = isinstance(rows, MappedShard) and rows.packed
         if rows.schema.stored_once:
             self.once |= frozenset(numbers[list(rows.schema.stored_once)].tolist())
         self.signature[slot] = signature  # last: readers use the addresses from here on

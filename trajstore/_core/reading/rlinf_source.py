@@ -214,15 +214,18 @@ class RLinfSource(Source):
     def manifest(self, row: int) -> ShardManifest:
         file = self.file(row)
         name = self.entries[row].file_name(self.suffix)
-        columns = file.content.schema.columns
+        schema = file.content.schema
+        columns, extent = schema.columns, file.content.extent
+        rows = tuple(extent.rows(column.axis) for column in columns)
         return ShardManifest(
             name=name,
             format="rlinf",
-            schema=file.content.schema,
+            schema=schema,
             files=(StoredFile(name, len(file.map), 0),),
             places=(None,) * len(columns),
             column_crc32=(None,) * len(columns),
-            rows=tuple(file.content.extent.rows(column.axis) for column in columns),
+            rows=rows,
+            nbytes=schema.plain_nbytes(rows),
         )
 
     def map_shard(self, row: int) -> MappedShard | None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.machine_code import packing_kernels as packing
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent
 from trajstore._core.reading.address_table import AddressTable
@@ -36,8 +37,10 @@ class Run:
     Attributes:
         specs: variants of the column; dtypes and axes may differ.
         which: index of each trajectory's variant in ``specs``, ``[n]``.
-        sources: address of each trajectory's first row, ``[n]``; on ``Axis.NEXT`` of the address of this row.
+        sources: address of each trajectory's first row, ``[n]``; on ``Axis.NEXT`` of the address of this row, of packed
+            columns of their description.
         counts: number of rows of each trajectory, ``[n]``.
+        starts: first row of each trajectory in packed columns, ``[n]``; -1 in others.
         keep: additional memory that some of the rows are in.
     """
 
@@ -45,6 +48,7 @@ class Run:
     which: npt.NDArray[np.intp]
     sources: IntArray
     counts: IntArray
+    starts: IntArray
     keep: torch.Tensor | None = None
 
     @property
@@ -55,9 +59,17 @@ class Run:
         return sizes
 
     def pieces(self) -> tuple[IntArray, IntArray]:
-        """Return address and size in bytes of pieces of the rows: of each trajectory's, or of each row."""
+        """Return address and size in bytes of pieces of the rows: of each trajectory's, of each row, or packed ones."""
         if self.specs[0].axis is not Axis.NEXT:
-            return self.sources, self.sizes
+            inside = self.starts >= 0
+            if not inside.any():
+                return self.sources, self.sizes
+            ends = self.starts + self.counts
+            each = zip(self.sources[inside].tolist(), self.starts[inside].tolist(), ends[inside].tolist(), strict=True)
+            stored = np.concatenate([packing.pieces_of(*place) for place in each])
+            outside = np.stack([self.sources, self.sizes], axis=1)[~inside]
+            addresses, sizes = np.ascontiguousarray(np.concatenate([stored, outside]).T)
+            return addresses, sizes
         addresses = [
             np.frombuffer((ctypes.c_int64 * count).from_address(source), np.int64)
             for source, count in zip(self.sources.tolist(), self.counts.tolist(), strict=True)
@@ -79,12 +91,22 @@ class Run:
         target = torch.zeros((total, *shape), dtype=wanted)
         targets = target.data_ptr() + begins * (prod(shape) * wanted.itemsize)
         same = np.array([dtype == wanted for dtype in dtypes], np.bool_)[self.which]
-        kernels.copy_blocks(targets[same], self.sources[same], self.sizes[same])
+        self._put(targets, same, wanted.itemsize)
         for at in np.flatnonzero(~same).tolist():
             converted = torch.empty((int(self.counts[at]), *shape), dtype=dtypes[self.which[at]])
-            ctypes.memmove(converted.data_ptr(), int(self.sources[at]), converted.nbytes)
+            alone = np.arange(len(same)) == at
+            self._put(np.full(len(same), converted.data_ptr()), alone, converted.itemsize)
             target[int(begins[at]) : int(begins[at] + self.counts[at])] = converted
         return target
+
+    def _put(self, targets: IntArray, chosen: npt.NDArray[np.bool_], itemsize: int) -> None:
+        """Copy the rows of some trajectories to addresses."""
+        inside = chosen & (self.starts >= 0)
+        if inside.any():
+            rows = (self.sources[inside], self.starts[inside], self.counts[inside])
+            packing.unpack_rows(targets[inside], *rows, itemsize)
+            chosen = chosen & ~inside
+        kernels.copy_blocks(targets[chosen], self.sources[chosen], self.sizes[chosen])
 
 
 class RunPlan(HeldRows):
@@ -112,15 +134,22 @@ class RunPlan(HeldRows):
         Raises:
             OSError, CorruptStoreError: rows could not be fetched; names the file.
         """
-        tensors, targets = {}, [np.zeros(0, np.int64)]
+        tensors, targets, pieces = {}, [np.zeros(0, np.int64)], [np.zeros((2, 0), np.int64)]
+        packed: list[tuple[Run, torch.Tensor]] = []
         for name, run in self.columns.items():
             spec = run.specs[0]
             tensors[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
-            sizes = run.pieces()[1]
+            if run.starts[0] >= 0:
+                packed.append((run, tensors[name]))
+                continue
+            pieces.append(np.stack(run.pieces()))
+            sizes = pieces[-1][1]
             targets.append(tensors[name].data_ptr() + np.cumsum(sizes) - sizes)
-        pieces = self.pieces()
-        with self.fetched(lambda: pieces):
-            kernels.copy_blocks(np.concatenate(targets), *pieces)
+        with self.fetched(self.pieces):
+            kernels.copy_blocks(np.concatenate(targets), *np.concatenate(pieces, axis=1))
+            for run, tensor in packed:
+                target = np.array([tensor.data_ptr()], np.int64)
+                packing.unpack_rows(target, run.sources, run.starts, run.counts, tensor.itemsize)
         self.end()
         return tensors
 
@@ -168,10 +197,11 @@ def plan_runs(
     if names is None or DOCUMENT in names:
         taken.append(DOCUMENT)
     for name in taken if kinds else ():
-        zeros = np.zeros((2, len(slots)), np.int64)
-        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), kind_numbers, zeros[0], zeros[1])
+        zeros = np.zeros((3, len(slots)), np.int64)
+        plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), kind_numbers, zeros[0], zeros[1], zeros[2] - 1)
     extents = Extent(*(index.at(name, positions).astype(np.int64) for name in Extent._fields))
     on_axis: dict[Axis, tuple[Any, Any]] = {}
+    packed = table.packed[slots]
     for kind, schema in enumerate(kinds):
         mine: Any = slice(None) if len(kinds) == 1 else kind_numbers == kind
         first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
@@ -184,8 +214,9 @@ def plan_runs(
             starts, counts = on_axis[spec.axis]
             run.specs[kind] = spec
             width = 8 if spec.axis is Axis.NEXT else schema.row_nbytes[place]
-            run.sources[mine] = first[:, place] + starts[mine] * width
+            run.sources[mine] = first[:, place] + np.where(packed[mine], 0, starts[mine] * width)
             run.counts[mine] = counts[mine]
+            run.starts[mine] = np.where(packed[mine], starts[mine], -1)
     for column_rows in given:
         plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))
     return plan
@@ -194,13 +225,17 @@ def plan_runs(
 def _given_run(table: AddressTable, plan: RunPlan, given: GivenRows, counts: Any) -> Run:
     """Return a late per-row column; NaN for trajectories without values."""
     column, slots = given.column, given.slots
-    sources, keep = np.zeros(len(slots), np.int64), None
+    sources, starts, keep = np.zeros(len(slots), np.int64), np.full(len(slots), -1), None
     for slot in np.unique(slots[slots >= 0]).tolist():
         here = slots == slot
-        sources[here] = plan.first[slot, table.number_of(slot, column)] + given.starts[here] * column.row_nbytes
+        sources[here] = plan.first[slot, table.number_of(slot, column)]
+        if table.packed[slot]:
+            starts[here] = given.starts[here]
+        else:
+            sources[here] += given.starts[here] * column.row_nbytes
     lacking = slots < 0
     if lacking.any():
         rows = int(counts[lacking].max())
         keep = torch.full((rows, *column.row_shape), float("nan"), dtype=column.torch_dtype)
         sources[lacking] = keep.data_ptr()
-    return Run([column], np.zeros(len(slots), np.intp), sources, counts, keep)
+    return Run([column], np.zeros(len(slots), np.intp), sources, counts, starts, keep)

@@ -17,6 +17,7 @@ from trajstore._core.formats import open_shard
 from trajstore._core.formats.base import ShardManifest, ShardReader, rows_from_bytes
 from trajstore._core.formats.checksums import check_file
 from trajstore._core.formats.frames import FramesReader
+from trajstore._core.formats.packed import is_packed
 from trajstore._core.reading.address_table import MappedShard
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryEntry, TrajectoryIndex
@@ -136,7 +137,7 @@ class ShardAccess:
 
     def _rows(self, manifest: ShardManifest, column: int, start: int, stop: int) -> torch.Tensor:
         place, spec = manifest.places[column], manifest.schema.columns[column]
-        if place is None or spec.axis is Axis.NEXT:
+        if place is None or spec.axis is Axis.NEXT or is_packed(manifest.schema):
             if self._reader is None:
                 self._reader = open_shard(partial(self._fetch, manifest), manifest)
             return self._reader.rows(column, start, stop)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,8 +18,8 @@ import numpy.typing as npt
 from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import Directory
 from trajstore._core.files.partial import PartialMap, fetched
+from trajstore._core.formats import frames, packed
 from trajstore._core.formats.base import SHARDS_FOLDER, ShardManifest, ShardReader
-from trajstore._core.formats.frames import row_addresses, table_nbytes
 from trajstore._core.reading.address_table import MappedShard
 from trajstore._core.reading.shard_access import damage_of, reader_of
 from trajstore._core.store.catalog import Catalog
@@ -222,12 +223,20 @@ class StoreSource(Source):
         partial = [file_map for file_map in maps if isinstance(file_map, PartialMap)]
         keep: list[Any] = [*maps]
         for column, before in manifest.schema.stored_once.items():
-            own, nbytes = addresses[column], table_nbytes(manifest, column)
-            with fetched(partial, lambda: (np.array([own]), np.array([nbytes]))):  # noqa: B023
-                table = ctypes.string_at(own, nbytes)
-            keep.append(row_addresses(manifest, column, table, own, addresses[before]))
+            own, nbytes = addresses[column], frames.table_nbytes(manifest, column)
+            table = _bytes_at(own, nbytes, partial)
+            keep.append(frames.row_addresses(manifest, column, table, own, addresses[before]))
             addresses[column] = keep[-1].ctypes.data
-        return MappedShard(manifest.schema, addresses, keep, maps=len(maps), partial=partial)
+        in_blocks = packed.is_packed(manifest.schema)
+        for column, block in enumerate([*addresses] if in_blocks else ()):
+            head = _bytes_at(block, min(packed.HEAD_BYTES, manifest.nbytes[column]), partial)
+            nbytes, at = packed.table_nbytes(manifest, column, head), block
+            if partial:  # what was fetched may be dropped
+                keep.append(np.frombuffer(_bytes_at(block, nbytes, partial), np.uint8))
+                at = keep[-1].ctypes.data
+            keep.append(packed.description(manifest, column, block, at))
+            addresses[column] = keep[-1].ctypes.data
+        return MappedShard(manifest.schema, addresses, keep, maps=len(maps), partial=partial, packed=in_blocks)
 
     def _tell_whole(self, manifest: ShardManifest) -> None:
         if self.directory.reads_ranges and manifest.format not in self._told_whole:
@@ -247,3 +256,9 @@ class StoreSource(Source):
             self._check(row, manifest)
             self._reader = (row, reader_of(self.directory, manifest))
         return self._reader[1]
+
+
+def _bytes_at(address: int, nbytes: int, partial: Sequence[PartialMap]) -> bytes:
+    """Return a copy of bytes of mapped files, fetched where necessary."""
+    with fetched(partial, lambda: (np.array([address]), np.array([nbytes]))):
+        return ctypes.string_at(address, nbytes)

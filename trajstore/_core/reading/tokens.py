@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,10 +81,12 @@ class TokenRows:
         run = self._documents
         if run is None:
             return documents
-        with self._plan.fetched(lambda: (run.sources, run.sizes)):
-            for at, (address, size) in enumerate(zip(run.sources.tolist(), run.counts.tolist(), strict=True)):
+        with self._plan.fetched(run.pieces):
+            ends = np.cumsum(run.counts)
+            texts = run.copy(ends - run.counts, int(ends[-1]) if len(ends) else 0).numpy().data
+            for at, (end, size) in enumerate(zip(ends.tolist(), run.counts.tolist(), strict=True)):
                 try:
-                    documents[at] = decode_document(ctypes.string_at(address, size)) if size else {}
+                    documents[at] = decode_document(bytes(texts[end - size : end])) if size else {}
                 except CorruptStoreError as error:
                     number = shown_id(int(self.ids[at]))
                     raise CorruptStoreError(f"trajectory {number}: column {DOCUMENT}: {error}") from error

@@ -348,7 +348,7 @@ def _lay_out(
     totals = np.stack([np.add.reduceat(each, begins) for each in rows], axis=1).tolist()
     for shard, total in zip(added, totals, strict=True):
         for column, count in zip(shard.manifest.schema.columns, shard.manifest.rows, strict=True):
-            if column.axis is not Axis.NEXT and total[column.axis] != count:
+            if total[Axis.SAMPLES if column.axis is Axis.NEXT else column.axis] != count:
                 raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {count} rows")
     widths = np.repeat(np.array([shard.manifest.schema.axis_nbytes for shard in added]), counts, axis=0)
     starts = []

@@ -18,6 +18,7 @@ from trajstore._core.files.base import Buffer, Directory
 from trajstore._core.formats import get_format
 from trajstore._core.formats.base import ShardManifest, read_label
 from trajstore._core.formats.checksums import crc32_outside
+from trajstore._core.formats.packed import PackedReader
 from trajstore._core.store.log_records import integers, manifest_from_json
 from trajstore._core.store.shard_table import shard_name
 from trajstore.errors import CorruptStoreError
@@ -57,8 +58,9 @@ def read_shard(directory: Directory, number: int, files: Sequence[str]) -> tuple
         "places": nowhere if offsets is None else [[0, offset] for offset in offsets],
         "column_crc32": nowhere if offsets is None else crcs,
         "rows": label["rows"],
+        **{name: label[name] for name in ("nbytes",) if name in label},
     }
-    lengths = [rows * width for rows, width in zip(label["rows"], schema.row_nbytes, strict=True)]
+    lengths = label.get("nbytes", schema.plain_nbytes(label["rows"]))
     inside = [] if offsets is None else sorted((at, at + size) for at, size in zip(offsets, lengths, strict=True))
     for file in value["files"]:
         file[2] = crc32_outside([fetch(file[0])], inside)
@@ -66,13 +68,13 @@ def read_shard(directory: Directory, number: int, files: Sequence[str]) -> tuple
     reader, entries = form.open(fetch, manifest), {**label["entries"]}
     extents = integers(described["trajectories"], 4)
     documents: list[dict[str, Any]] = [{}] * len(extents)
-    for at, (column, rows, crc) in enumerate(zip(schema.columns, manifest.rows, crcs, strict=True)):
-        tensor = reader.rows(at, 0, rows).contiguous()
-        if zlib.crc32(raw_bytes(tensor)) != crc:
+    for at, ((column, rows), crc) in enumerate(zip(manifest.stored, crcs, strict=True)):
+        if zlib.crc32(raw_bytes(reader.rows(at, 0, rows).contiguous())) != crc:
             raise CorruptStoreError(f"{first}: column {column.name}: checksum does not fit the content")
         if column.axis is Axis.DOCUMENT and schema.kind == "agent":
             ends = np.cumsum(extents[:, 3]).tolist()
-            documents = [parse_document(tensor[start:end]) for start, end in pairwise([0, *ends])]
+            text = PackedReader(reader, manifest).rows(at, 0, manifest.rows[at])
+            documents = [parse_document(text[start:end]) for start, end in pairwise([0, *ends])]
     if not entries:
         return manifest, entries
     entries["extents"], entries["times"] = described["trajectories"], np.cumsum(integers(entries["times"]))

@@ -138,6 +138,7 @@ def manifest_to_json(manifest: ShardManifest, schema_number: int) -> dict[str, A
         "places": [None if place is None else [place.file, place.offset] for place in manifest.places],
         "column_crc32": list(manifest.column_crc32),
         "rows": list(manifest.rows),
+        **({} if manifest.nbytes == manifest.schema.plain_nbytes(manifest.rows) else {"nbytes": list(manifest.nbytes)}),
     }
 
 
@@ -160,18 +161,21 @@ def manifest_from_json(value: Any, schemas: Sequence[Schema]) -> ShardManifest:
         places = tuple(None if place is None else ColumnPlace(*place) for place in value["places"])
         crcs, rows = tuple(value["column_crc32"]), tuple(value["rows"])
         # Checked together for speed: shards have dozens of numbers, and a log has thousands of shards.
-        numbers = [*rows, *[crc for crc in crcs if crc is not None]]
+        nbytes = tuple(value["nbytes"]) if "nbytes" in value else None
+        numbers = [*rows, *(nbytes or ()), *[crc for crc in crcs if crc is not None]]
         numbers += [number for place in places if place is not None for number in (place.file, place.offset)]
         if not all(type(number) is int and 0 <= number <= _INT64_MAX for number in numbers):
             raise ValueError("places, checksums and rows must be natural numbers")
-        if not len(places) == len(crcs) == len(rows) == columns:
+        nbytes = schema.plain_nbytes(rows) if nbytes is None else nbytes
+        if not len(places) == len(crcs) == len(rows) == len(nbytes) == columns:
             raise ValueError("columns")
-        for place, count, width in zip(places, rows, schema.row_nbytes, strict=True):
-            if place is not None and place.offset + count * width > files[place.file].size:
+        schema.check_nbytes(rows, nbytes)
+        for place, size in zip(places, nbytes, strict=True):
+            if place is not None and place.offset + size > files[place.file].size:
                 raise ValueError("a column ends after its file")
         if not isinstance(value["name"], str) or not isinstance(value["format"], str):
             raise TypeError("name")
-        return ShardManifest(value["name"], value["format"], schema, files, places, crcs, rows)
+        return ShardManifest(value["name"], value["format"], schema, files, places, crcs, rows, nbytes)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not a shard's description: {error}") from error
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import Extent
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.index import TrajectoryIndex
@@ -58,7 +57,7 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[n
     if sum(last - first + 1 for first, last in ranges) != len(extents):  # checked first: the ranges may be huge
         raise CorruptStoreError(f"{trajectories(len(extents))}, but the ids {value['ids']}")
     for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
-        if column.axis is not Axis.NEXT and sum(extent.rows(column.axis) for extent in extents) != rows:
+        if sum(extent.rows(column.axis) for extent in extents) != rows:
             raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
     return np.array([number for first, last in ranges for number in range(first, last + 1)], np.int64), extents
 

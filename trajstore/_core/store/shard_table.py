@@ -116,6 +116,7 @@ class ShardTable:
                 "offsets": [ABSENT if place is None else place.offset for place in places],
                 "column_crc32": [ABSENT if crc is None else crc for crc in manifest.column_crc32],
                 "rows": manifest.rows,
+                "nbytes": manifest.nbytes,
             }
         )
         self._reserve(self._count + 1)
@@ -168,19 +169,19 @@ class ShardTable:
         return self._by_family(0, lambda family: family.arrays["sizes"][: family.count].sum(axis=1))
 
     def row_bytes(self) -> npt.NDArray[np.int64]:
-        """Return, per row, the bytes of all rows written to the shard, dead ones included.
-
-        Rows that are stored once count twice, as in the index.
-        """
+        """Return, per row, the bytes of all rows of the shard's trajectories, dead ones included, as in the index."""
 
         def of(family: _Family) -> npt.NDArray[np.int64]:
             schema = self.schemas[family.schema]
             if not family.count:
                 return np.zeros(0, np.int64)
-            counted = [schema.stored_once.get(column, column) for column in range(len(schema.columns))]
-            return family.arrays["rows"][: family.count, counted] @ np.array(schema.row_nbytes, np.int64)
+            return family.arrays["rows"][: family.count] @ np.array(schema.row_nbytes, np.int64)
 
         return self._by_family(0, of)
+
+    def stored_bytes(self) -> npt.NDArray[np.int64]:
+        """Return, per row, the bytes of the shard's columns."""
+        return self._by_family(0, lambda family: family.arrays["nbytes"][: family.count].sum(axis=1))
 
     def _by_family(
         self, otherwise: int, of: Callable[[_Family], npt.NDArray[np.int64] | None]
@@ -213,6 +214,7 @@ class ShardTable:
             ),
             column_crc32=tuple(None if crc == ABSENT else crc for crc in at["column_crc32"]),
             rows=tuple(at["rows"]),
+            nbytes=tuple(at["nbytes"]),
         )
 
     def manifests(self) -> Iterator[tuple[int, ShardManifest]]:
@@ -311,7 +313,7 @@ class ShardTable:
         columns = len(self.schemas[item["schema"]].columns)
         family = _Family(item["format"], item["schema"], names, tuple(item["column_files"]))
         widths = {"sizes": len(names), "crc32": len(names)}
-        for name in ("sizes", "crc32", "offsets", "column_crc32", "rows"):
+        for name in ("sizes", "crc32", "offsets", "column_crc32", "rows", "nbytes"):
             if declared_rows(item[name]) > most:
                 raise CorruptStoreError(f"shard table: {name} claims more rows than there are shards")
             array = unpack(item[name], np.int64, 2)
@@ -330,19 +332,25 @@ class ShardTable:
 
     def _check_places(self, family: _Family) -> None:
         """Refuse columns that begin before or end after their file, which would be read out of bounds."""
-        widths = self.schemas[family.schema].row_nbytes
+        schema = self.schemas[family.schema]
         for column, file in enumerate(family.column_files):
             if not family.count:
                 continue
+            rows, nbytes = (family.arrays[name][:, column] for name in ("rows", "nbytes"))
+            if np.any(rows < 0) or np.any(nbytes < 0):
+                raise CorruptStoreError("shard table: a column of fewer than 0 rows or bytes")
+            if schema.kind == "step" and column not in schema.stored_once:
+                width = schema.row_nbytes[column]
+                if np.any(nbytes % width if width else nbytes) or np.any(nbytes // max(width, 1) != rows * bool(width)):
+                    raise CorruptStoreError("shard table: the bytes of a column are not those of its rows")
             if file == ABSENT:
                 if np.any(family.arrays["offsets"][:, column] != ABSENT):
                     raise CorruptStoreError("shard table: a column that lies in no file begins at a byte")
                 continue
             room = family.arrays["sizes"][:, file] - family.arrays["offsets"][:, column]
-            rows = family.arrays["rows"][:, column]
             if np.any(family.arrays["offsets"][:, column] < 0) or np.any(room < 0):
                 raise CorruptStoreError("shard table: a column begins outside its file")
-            if widths[column] and np.any(rows > room // widths[column]):  # division: a product could overflow
+            if np.any(nbytes > room):
                 raise CorruptStoreError("shard table: a column ends after its file")
 
     def _check_rows(self) -> None:

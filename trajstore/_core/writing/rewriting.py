@@ -34,6 +34,9 @@ from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
 
 logger = logging.getLogger(__name__)
 
+_UNPACKED = 16
+"""Rows of a new shard may take this many times its bytes in memory: those of rollouts are packed in files."""
+
 SLACK_BYTES = 1 << 20
 """Dead bytes allowed beyond the live bytes before any rewrite, so that small stores are left alone."""
 
@@ -46,12 +49,14 @@ class Usage:
     """Fill state of the needed shards.
 
     Attributes:
-        total: bytes of all rows, per shard (row of the shard table); 0 for unneeded shards.
-        live: bytes of live and pinned trajectories, per shard.
+        total: bytes of all rows as stored, per shard (row of the shard table); 0 for unneeded shards.
+        live: bytes of live and pinned trajectories, per shard; of packed shards, their part of the rows' bytes.
+        memory: bytes of live and pinned trajectories in memory, per shard.
     """
 
     total: npt.NDArray[np.int64]
     live: npt.NDArray[np.int64]
+    memory: npt.NDArray[np.int64]
 
     @staticmethod
     def of(catalog: Catalog) -> Usage:
@@ -60,7 +65,10 @@ class Usage:
         live = np.zeros(count, np.int64)
         for index in (catalog.index, catalog.pinned):
             np.add.at(live, index["shard"], index["nbytes"])
-        return Usage(np.where(catalog.home_shards(), catalog.shards.row_bytes(), 0), live)
+        rows, stored = catalog.shards.row_bytes(), catalog.shards.stored_bytes()
+        part = stored * (live / np.maximum(rows, 1))
+        of_live = np.where(live == rows, stored, np.minimum(part.astype(np.int64), stored - 1))
+        return Usage(np.where(catalog.home_shards(), stored, 0), np.maximum(of_live, 0), live)
 
     @property
     def is_due(self) -> bool:
@@ -81,12 +89,13 @@ def choose(
         everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
     """
     needed = usage.total > 0
+    sizes = np.maximum(usage.live, usage.memory // _UNPACKED)
     needed[list(excluded)] = False
     dead = usage.total - usage.live
     if everything:
         candidates = np.flatnonzero(needed & (dead > 0))
         if not len(candidates):
-            candidates = np.flatnonzero(needed & (2 * usage.live <= limit))
+            candidates = np.flatnonzero(needed & (2 * sizes <= limit))
     elif usage.is_due:
         candidates = np.flatnonzero(needed & (2 * usage.live <= usage.total))
     else:
@@ -95,7 +104,7 @@ def choose(
     best: list[int] = []
     for schema in np.unique(schemas[candidates]).tolist():
         rows = candidates[schemas[candidates] == schema]
-        fitting = max(1, int(np.searchsorted(np.cumsum(usage.live[rows]), limit, side="right")))
+        fitting = max(1, int(np.searchsorted(np.cumsum(sizes[rows]), limit, side="right")))
         rows = rows[:fitting]
         gained = int(dead[rows].sum())
         if (gained or len(rows) > 1) and (not best or gained > int(dead[best].sum())):
@@ -231,7 +240,7 @@ class Rewriter:
         rows = choose(usage, schemas, self._shard_bytes, self.damaged, everything=everything)
         if not rows:
             return None
-        nbytes = int(usage.total[rows].sum())
+        nbytes = int(catalog.shards.row_bytes()[rows].sum())
         return _Chosen({row: catalog.shards.manifest(row) for row in rows}, *_entries_in(catalog, rows), nbytes)
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
