@@ -207,6 +207,9 @@ class ExperienceReplayConfig(PoolOptions):
                 f"replay_difficulty: {self.replay_difficulty}, must be below n_rollout = {n_rollout}: a task with that"
                 " many successes is solved, and is not replayed"
             )
+        capacity = (self.store or {}).get("capacity")
+        if capacity is not None and capacity < histories:
+            problems.append(f"store.capacity: {capacity}, is below the {histories} histories of a single task")
         if self.group_offpolicy == "separate" and histories == n_rollout - 1:
             problems.append(
                 f"group_offpolicy: separate, with offpolicy_trajectories_per_task = {n_rollout - 1} of n_rollout ="

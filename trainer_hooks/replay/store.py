@@ -15,10 +15,11 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore._core.base.arguments import path_or_url, text, whole_or_none
+from trajstore._core.base.arguments import one_of, path_or_url, whole_or_none
 from trajstore._core.base.closing import Closing
 from trajstore._core.base.settings import unknown
 from trajstore._core.columns.limits import shown
+from trajstore._core.formats import FORMATS
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -367,6 +368,6 @@ def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
     for problem in unknown(value, ("path", "format", "capacity")):
         raise ConfigurationError(f"{name}.{problem}")
     path_or_url(f"{name}.path", value.get("path"))
-    text(f"{name}.format", value.get("format", "pt"))
+    one_of(f"{name}.format", value.get("format", "pt"), tuple(FORMATS))
     capacity = whole_or_none(f"{name}.capacity", value.get("capacity"), 1)
     return value if capacity is None else {**value, "capacity": capacity}

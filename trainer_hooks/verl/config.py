@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
 from trainer_hooks.replay import is_success
+from trajstore._core.base.arguments import whole
 from trajstore._core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 from trajstore._core.files.opening import is_url
 from trajstore._core.formats import get_format
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreWriteError, TrajstoreError, counted
 from trajstore.ledger import LEDGER_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -164,6 +166,19 @@ class ReplayBlock:
         return self.recording.path or str(self.folder / "rollouts")
 
     @property
+    def paths(self) -> dict[str, str]:
+        """Paths and URLs of everything that is written, by option."""
+        given = {
+            f"{SECTION}.recording.path": self.recording_path if self.recording.enable else None,
+            f"{SECTION}.recording.path (its ledger)": self.ledger_folder if self.recording.enable else None,
+            "trainer.default_local_dir": self.folder.parent,
+            f"{MAKER}.store.path": (self.guidance.store or {}).get("path") if self.guidance.is_on else None,
+        }
+        if self.experience_replay.enable:
+            given[f"{REPLAY_SECTION}.store.path"] = (self.experience_replay.store or {}).get("path")
+        return {name: str(path) for name, path in given.items() if path is not None}
+
+    @property
     def ledger_folder(self) -> Path:
         """Folder of the training ledger: in the rollouts' store, where queries look; else in the run's folder."""
         return (self.folder if is_url(self.recording_path) else Path(self.recording_path)) / LEDGER_FOLDER
@@ -180,7 +195,10 @@ class ReplayBlock:
         """
         block = keys_of(config.get(SECTION), SECTION)
         refuse(SECTION, unknown(block, ["experience_replay", "recording", "outcome", "on_resume", *KEYS]))
-        folder = Path(str(config.trainer.default_local_dir)).absolute() / FOLDER
+        root = config.trainer.default_local_dir
+        if not root or is_url(root):
+            raise ConfigurationError(f"trainer.default_local_dir: {root}, must be a local folder, as verl writes there")
+        folder = Path(str(root)).absolute() / FOLDER
         replay = keys_of(block.get("experience_replay"), REPLAY_SECTION)
         # The usual default is a pool in memory, which would not survive a crash.
         replay.setdefault("store", {"path": str(folder / "pool")})
@@ -191,7 +209,7 @@ class ReplayBlock:
         # True is refused: it would need a pass of the actor while the rollout engine holds the memory.
         replay.setdefault("use_current_policy_entropy", False)
         rollout = config.actor_rollout_ref.rollout
-        n_rollout = int(rollout.n)
+        n_rollout = whole("actor_rollout_ref.rollout.n", rollout.n, 1)
         result = ReplayBlock(
             experience_replay=ExperienceReplayConfig.from_mapping(
                 replay, n_rollout=n_rollout if replay.get("enable") else None
@@ -298,13 +316,23 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
             "actor_rollout_ref.rollout.calculate_log_probs: false, so the importance ratios of rollouts that wait for"
             " a step use the actor's log-probs of that step, not those of the policy that sampled; set it to true"
         )
-    prompts, ratio = int(config.data.train_batch_size), replay.exp_ratio
+    prompts, ratio = whole("data.train_batch_size", config.data.train_batch_size, 1), replay.exp_ratio
     highest = max(value for _, value in ratio) if isinstance(ratio, tuple) else ratio
     if replay.enable and int(prompts * highest) < 1:
         problems.append(
             f"{REPLAY_SECTION}.exp_ratio: {highest:g}, of data.train_batch_size = {prompts} is less than one task, so"
             " nothing would be replayed"
         )
+    rollouts, capacity = prompts * block.n_rollout * (block.draws_ahead + 1), block.recording.capacity
+    if block.recording.enable and capacity is not None and capacity < rollouts:
+        problems.append(
+            f"{SECTION}.recording.capacity: {capacity}, is below the {rollouts} rollouts of"
+            f" {counted(block.draws_ahead + 1, 'step')} (data.train_batch_size = {prompts}, rollout.n ="
+            f" {block.n_rollout}), which would be deleted before they are trained on"
+        )
+    if block.on_resume == "keep" and not replay.enable:
+        logger.warning("%s.on_resume: keep has no effect without %s.enable=true", SECTION, REPLAY_SECTION)
+    problems += _problems_of_paths(block)
     if (replay.enable or block.guidance.enable_context_generator) and (
         config.get("skip", None) and config.skip.rollout_tq.enable
     ):
@@ -312,15 +340,34 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     return problems + _problems_of_the_loss(config, block)
 
 
+def _problems_of_paths(block: ReplayBlock) -> list[str]:
+    """Return the paths of which two are one folder, or one is a file, one sentence each."""
+    problems, options = [], dict[str, str]()
+    for option, path in block.paths.items():
+        place = path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://"))
+        if (other := options.setdefault(place, option)) != option:
+            problems.append(f"{option}: {path}, is the folder of {other} too; give each its own")
+        if Path(place).is_file():
+            problems.append(f"{option}: {path}, is a file, must be a folder")
+    return problems
+
+
 def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
     """Return the options that replace the loss ``het`` or withhold its inputs, one sentence each."""
-    mode = str(config.actor_rollout_ref.actor.policy_loss.get("loss_mode", "vanilla"))
+    actor = config.actor_rollout_ref.actor
+    mode = str(actor.policy_loss.get("loss_mode", "vanilla"))
+    ours = mode in ("vanilla", "het")
+    problems = [
+        f"actor_rollout_ref.actor.{name}: {value:g}, must be {'above 1' if name == 'clip_ratio_c' else 'at least 0'}"
+        for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", *(["clip_ratio_c"] if ours else []))
+        if (value := actor.get(name)) is not None and not (value > 1 if name == "clip_ratio_c" else value >= 0)
+    ]
     if not block.masks_rows:
-        return [f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true"] if mode == "het" else []
+        return problems + ([f"policy_loss.loss_mode: het, needs {REPLAY_SECTION}.enable=true"] if mode == "het" else [])
     rows = "replayed rows" if block.experience_replay.enable else "rows without their experience"
     correction, distillation = config.algorithm.get("rollout_correction", None), config.get("distillation", None)
-    problems = []
-    if mode not in ("vanilla", "het"):
+    clipping, problems = problems, []
+    if not ours:
         problems.append(
             f"policy_loss.loss_mode: {mode}, but {rows} have a loss of their own (het); leave it at vanilla"
         )
@@ -333,7 +380,7 @@ def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
         problems.append(f"distillation.enabled: true, its loss takes the place of the one that {rows} need")
     if problems and not block.experience_replay.enable:
         problems.append(f"or set {SECTION}.train_sample_expmode=allkeep, so that no rows are without it")
-    return problems
+    return clipping + problems
 
 
 @contextmanager

@@ -12,8 +12,9 @@ from omegaconf import open_dict
 from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.guidance.config import MAKER
 from trainer_hooks.transfer_queue import BACKEND
-from trainer_hooks.verl.config import ASYNCHRONOUS, SECTION, ReplayBlock, is_asked_for
+from trainer_hooks.verl.config import ASYNCHRONOUS, SECTION, ReplayBlock, is_asked_for, naming
 from trainer_hooks.verl.cuts import check_tracker
+from trajstore._core.files.opening import open_directory
 from trajstore.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ def check_options(config: Any) -> None:
     mode = str(config.trainer.v1.trainer_mode)
     v1 = bool(config.trainer.get("use_v1", True))
     if mode in REPLAY_MODES and v1:
-        ReplayBlock.from_config(config)
+        for option, path in ReplayBlock.from_config(config).paths.items():
+            with naming(option, path):
+                open_directory(path)
         check_tracker(config)
         return
     block = config.get(SECTION)

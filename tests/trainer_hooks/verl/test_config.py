@@ -18,12 +18,14 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig, ReplayBlock
 from trainer_hooks.verl.early import check_options
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajstoreError
 
 GRPO = "algorithm.adv_estimator=grpo"
 REPLAY = "exp_manager.experience_replay"
 ON = f"+{REPLAY}.enable=true"
 GROUP = "actor_rollout_ref.rollout.n=4"
+SHOWS = ("+experience_maker.enable_context_generator=true", "+exp_manager.rollout_expratio=0.5")
+MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
 BASE = (GRPO, GROUP, "trainer.default_local_dir=checkpoints/here")
 
 
@@ -81,14 +83,14 @@ def test_empty_is_as_good_as_absent(override_verl: Compose, block: str) -> None:
 def test_every_key(compose_verl: Compose) -> None:
     block = block_of(
         compose_verl,
-        "+exp_manager.recording={enable:true,path:s3://bucket/rollouts,format:pkl,capacity:100,on_error:warn}",
+        "+exp_manager.recording={enable:true,path:s3://bucket/rollouts,format:pkl,capacity:10000,on_error:warn}",
         "+exp_manager.outcome={key:acc,success:2}",
         "+exp_manager.on_resume=keep",
         f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
         "store:{path:pool,capacity:300},off_policy_shaping:none,group_offpolicy:shared}",
     )
     assert block.recording == RecordingConfig(
-        enable=True, path="s3://bucket/rollouts", format="pkl", capacity=100, on_error="warn"
+        enable=True, path="s3://bucket/rollouts", format="pkl", capacity=10_000, on_error="warn"
     )
     assert block.recording_path == "s3://bucket/rollouts"
     assert block.outcome == OutcomeRule(key="acc", success=2)
@@ -107,7 +109,7 @@ def test_values_may_be_interpolations(override_verl: Compose) -> None:
 
 
 def test_the_configuration_is_not_changed(compose_verl: Compose) -> None:
-    config = compose_verl([*BASE, ON, "+exp_manager.recording.capacity=5"])
+    config = compose_verl([*BASE, ON, "+exp_manager.recording.capacity=5000"])
     assert OmegaConf.is_struct(config), "the composed configuration takes no new keys"
     before = OmegaConf.to_container(config)
     ReplayBlock.from_config(config)
@@ -142,6 +144,19 @@ WRONG = {
     # replay
     f"+{REPLAY}.exp_ratio=1.5": "exp_ratio: 1.5",
     f"+{REPLAY}.store.capacity=5": "store.path: None",
+    f"+{REPLAY}.store={{path:pool,format:csv}}": "store.format: 'csv', must be one of 'pt'",
+    # verl's options
+    "actor_rollout_ref.actor.clip_ratio_low=-1": "actor.clip_ratio_low: -1, must be at least 0",
+    "actor_rollout_ref.actor.clip_ratio_high=-0.1": "actor.clip_ratio_high: -0.1, must be at least 0",
+    "actor_rollout_ref.actor.clip_ratio=nan": "actor.clip_ratio: nan, must be at least 0",
+    "actor_rollout_ref.actor.clip_ratio_c=0.5": "actor.clip_ratio_c: 0.5, must be above 1",
+    "actor_rollout_ref.rollout.n=0": "rollout.n: 0, must be",
+    "data.train_batch_size=null": "data.train_batch_size: None",
+    "trainer.default_local_dir=null": "trainer.default_local_dir: None, must be a local folder",
+    "trainer.default_local_dir=s3://a/b": "trainer.default_local_dir: s3://a/b, must be a local folder",
+    # paths
+    "+exp_manager.recording.path=checkpoints/here": "is the folder of exp_manager.recording.path too",
+    "+exp_manager.recording.path=checkpoints/../checkpoints/here/": "is the folder of exp_manager.recording.path too",
 }
 
 
@@ -177,6 +192,31 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
         "exp_manager.on_resume: keep",
     ),
     "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
+    "one folder": (
+        [ON, "+exp_manager.recording.path=checkpoints/here/trajstore/pool"],
+        f"{REPLAY}.store.path: ",
+    ),
+    "one URL": (
+        [ON, "+exp_manager.recording.path=s3://a/b", f"+{REPLAY}.store.path=s3://a/b/"],
+        f"{REPLAY}.store.path: s3://a/b/, is the folder of exp_manager.recording.path too",
+    ),
+    "the pool in the ledger": (
+        [ON, f"+{REPLAY}.store.path=checkpoints/here/trajstore/rollouts/ledger"],
+        "is the folder of exp_manager.recording.path (its ledger) too",
+    ),
+    "experience in the pool": (
+        [ON, *MAKES, "+experience_maker.store.path=checkpoints/here/trajstore/pool"],
+        "is the folder of experience_maker.store.path too",
+    ),
+    "a step is deleted": (
+        ["+exp_manager.recording.capacity=4095"],
+        "capacity: 4095, is below the 4096 rollouts of 1 step (data.train_batch_size = 1024, rollout.n = 4)",
+    ),
+    "a step that waits": (
+        ["+exp_manager.recording.capacity=8191", "trainer.v1.trainer_mode=colocate_async_replay"],
+        "is below the 8192 rollouts of 2 steps",
+    ),
+    "less than a task": ([ON, f"+{REPLAY}.store={{path:pool,capacity:1}}"], "store.capacity: 1, is below the 2 hist"),
     "n = 1": ([ON, "actor_rollout_ref.rollout.n=1"], "offpolicy_trajectories_per_task: 1"),
 }
 
@@ -264,10 +304,6 @@ def test_the_file_is_understood_names_every_option_and_says_the_defaults(project
 
 
 # -- Guidance options: their meaning, and combinations refused as having no effect --
-
-
-SHOWS = ("+experience_maker.enable_context_generator=true", "+exp_manager.rollout_expratio=0.5")
-MAKES = ("+experience_maker.enable_summarizer=true", "+experience_maker.updated_freq=1")
 
 
 def test_experiences_lie_beside_the_rollouts_unless_told_otherwise(override_verl: Compose) -> None:
@@ -385,3 +421,29 @@ def test_options_of_what_is_switched_off_are_no_error(override_verl: Compose) ->
 
 def test_nothing_but_guidance_is_enough_for_the_trainer(override_verl: Compose) -> None:
     assert block_of(override_verl, *SHOWS, "+exp_manager.recording.enable=false").guidance.is_on
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("nosuch://a/b", "Protocol not known: nosuch"), ("~/x", "only a shell expands '~'"), ("FILE", "must be a folder")],
+)
+def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
+    path: str, says: str, override_verl: Compose, tmp_path: Path
+) -> None:
+    (tmp_path / "FILE").touch()
+    path = str(tmp_path / path) if path == "FILE" else path
+    mode = "trainer.v1.trainer_mode=sync_replay"
+    for overrides in (
+        (f"+exp_manager.recording.path='{path}'",),
+        (ON, f"+{REPLAY}.store.path='{path}'"),
+        (*MAKES, f"+experience_maker.store.path='{path}'"),
+    ):
+        with pytest.raises(TrajstoreError, match=says) as caught:
+            check_options(override_verl([*BASE, mode, *overrides]))
+        option = overrides[-1].split("=")[0].removeprefix("+")
+        assert option in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+
+
+def test_on_resume_keep_without_replay_is_warned_of(override_verl: Compose, caplog: pytest.LogCaptureFixture) -> None:
+    block_of(override_verl, "+exp_manager.on_resume=keep")
+    assert "exp_manager.on_resume: keep has no effect without" in caplog.text
