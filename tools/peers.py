@@ -85,7 +85,7 @@ def differences(peer: dict[str, Any], folder: Path) -> Iterator[str]:
 
 def written(text: str) -> str:
     """Return the page with the table that follows from the peers."""
-    lines = ["| peer | tried | compared | unknown fields | values checked by |", "| --- | --- | --- | --- | --- |"]
+    lines = ["| peer | tried | compared | unknown fields | `convert --check` by |", "| --- | --- | --- | --- | --- |"]
     for name, peer in PEERS.items():
         places = [place.partition(": ")[2] for place in peer.get("fields", {}) | peer.get("uses", {})]
         compared = ", ".join(f"`{place}`" for place in places if place)

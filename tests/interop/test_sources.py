@@ -214,7 +214,7 @@ def test_a_difference_that_the_check_finds_leaves_nothing_to_continue(
 ) -> None:
     store = stored(tmp_path / "store", [rollout("a")])
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "differences", lambda *_: ["messages"])
+        patch.setattr(convert, "differences", lambda *_, **__: ["messages"])
         with pytest.raises(CorruptStoreError, match="the check found other values, or none, of messages"):
             convert_to(store, tmp_path / "out", "jsonl", check=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]

@@ -41,13 +41,25 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
+    MissingDependencyError,
     StoreNotFoundError,
     TrajstoreError,
     listed,
     written,
 )
 from trajstore.interop.episodes import episodes_of
-from trajstore.interop.formats import Format, Item, Kind, Selection, Source, Writer, append_durably, damaged
+from trajstore.interop.formats import (
+    UNREADABLE,
+    Format,
+    Item,
+    Kind,
+    Second,
+    Selection,
+    Source,
+    Writer,
+    append_durably,
+    damaged,
+)
 from trajstore.operations.opening import open_readable
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
@@ -97,6 +109,7 @@ class Converted:
         left_out: number of trajectories of the other kind.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
+        checked_by: programs other than trajstore that read the files for this too.
         damage: damage of a store that hides an unknown set of trajectories; None if there is none.
     """
 
@@ -107,6 +120,7 @@ class Converted:
     left_out: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
+    checked_by: tuple[str, ...] = ()
     damage: str | None = None
 
     @property
@@ -177,9 +191,8 @@ def convert_to(
         with closing(write(staging.made, staging.mark, selection)) as writer:
             _write(items, writer, staging, result, progress)
         if check and form.read is not None:
-            copies = form.read(staging.made).items
             with staging.begun_again_if_damaged():
-                _check(_stored(reader, wanted, form.kind), copies, result, form.cannot_carry)
+                _check(lambda: _stored(reader, wanted, form.kind), form, staging.made, result, form.cannot_carry)
         staging.publish()
     return result
 
@@ -236,9 +249,8 @@ def convert_from(
         if check:
             with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
-                copies = _stored(reader, rows, "rollouts")  # episodes are whole trajectories here
-                with staging.begun_again_if_damaged():
-                    _check(form.read(origin).items, copies, result, ())
+                with staging.begun_again_if_damaged():  # episodes are whole trajectories here
+                    _check(lambda: _stored(reader, rows, "rollouts"), form, origin, result, ())
         staging.publish()
     return result
 
@@ -491,26 +503,52 @@ def _sync(path: Path) -> None:
 # -- checking -----------------------------------------------------------------------------------------
 
 
-def _check(items: Iterable[Item], copies: Iterable[Item], result: Converted, lost: Sequence[str]) -> None:
-    """Compare the items of a source with those read back from the target.
+def _second(form: Format, path: Path) -> Second | None:
+    """Return what another program reads of files, if it is installed and can."""
+    try:
+        second = form.second(path) if form.second else None
+        if second is not None and second.partly and form.read:
+            ours, theirs = ([item.key for item in items] for items in (form.read(path).items, second.items))
+            if ours != theirs:  # such as an episode that the metadata of the data set do not count
+                raise CorruptStoreError(f"it sees {len(theirs):,} items, and trajstore {len(ours):,}")
+        return second
+    except (ImportError, MissingDependencyError):
+        return None
+    except UNREADABLE as error:
+        logger.warning("convert: %s: checked by trajstore alone, for another program cannot: %r", path, error)
+        return None
+
+
+def _check(
+    stored: Callable[[], Iterable[Item]], form: Format, path: Path, result: Converted, lost: Sequence[str]
+) -> None:
+    """Compare the items of a store with those of files, as the format's reader and then another program read them.
 
     Raises:
         CorruptStoreError: there is a difference; names the item and the fields.
     """
-    wanted = (item for item in items if item.key not in result.problems)
-    result.checked = 0
-    for item, copy in zip_longest(wanted, copies):
-        if item is None or copy is None:
-            raise CorruptStoreError(f"{result.target}: the check found {'more' if item is None else 'fewer'} items")
-        names = differences(item.load(), copy.load(), lost)
-        if names:
-            raise CorruptStoreError(
-                f"{result.target}: {item.key}: the check found other values, or none, of {listed(names)}"
-            )
-        result.checked += 1
+    seconds = [Second("", form.read(path).items) if form.read else None, _second(form, path)]
+    for second in filter(None, seconds):
+        pairs = zip_longest(
+            *((item for item in items if item.key not in result.problems) for items in (stored(), second.items))
+        )
+        by = f" by {second.by}" if second.by else ""
+        result.checked = 0
+        for item, copy in pairs:
+            if item is None or copy is None:
+                more = "more" if item is None else "fewer"
+                raise CorruptStoreError(f"{result.target}: the check{by} found {more} items")
+            if names := differences(item.load(), copy.load(), lost, partly=second.partly):
+                raise CorruptStoreError(
+                    f"{result.target}: {copy.key}: the check{by} found other values, or none, of {listed(names)}"
+                )
+            result.checked += 1
+        result.checked_by += (second.by,) if second.by else ()
 
 
-def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = ()) -> list[str]:
+def differences(
+    one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = (), *, partly: bool = False
+) -> list[str]:
     """Return the names of the fields in which two trajectories differ, without those that a format loses.
 
     NaN equals itself; dtypes must be equal.
@@ -519,8 +557,11 @@ def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = 
         one: a trajectory.
         other: another one.
         lost: names of fields, as ``Format.cannot_carry`` has them.
+        partly: the other has only some of the fields, and dtypes to which those of the first are converted.
     """
     first, second = dict(_leaves(one)), dict(_leaves(other))
+    if partly:
+        first = {name: _as(first[name], value) for name, value in second.items() if name in first}
     return sorted(
         name
         for name in first.keys() | second.keys()
@@ -539,6 +580,10 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
     elif value is not None and value != "" and value != []:
         yield path, value
+
+
+def _as(value: Any, like: Any) -> Any:
+    return value.to(like.dtype) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

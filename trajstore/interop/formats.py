@@ -116,6 +116,25 @@ class Selection:
     query: Query
 
 
+UNREADABLE = (TrajstoreError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError)
+"""What other programs raise for files that they cannot read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Second:
+    """The items of a file or folder as another program than trajstore's own reader sees them, for checks.
+
+    Attributes:
+        by: the program.
+        items: as a :class:`Source` has them, with the same keys.
+        partly: they have some of the fields only, in dtypes of that program.
+    """
+
+    by: str
+    items: Iterable[Item]
+    partly: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of other programs.
@@ -128,6 +147,7 @@ class Format:
         not_read: parts of these files that are lost in a store.
         read: reads a file or folder; None if the format can only be written.
         write: makes a writer of (path, mark, selection); None if the format can only be read.
+        second: reads by another program. Raises ``ImportError`` if it is not installed.
     """
 
     name: str
@@ -136,6 +156,7 @@ class Format:
     not_read: tuple[str, ...]
     read: Callable[[Path], Source] | None = None
     write: Callable[[Path, Any, Selection], Writer] | None = None
+    second: Callable[[Path], Second] | None = None
 
 
 def pyarrow_modules() -> Any:
@@ -277,8 +298,11 @@ def json_of(text: str | bytes) -> Any:
         ValueError: it is not JSON.
     """
     content = text.encode() if isinstance(text, str) else text
-    if _PYTHONS.search(content) is None:
-        return orjson.loads(content)
+    return orjson.loads(content) if _PYTHONS.search(content) is None else python_json(content)
+
+
+def python_json(content: bytes) -> Any:
+    """Return the value of a JSON text, as :func:`json_of` does, by Python's own module."""
 
     def constant(name: str) -> None:
         if name != "NaN":
@@ -290,12 +314,25 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
+def lines_again(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Second:
+    """Read JSON lines by Python's ``json``."""
+    return Second("Python's json", read_lines(path, trajectory_of, python_json).items)
+
+
+def parquet_again(path: Path, read: Callable[..., Source]) -> Second:
+    """Read Parquet and Arrow files by pyarrow; ``read`` is :func:`read_parquet` with all but its ``frames``."""
+    arrow, _ = pyarrow_modules()
+    return Second(f"pyarrow {arrow.__version__}", read(path, frames=_by_pyarrow).items)
+
+
+def read_lines(
+    path: Path, trajectory_of: Callable[[Row], AnyTrajectory], value_of: Callable[[bytes], Any] = json_of
+) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 
     def load(line: bytes) -> AnyTrajectory:
         try:
-            row = json_of(line)
+            row = value_of(line)
         except ValueError as error:
             raise ConfigurationError(f"is not JSON: {error}{_ARRAY if line[:1] == b'[' else ''}") from error
         if not isinstance(row, dict):
@@ -316,6 +353,26 @@ def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Sou
     return Source(items(), path.stat().st_size)
 
 
+def _exact(kind: Any) -> Any:
+    """Return a type of Polars with times as integers: Python's have microseconds, and no years after 9999."""
+    pl = polars()
+    if kind.is_temporal():
+        return pl.Int64()
+    if isinstance(kind, pl.List | pl.Array):
+        return pl.List(_exact(kind.inner)) if isinstance(kind, pl.List) else pl.Array(_exact(kind.inner), kind.size)
+    if isinstance(kind, pl.Struct):
+        return pl.Struct({name: _exact(inner) for name, inner in kind.to_schema().items()})
+    return type(kind)(kind.key, _exact(kind.value)) if hasattr(kind, "key") else kind  # a map
+
+
+def _time(value: int, kind: DataType) -> str:
+    """Return the text of a time as an integer: Python's, with nine digits where six are not enough."""
+    rest = value % 1000 if kind == polars().Time or getattr(kind, "time_unit", "") == "ns" else 0
+    text = str(polars().Series([value - rest]).cast(kind)[0])
+    parts = re.fullmatch(r"(.*?:\d\d:\d\d)(?:[.](\d{6}))?(.*)", text)
+    return text if not rest or parts is None else f"{parts[1]}.{parts[2] or '000000'}{rest:03}{parts[3]}"
+
+
 def _plain(value: Any, kind: DataType) -> Any:
     """Return a value of a Parquet column: JSON decoded, times as texts, structs without the keys that are null."""
     if value is None or value != value:  # pandas writes NaN for unknown numbers
@@ -323,7 +380,7 @@ def _plain(value: Any, kind: DataType) -> Any:
     if kind.is_extension():
         return json_of(value) if kind.ext_name() == "arrow.json" else value  # type: ignore[attr-defined]
     if kind.is_temporal() or kind.is_decimal():
-        return str(value)
+        return _time(value, kind) if isinstance(value, int) else str(value)
     if isinstance(value, dict) and hasattr(kind, "key"):  # a map
         return {str(name): _plain(item, kind.value) for name, item in value.items()}  # type: ignore[attr-defined]
     if isinstance(value, dict):
@@ -363,13 +420,34 @@ def _tables_in(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plain: bool = False) -> Source:
+def _by_polars(file: Path) -> Iterator[Any]:
+    pl = polars()
+    table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
+    yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
+
+
+def _by_pyarrow(file: Path) -> Iterator[Any]:
+    arrow, parquet = pyarrow_modules()
+    with file.open("rb") as opened:
+        is_stream = file.suffix == ".arrow"
+        batches = arrow.ipc.open_stream(opened) if is_stream else parquet.ParquetFile(opened).iter_batches(_ROWS)
+        for batch in batches:
+            yield polars().from_arrow(batch)
+
+
+def read_parquet(
+    path: Path,
+    trajectory_of: Callable[[Row], AnyTrajectory],
+    plain: bool = False,
+    frames: Callable[[Path], Iterator[Any]] = _by_polars,
+) -> Source:
     """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it.
 
     Args:
         path: file or folder.
         trajectory_of: makes a trajectory of a row.
         plain: the values are of other programs: decode JSON, make texts of times, leave out the nulls of structs.
+        frames: reads a file as frames of Polars.
     """
     files = [path]
     if path.is_dir():
@@ -388,12 +466,11 @@ def read_parquet(path: Path, trajectory_of: Callable[[Row], AnyTrajectory], plai
             number, done = 0, sum(sizes[: at + 1])
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                table = (
-                    pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
-                )
-                for rows in table.collect_batches(chunk_size=_ROWS, maintain_order=True):
-                    for row in rows.iter_rows(named=True):
-                        yield Item(f"{name}: row {number}", lambda row=row, kinds=rows.schema: load(row, kinds), done)  # type: ignore[misc]
+                for rows in frames(file):
+                    kinds = rows.schema
+                    changed = {key: _exact(kind) for key, kind in kinds.items() if plain and _exact(kind) != kind}
+                    for row in rows.cast(changed).iter_rows(named=True):
+                        yield Item(f"{name}: row {number}", lambda row=row, kinds=kinds: load(row, kinds), done)  # type: ignore[misc]
                         number += 1
             except pl.exceptions.PolarsError as error:
                 yield damaged(f"{name}: rows from {number} on", f"are not Parquet: {error}", done)

@@ -1,4 +1,4 @@
-"""LeRobot's data sets of version 3 (``lerobot``): Parquet files, with images as PNG or videos. Does not import LeRobot.
+"""LeRobot's data sets of version 3 (``lerobot``): Parquet files, with images as PNG or videos. Only checks use LeRobot.
 
 Images are written as PNG in the Parquet files; videos are read with PyAV.
 """
@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from importlib.metadata import version
 from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
@@ -27,8 +28,11 @@ from trajstore.errors import (
 )
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
+    UNREADABLE,
     FilesWriter,
     Format,
+    Item,
+    Second,
     Source,
     append_durably,
     files_below,
@@ -355,7 +359,14 @@ def _read(path: Path) -> Source:
                 raise CorruptStoreError(
                     f"has {len(frames)} frames, must have those from 0 to {rows[number]['length'] - 1}, once each"
                 )
-            return _trajectory(path, info, texts, rows[number], frames)
+            values = {
+                name: _values(path, info, name, feature, rows[number], frames)
+                for name, feature in info["features"].items()
+            }
+            if unknown := set(frames["task_index"]) - texts.keys():
+                raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
+            tasks = [texts[task] for task in frames["task_index"]]
+            return _trajectory(info, values, tasks, bool(rows[number].get(_BY_STEP)))
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, pl.exceptions.PolarsError) as error:
             also = f"; unreadable: {listed(unreadable)}" if unreadable else ""
             raise CorruptStoreError(f"is no episode of LeRobot: {error!r}{also}") from error
@@ -381,15 +392,13 @@ def _known(path: Path, name: str, feature: dict[str, Any]) -> dict[str, Any] | N
     return None
 
 
-def _trajectory(
-    path: Path, info: Mapping[str, Any], texts: Mapping[int, str], row: Mapping[str, Any], frames: Any
-) -> Trajectory:
+def _trajectory(info: Mapping[str, Any], values: Mapping[str, Any], tasks: Sequence[str], by_step: bool) -> Trajectory:
+    """Return the episode with these values of features and tasks of frames."""
     seen: dict[str, Any] = {}
     inputs: dict[str, Any] = {"fps": torch.tensor(float(info["fps"]), dtype=torch.float64)}
     fields: dict[str, Any] = {}
     own = info.get("trajstore", {})
-    for name, feature in info["features"].items():
-        value = _values(path, info, name, feature, row, frames)
+    for name, value in values.items():
         if not isinstance(value, list):
             value = torch.from_numpy(value)[:, None]
             value = value[..., 0] if name in own.get("scalars", ()) else value
@@ -406,11 +415,8 @@ def _trajectory(
             inner[last] = value
         else:
             inputs[name] = value
-    fields.setdefault("rewards", torch.full((len(frames), 1, 1), torch.nan))  # unknown
-    if unknown := set(frames["task_index"]) - texts.keys():
-        raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
-    tasks = [texts[number] for number in frames["task_index"]]
-    task = tasks[0] if len(set(tasks)) == 1 and not row.get(_BY_STEP) else tasks
+    fields.setdefault("rewards", torch.full((len(tasks), 1, 1), torch.nan))  # unknown
+    task = tasks[0] if len(set(tasks)) == 1 and not by_step else tasks
     return Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,
         curr_obs=seen | ({"task": task} if task else {}),
@@ -487,6 +493,44 @@ def _video(path: Path, times: Any, fps: float) -> Any:
     raise CorruptStoreError(f"{path}: has no frames")
 
 
+def _by_lerobot(path: Path) -> Second:
+    """Read everything but videos by LeRobot itself, which keeps a copy of the tables in the cache of ``datasets``."""
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    data = LeRobotDataset(f"local/{path.name}", root=path)
+    texts = {row.task_index: task for task, row in data.meta.tasks.iterrows()}
+    features = {name: feature for name, feature in data.meta.features.items() if name not in _OWN}
+    features = {name: feature for name, feature in features.items() if feature["dtype"] != "video"}
+
+    def episode(number: int) -> Trajectory:
+        try:
+            row = data.meta.episodes[number]
+            frames = data.hf_dataset[row["dataset_from_index"] : row["dataset_to_index"]]
+            values = {name: _of_lerobot(frames[name], feature) for name, feature in features.items()}
+            tasks = [texts[int(task)] for task in frames["task_index"]]
+            read = _trajectory(data.meta.info, values, tasks, bool(row.get(_BY_STEP)))
+            read.rewards = read.rewards if "next.reward" in features else None
+            return read
+        except UNREADABLE as error:
+            raise CorruptStoreError(f"LeRobot cannot read episode {number}: {error!r}") from error
+
+    count = data.meta.total_episodes
+    items = [Item(f"episode {at}", lambda at=at: episode(at), at + 1) for at in range(count)]  # type: ignore[misc]
+    return Second(f"LeRobot {version('lerobot')}", items, partly=True)
+
+
+def _of_lerobot(rows: Any, feature: Mapping[str, Any]) -> Any:
+    """Return a feature's values, which LeRobot gives as tensors with channels first and images in [0, 1]."""
+    if feature["dtype"] == "string":
+        return list(rows)
+    value = torch.stack(list(rows))
+    if feature["dtype"] == "image":
+        first = str((feature.get("names") or [""])[0]).startswith("channel")
+        value = (value * 255).round().to(torch.uint8)
+        value = value if first else value.movedim(1, -1)
+    return value[:, None].numpy() if value.dim() == 1 else value.numpy()
+
+
 FORMATS = (
     Format(
         "lerobot",
@@ -498,5 +542,6 @@ FORMATS = (
         ("robot_type", "splits", "names of features", "subtasks", "time stamps that are not frame_index / fps"),
         _read,
         lambda path, mark, _: _Writer(path, mark),
+        _by_lerobot,
     ),
 )

@@ -18,7 +18,17 @@ from trajstore._core.reading.late import COLUMNS, with_notes
 from trajstore._core.store.facts import FACTS
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
-from trajstore.interop.formats import Format, LinesWriter, PartsWriter, Row, Selection, read_lines, read_parquet
+from trajstore.interop.formats import (
+    Format,
+    LinesWriter,
+    PartsWriter,
+    Row,
+    Selection,
+    lines_again,
+    parquet_again,
+    read_lines,
+    read_parquet,
+)
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
 from trajstore.query.relations import late_columns
@@ -289,14 +299,25 @@ def _write_parquet(path: Path, mark: Any, selection: Selection) -> PartsWriter:
     return PartsWriter(path, mark, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
 
 
+_read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
+
 FORMATS = (
-    Format("jsonl", "rollouts", (), _OF_THE_STORE, partial(read_lines, trajectory_of=rollout_of), _write_lines),
+    Format(
+        "jsonl",
+        "rollouts",
+        (),
+        _OF_THE_STORE,
+        partial(read_lines, trajectory_of=rollout_of),
+        _write_lines,
+        partial(lines_again, trajectory_of=rollout_of),
+    ),
     Format(
         "parquet",
         "rollouts",
         (),
         _OF_THE_STORE,
-        partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row))),
+        _read_parquet,
         _write_parquet,
+        partial(parquet_again, read=_read_parquet),
     ),
 )
