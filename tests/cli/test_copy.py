@@ -21,7 +21,7 @@ from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.buffer.runs import save_rank_point
 from trajstore._core.files.base import Directory
 from trajstore.cli import DAMAGED
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError, TrajstoreError
 from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations import verify as verify_module
 from trajstore.operations.copying import copy_store, repair_store
@@ -321,19 +321,57 @@ def test_nothing_appears_before_it_is_verified(
     assert len(set(seen) - {str(store)}) == (2 if command == "split" else 1)
 
 
-def test_a_copy_of_a_run_that_was_killed_is_no_run_and_is_completed_by_the_same_call(run: Run, tmp_path: Path) -> None:
-    for rank in range(2):
-        filled(tmp_path / "run" / f"rank_{rank}", range(2))
+@pytest.mark.parametrize("names", [("rank_0", "rank_1"), ("a", "b"), ("own/rank_0", "own/rank_1")])
+def test_a_copy_of_stores_that_was_killed_says_so_and_is_completed_by_the_same_call(
+    run: Run, tmp_path: Path, names: tuple[str, str]
+) -> None:
+    source, copy = tmp_path / "run", tmp_path / "copy"
+    for name in names:
+        filled(source / name, range(2))
     child = os.fork()
     if not child:
-        copy_store(tmp_path / "run", tmp_path / "copy", partial(kill_at, tmp_path / "copy" / "rank_1"))
+        copy_store(source, copy, partial(kill_at, copy / names[1]))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert [path.name for path in (tmp_path / "copy").glob("[!.]*")] == ["rank_1"]
-    with pytest.raises(CorruptStoreError, match="rank_0"):
-        keys_at(tmp_path / "copy")
-    assert "rank_0: 2 trajectories" in run.out("copy", tmp_path / "run", tmp_path / "copy")
-    assert sorted(os.listdir(tmp_path / "copy")) == ["rank_0", "rank_1"]
+    for command in ("inspect", "verify", "list", "copy"):
+        target = [tmp_path / "again"] if command == "copy" else []
+        assert "an unfinished copy of the folder that copying.json names" in run.err(command, copy, *target)
+    with pytest.raises(StoreNotFoundError, match=r"unfinished copy .* copy it here again to complete it"):
+        keys_at(copy)
+    assert f"{names[0]}: 2 trajectories" in run.out("copy", source, copy)
+    assert {name.rsplit("/", 1)[-1] for name in files_of(copy)} & {"copying.json", "writer.lock"} == set()
+    again = run.out("copy", source, copy)
+    assert again.count("everything already") == 2
+
+
+@pytest.mark.parametrize("words", ["copy store", "copy run", "repair store", "merge store", "split store --ranks 2"])
+def test_of_two_copies_to_one_target_the_second_is_refused_before_it_writes(
+    run: Run, tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("store", "run/rank_0", "run/rank_1"):
+        filled(tmp_path / name, range(2))
+    monkeypatch.chdir(tmp_path)
+    command, source, *options = words.split()
+    said: list[str] = []
+    check = verify_module.check_store
+
+    def there() -> dict[str, bytes]:
+        return {name: data for name, data in files_of(tmp_path).items() if "/readers/" not in name}
+
+    def check_once(directory: Directory, *arguments: Any) -> None:
+        if not said and directory.url != "store":
+            said.append("")
+            before = there()
+            said.append(run.err(command, source, "out", *options))
+            assert there() == before
+        check(directory, *arguments)
+
+    monkeypatch.setattr(verify_module, "check_store", check_once)
+    run.out(command, source, "out", *options)
+    assert f"out is being written by process {os.getpid()}" in said[1]
+    assert "wait for it, or name another target" in said[1]
+    assert len(keys_at(tmp_path / "out")) == (4 if source == "run" else 2)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_mount_point_is_refused_before_anything_is_copied(

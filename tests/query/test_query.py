@@ -240,6 +240,17 @@ def test_a_condition_of_a_thousand_parts_is_answered() -> None:
     buffer = in_memory([rollout(f"t{number}") for number in range(3)])
     condition = " or ".join(f"task = 't{number}'" for number in range(1, 1000))
     assert buffer.query().where(condition).ids().tolist() == [1, 2]
+    values = ", ".join(f"-{number}" for number in range(2000))
+    assert buffer.query().where(f"trajectory_id in ({values})").ids().tolist() == [0]
+
+
+@pytest.mark.parametrize("joined", [" or ", " AND ", "+", " xor ", " when true then "])
+def test_too_many_operators_are_refused_at_once(joined: str) -> None:
+    query, text = in_memory([rollout()]).query(), joined.join(["outcome = 1"] * 1002)
+    calls = (query.where, query.select, query.group_by, query.order_by, lambda one: query.sql(f"select {one}"))
+    for call in calls:
+        with pytest.raises(ConfigurationError, match=r"1,001 operators \(.*\), must have at most 1,000; .* are a list"):
+            call(text).rows()
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     StoreError,
+    StoreLockedError,
     StoreNotFoundError,
     StoreWriteError,
     TrajstoreError,
@@ -76,6 +77,21 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     is_sound(target)
     with pytest.raises(ConfigurationError, match="is not empty"):
         restore(mirror, target)
+
+
+def test_of_two_restores_to_one_target_the_second_is_refused(tmp_path: Path, mirror: Path) -> None:
+    said = []
+
+    def again(*_: int) -> None:
+        if not said:
+            with pytest.raises(StoreLockedError, match=r"new is being written by process .*; wait for it") as refusal:
+                restore(mirror, tmp_path / "new", again)
+            said.append(str(refusal.value))
+
+    restore(mirror, tmp_path / "new", again)
+    assert said
+    assert keys_at(tmp_path / "new") == {1: 1, 2: 2, 3: 3}
+    assert not (tmp_path / "new" / "writer.lock").exists()
 
 
 def test_a_restore_that_was_interrupted_at_its_very_end(tmp_path: Path, mirror: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,8 +16,10 @@ from trajstore._core.buffer.checkpoint import CheckpointState, check_target, ren
 from trajstore._core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore._core.buffer.reader import Reader, load_reader
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore._core.files.base import Directory
-from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.folders import claimed
+from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.files.local import TEMPORARY_SUFFIX, LocalDirectory
 from trajstore._core.files.opening import directories_above, nested, open_directory
 from trajstore._core.formats import get_format
 from trajstore._core.formats.base import SHARDS_FOLDER
@@ -27,7 +31,7 @@ from trajstore._core.store.log_records import ranges_of
 from trajstore._core.store.lost_records import lost_in_words
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import PINS_FOLDER
-from trajstore._core.store.sealed import INDEX_NAME, METADATA_NAME, without_advice
+from trajstore._core.store.sealed import COPYING_NAME, INDEX_NAME, METADATA_NAME, without_advice
 from trajstore._core.store.shard_table import shard_number
 from trajstore.errors import (
     ConfigurationError,
@@ -37,6 +41,7 @@ from trajstore.errors import (
     counted,
     listed,
     trajectories,
+    written,
 )
 from trajstore.ledger import LEDGER_FOLDER
 from trajstore.operations.points import numbers_absent
@@ -117,6 +122,7 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
         StoreNotFoundError: there is no store.
         ConfigurationError: the source is not a store, or the target has other contents.
         CorruptStoreError: the source or the copy is damaged. ``repair_store`` copies the intact part.
+        StoreLockedError: another process makes the same local target; names it.
         StoreWriteError: the target cannot be written.
     """
 
@@ -197,7 +203,8 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         return copy(place, target)
     files, folders = directory.listing()
     begun = {name for name in folders if not name.startswith(".")}  # hidden ones are left by killed copies
-    if files or not {"own", *(part.name for part in place.parts)} >= begun:
+    known = {"own" if part.url == place.url else part.name for part in place.parts}
+    if not {*files} <= _MARKS or not {"own", *place.rank_names, *known} >= begun:
         raise _not_empty(target)
     ranks = [part.name for part in place.parts[1:]] if place.mixed else []
     if ranks and not lenient:
@@ -207,7 +214,30 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")
-    for part in reversed(place.parts):  # a killed copy lacks rank_0, so that readers refuse it
+    with nullcontext() if begun >= known and COPYING_NAME not in files else _marked(directory, place.url):
+        _copy_parts(place, result, copy, lenient=lenient)
+        for text in (*place.lacking, *absent):
+            result.uncounted = True
+            _put_empty(text.split()[0], text, result)
+    return result
+
+
+_MARKS = {COPYING_NAME, COPYING_NAME + TEMPORARY_SUFFIX, LOCK_NAME}
+
+
+@contextmanager
+def _marked(target: Directory, source: str) -> Iterator[None]:
+    """Mark a folder as an unfinished copy until the block has ended; a local one is held, too."""
+    with claimed(target, target.path) if isinstance(target, LocalDirectory) else nullcontext():
+        with written(f": {target.url} was not written"):
+            target.publish([EncodedFile(COPYING_NAME, [json.dumps({"source": source}).encode()])])
+        yield
+        target.remove([COPYING_NAME], durable=True)
+
+
+def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copied], *, lenient: bool) -> None:
+    target = result.target
+    for part in reversed(place.parts):  # rank_0 last
         name = "own" if part.url == place.url else part.name
         to = f"{target}/{name}"
         try:
@@ -226,10 +256,6 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         result.parts.insert(0, copied)
         result.trajectories += copied.trajectories
         result.nbytes += copied.nbytes
-    for text in (*place.lacking, *absent):
-        result.uncounted = True
-        _put_empty(text.split()[0], text, result)
-    return result
 
 
 def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:

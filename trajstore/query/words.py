@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from itertools import zip_longest
 
-from trajstore.errors import ConfigurationError
+from trajstore._core.columns.limits import shown
+from trajstore.errors import ConfigurationError, listed
 
 _PARTS = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/"""
     r"""|(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?|\w+|.""",
     re.DOTALL | re.IGNORECASE,
 )
+
+_MOST_JOINED = 1000
+"""Most operators of a text. Polars needs 3 s for them and 20 s for twice as many, and no signal ends it."""
+
+_JOINING = frozenset(("and", "or", "xor", "when", "+", "-", "*", "/", "%", "|"))
 
 _DECIMAL = re.compile(r"\d+\.\d*|\.\d+")
 
@@ -49,9 +55,16 @@ def for_polars(where: str, text: str) -> str:
         text: an expression or a statement.
 
     Raises:
-        ConfigurationError: a LIKE pattern escapes % or _, which Polars reads as a backslash and the sign.
+        ConfigurationError: a LIKE pattern escapes % or _, which Polars reads as a backslash and the sign; or there are
+            too many operators.
     """
     lowered = words(text)
+    before = zip(["", *lowered], lowered, strict=False)
+    if (joined := sum(word in _JOINING and last not in ("(", ",") for last, word in before)) > _MOST_JOINED:
+        raise ConfigurationError(
+            f"{where}: {shown(text)}: has {joined:,} operators ({listed(sorted(_JOINING & {*lowered}))}), must have at "
+            f"most {_MOST_JOINED:,}; many values of one column are a list: task in ('a', 'b')"
+        )
     for word, pattern, then in zip_longest(lowered, lowered[1:], lowered[2:], fillvalue=""):
         if word in ("like", "ilike") and (then == "escape" or re.match(r"'.*\\[%_]", pattern, re.DOTALL)):
             raise ConfigurationError(

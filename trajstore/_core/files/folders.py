@@ -10,7 +10,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -18,8 +18,9 @@ from pathlib import Path
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.held import HeldFolder
+from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.local import LocalDirectory
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, StoreLockedError
 
 _EXCHANGE = 2  # RENAME_EXCHANGE of linux/fs.h
 
@@ -36,9 +37,10 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
 
     Args:
         path: of the folder; if it is a symbolic link, its target is replaced.
-        replace: False refuses a folder that has contents by then.
+        replace: False refuses a folder that has contents by then, and one that another process makes.
 
     Raises:
+        StoreLockedError: another process publishes to ``path`` without replacing; names it.
         OSError, CorruptStoreError: those of the block, or writing failed; an existing folder at ``path`` is unchanged.
             The message names ``path``, not the temporary folder.
     """
@@ -48,29 +50,55 @@ def publish_folder(path: Path, *, replace: bool = True) -> Iterator[LocalDirecto
     parent = HeldFolder(where.parent)
     parent.make()
     _remove_abandoned(parent, where.name)
-    temporary = hidden(where.name, f".{uuid.uuid4().hex}.tmp")
+    with ExitStack() as claim:
+        if not replace:
+            name = hidden(where.name, ".claim.tmp")
+            claim.enter_context(claimed(LocalDirectory(where.parent / name, root=parent.inner(name)), path))
+            claim.callback(_remove, parent, name)
+        temporary = hidden(where.name, f".{uuid.uuid4().hex}.tmp")
+        try:
+            parent.make_folder(temporary)
+            staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
+            # Locked while it is being made: another process that publishes to the same path leaves it alone.
+            with _held(parent, temporary):
+                staged.create()
+                yield staged
+                staged.sync_staged()
+                if replace:
+                    _swap_in(parent, temporary, where.name)
+                else:
+                    parent.rename(temporary, where.name)  # the target is absent or an empty folder
+                    parent.sync()
+        except (OSError, CorruptStoreError) as error:
+            error.args = tuple(
+                part.replace(temporary, where.name) if isinstance(part, str) else part for part in error.args
+            )
+            if isinstance(error, OSError) and error.filename is not None:
+                error.filename = str(error.filename).replace(temporary, where.name)
+            raise
+        finally:
+            _remove(parent, temporary)
+
+
+@contextmanager
+def claimed(folder: LocalDirectory, target: Path) -> Iterator[None]:
+    """Hold a folder's lock, so that no other process makes the same target.
+
+    Raises:
+        StoreLockedError: another process does; names it.
+    """
+    folder.create()
     try:
-        parent.make_folder(temporary)
-        staged = LocalDirectory(where.parent / temporary, root=parent.inner(temporary), staged=True)
-        # Locked while it is being made: another process that publishes to the same path leaves it alone.
-        with _held(parent, temporary):
-            staged.create()
-            yield staged
-            staged.sync_staged()
-            if replace:
-                _swap_in(parent, temporary, where.name)
-            else:
-                parent.rename(temporary, where.name)  # the target is absent or an empty folder
-                parent.sync()
-    except (OSError, CorruptStoreError) as error:
-        error.args = tuple(
-            part.replace(temporary, where.name) if isinstance(part, str) else part for part in error.args
-        )
-        if isinstance(error, OSError) and error.filename is not None:
-            error.filename = str(error.filename).replace(temporary, where.name)
-        raise
+        lock = folder.lock_writer()
+    except StoreLockedError as error:
+        text = str(error).replace(folder.url, str(target)).partition(";")[0]
+        raise StoreLockedError(f"{text}; wait for it, or name another target") from None
+    try:
+        yield
     finally:
-        _remove(parent, temporary)
+        with contextlib.suppress(OSError):
+            folder.remove([LOCK_NAME])
+        lock.release()
 
 
 def hidden(name: str, end: str) -> str:

@@ -18,6 +18,7 @@ from trajstore._core.store.log_records import LOG_FOLDER
 from trajstore._core.store.rlinf_layout import INDEX_NAMES
 from trajstore._core.store.run_ids import RANK_LIMIT
 from trajstore._core.store.sealed import (
+    COPYING_NAME,
     INDEX_NAME,
     METADATA_NAME,
     RESTORE_NAME,
@@ -142,7 +143,7 @@ def kind_of(directory: Directory) -> PlaceKind | None:
     """Return the kind of the directory itself, ignoring subfolders; also for damaged JSON files.
 
     Raises:
-        StoreNotFoundError: it is an unfinished restore.
+        StoreNotFoundError: it is an unfinished restore, or an unfinished copy of several stores.
     """
     files, folders = directory.listing()
     return _kind_of(directory, files, folders)
@@ -155,6 +156,11 @@ def _kind_of(directory: Directory, files: Collection[str], folders: Collection[s
         raise StoreNotFoundError(
             f"{directory.url}: an unfinished restore of the mirror that {RESTORE_NAME} names; run `trajstore restore "
             f"MIRROR {directory.url}` again to complete it"
+        )
+    if COPYING_NAME in files:
+        raise StoreNotFoundError(
+            f"{directory.url}: an unfinished copy of the folder that {COPYING_NAME} names; copy it here again to "
+            "complete it"
         )
     # A store with a lost or foreign metadata.json still counts: a run must not look complete without it.
     if INDEX_NAME in files and begins_sealed("snapshot", directory.read(INDEX_NAME)):

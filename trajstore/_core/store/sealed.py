@@ -14,6 +14,8 @@ from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 METADATA_NAME = "metadata.json"
 RESTORE_NAME = "restore.json"
 """Names the mirror in an unfinished restore; removed once it is a store."""
+COPYING_NAME = "copying.json"
+"""Names the source in an unfinished copy of several stores; removed once they are all there."""
 INDEX_NAME = "trajectory_index.json"
 COPY_NAME = "index_copy.json"
 """The same file once more, read where the index is missing or damaged. Local stores have it."""

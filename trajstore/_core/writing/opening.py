@@ -37,7 +37,7 @@ def lock_store(directory: Directory) -> WriterLock:
         StoreLockedError: another writer has the directory open.
         StoreWriteError: the directory cannot be written.
     """
-    with written(": cannot be written; to read it use load_checkpoint"):
+    with written(": the store cannot be written; check its owner, permissions and space (reading needs none of them)"):
         check_not_mirror(directory)
         return directory.lock_writer()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,8 @@ import numpy as np
 import orjson
 
 from trajstore._core.files.base import Buffer, Directory, EncodedFile
-from trajstore._core.files.local import TEMPORARY_SUFFIX
+from trajstore._core.files.folders import claimed
+from trajstore._core.files.local import TEMPORARY_SUFFIX, LocalDirectory
 from trajstore._core.files.opening import nested, open_directory
 from trajstore._core.formats.base import SHARDS_FOLDER, ShardManifest
 from trajstore._core.formats.checksums import check_file
@@ -104,6 +106,7 @@ def restore(
         StoreNotFoundError: there is no store at ``mirror``.
         ConfigurationError: it is not a mirror, or the target holds other files.
         CorruptStoreError: the mirror is damaged; names the file.
+        StoreLockedError: another process restores to a local target; names it.
         StoreWriteError: the target cannot be written; call again to continue.
     """
     options = dict(storage_options or {})
@@ -162,7 +165,9 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
             catalog = Catalog.open(source)
             lease.settle(catalog.generation)
             if _begin(catalog, target):
-                return _Copy(catalog, target, progress).run()
+                with claimed(target, target.path) if isinstance(target, LocalDirectory) else nullcontext():
+                    if _begin(catalog, target):  # another process may have completed it meanwhile
+                        return _Copy(catalog, target, progress).run()
             return _ended(source, target)
         except OSError as error:
             if isinstance(error, StoreNotFoundError | StoreWriteError):
