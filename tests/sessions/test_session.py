@@ -13,16 +13,14 @@ import pytest
 from tests.stores import opened
 from tests.support.faults import FaultPlan, failing_disk
 from trajstore import Reward, Sessions, TrajectoryReplayBuffer, errors
-from trajstore._core.sessions.records import frames
+from trajstore._core.sessions.records import scan
 
 MESSAGES = [{"role": "user", "content": "Sort 3 1 2."}, {"role": "assistant", "content": "1 2 3"}]
 
 
 def records(path: Path) -> list[dict[str, Any]]:
     """Return the records of all journals of a store."""
-    return [
-        record.fields for file in sorted(path.glob("calls/*.calls")) for record in frames(file.read_bytes(), str(file))
-    ]
+    return [record.fields for file in sorted(path.glob("calls/*.calls")) for record in scan(file.read_bytes())[0]]
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -217,8 +215,7 @@ def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pyt
             for one in (session, other)
         ]
         threads[0].start()
-        journal = buffer.sink.sessions._journal
-        assert journal is not None
+        (journal,) = buffer.sink.sessions._journals.values()
         while not syncs:
             pass
         for thread in threads[1:]:
@@ -281,3 +278,47 @@ def test_tokens_take_few_bytes(tmp_path: Path) -> None:
             distinct += len(tokens)
         size = sum(file.stat().st_size for file in tmp_path.glob("calls/*.calls"))
     assert size <= 4.5 * distinct
+
+
+def test_a_frozen_session_takes_gaps_and_a_discarded_one_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "frozen")
+        call = session.add_call([1], [2], call_id="a")
+        for _ in range(2):
+            session.freeze()
+        assert session.add_call([1], [2], call_id="a") is call
+        with pytest.raises(errors.SessionFinishedError, match="was frozen, so no call can be added"):
+            session.add_call([1], [3])
+        session.incomplete("late")
+        assert buffer.session("task", "frozen") is session
+        assert len(session.finish()) == 1
+        session.freeze()
+        with pytest.raises(errors.SessionFinishedError, match="was finished, so it cannot be discarded"):
+            session.discard()
+        session = buffer.session("task", "discarded")
+        session.add_call([1], [2])
+        for _ in range(2):
+            session.discard()
+        for late in (
+            lambda: session.add_call([1], [3]),
+            lambda: session.incomplete("x"),
+            session.finish,
+            session.freeze,
+        ):
+            with pytest.raises(errors.SessionFinishedError, match="was discarded"):
+                late()
+        assert not buffer.session("task", "discarded").calls()
+        assert len(buffer) == 1
+
+
+@pytest.mark.parametrize("end", ["freeze", "discard", "finish"])
+def test_an_end_that_cannot_be_written_is_undone(tmp_path: Path, end: str) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "full")
+        session.add_call([1], [2])
+        with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)), pytest.raises(errors.StoreWriteError):
+            getattr(session, end)()
+        assert session.state == "open"
+        session.add_call([1, 2], [3])
+        getattr(session, end)()
+        assert len(buffer) == (end == "finish")

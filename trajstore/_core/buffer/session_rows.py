@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trajstore._core.base import locks
+from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.content_watch import flatten_all
+from trajstore._core.sessions.folder import Recorded
 from trajstore._core.sessions.records import frame
 from trajstore._core.sessions.rows import path_rows, row_uuids
 from trajstore._core.sessions.session import Session
 from trajstore._core.sessions.sessions import Sessions, local_directory
-from trajstore._core.sessions.tree import CallTree
-from trajstore.errors import PartlyAddedError
+from trajstore._core.sessions.tree import Call, CallTree
+from trajstore.errors import (
+    CorruptStoreError,
+    InvalidTrajectoryError,
+    PartlyAddedError,
+    StoreClosedError,
+    StoreError,
+)
 
 if TYPE_CHECKING:
     from trajstore._core.buffer.sink import StoreSink
@@ -33,37 +41,109 @@ class BufferSessions(Sessions):
         self._begin(local_directory(sink.writer.directory), store_id)
         self._sink = sink
         self._adding = locks.lock("BufferSessions._adding")
-        self._to_commit: list[Session] = []  # their rollouts may not be durable yet
+        self._ids: dict[str, list[int]] = {}  # of rollouts that may not be durable yet, by session
+        self._failed: list[Session] = []  # finished here, and not added yet
+        self._damaged: set[str] = set()
+        self._told = ""
 
     def _check_rows(self, session: Session, tree: CallTree, finish: Mapping[str, Any]) -> None:
         flatten_all(path_rows(session.id, tree, session.fields, finish))
 
     def _add_rows(self, session: Session) -> list[int]:
-        with self._adding:
-            ids = session.row_ids
-            rows = path_rows(session.id, CallTree(session.calls()), session.fields, session.outcome)
-            if not rows:
-                logger.warning("%r: has no calls with tokens, so it makes no rollout", session)
-            if len(ids) < len(rows):
-                uuids = row_uuids(session.id, len(rows))[16 * len(ids) :]
-                try:
-                    ids += self._sink.add_flattened(flatten_all(rows[len(ids) :]), uuids)
-                except PartlyAddedError as error:
-                    ids += error.ids
-                    raise
-                self._to_commit.append(session)
         super()._add_rows(session)
-        return list(ids)
+        if session.state != "finished":
+            return []
+        with self._adding:
+            if session.row_ids is None:
+                if session not in self._failed:
+                    self._failed.append(session)
+                session.row_ids = self._add(session.id, session.calls(), session.fields, session.outcome)
+                self._failed.remove(session)
+            return list(session.row_ids)
 
-    def settle(self) -> None:
-        """Record the sessions whose rollouts are durable.
+    def _add(
+        self, session_id: str, calls: Sequence[Call], fields: Mapping[str, Any], finish: Mapping[str, Any]
+    ) -> list[int]:
+        """Add those rollouts of a session that the store lacks; return the ids of all."""
+        rows = path_rows(session_id, CallTree(calls), fields, finish)
+        if not rows:
+            logger.warning(
+                "session %s/%s: has no calls with tokens, so it makes no rollout",
+                fields["task_id"],
+                fields["rollout_id"],
+            )
+        ids = self._ids.setdefault(session_id, [])
+        if len(ids) < len(rows):
+            uuids = row_uuids(session_id, len(rows))[16 * len(ids) :]
+            try:
+                ids += self._sink.add_flattened(flatten_all(rows[len(ids) :]), uuids)
+            except PartlyAddedError as error:
+                ids += error.ids
+                raise
+        return ids
+
+    def take_in(self) -> None:
+        """Add the rollouts of sessions that other processes finished, and record those that are durable.
 
         Raises:
-            StoreWriteError: the journal could not be written.
+            StoreWriteError: rollouts could not be added, or a journal not be written.
+            OSError: the journals cannot be read.
         """
+        for failed in list(self._failed):
+            self._add_rows(failed)
         with self._adding:
-            committed = self._sink.committed
-            done = [session for session in self._to_commit if session.row_ids[-1] <= committed]
-            if done and self._journal is not None:
-                self._journal.append(b"".join(frame({"taken": session.id}) for session in done))
-                self._to_commit = [session for session in self._to_commit if session not in done]
+            for session in self._finished_elsewhere():
+                self._take(session)
+            self._settle()
+
+    def _finished_elsewhere(self) -> list[Recorded]:
+        """Return the finished sessions in journals of other processes that were not added yet."""
+        with self._lock:
+            self._folder.refresh()
+            return [
+                session
+                for session in self._folder.current().values()
+                if session.state == "finished"
+                and session.journal not in self._journals
+                and session.id not in self._ids
+                and session.id not in self._damaged
+            ]
+
+    def _take(self, session: Recorded) -> None:
+        """Add the rollouts of a session in a journal, unless the store has them."""
+        try:
+            with self._lock:
+                calls = self._folder.files[session.journal].calls(session)
+            count = len([*CallTree(calls).leaves()])
+            self._ids[session.id] = self._sink.ids_of(row_uuids(session.id, count))
+            self._add(session.id, calls, session.fields, session.finish)
+        except (CorruptStoreError, InvalidTrajectoryError) as error:
+            self._damaged.add(session.id)
+            self._ids.pop(session.id, None)
+            logger.warning("%s: no rollout was made of a session, whose calls stay: %s", self._root.path, error)
+
+    def _settle(self) -> None:
+        """Record the sessions whose rollouts are durable, and delete journals that nothing needs."""
+        committed = self._sink.committed
+        done = [name for name, ids in self._ids.items() if max(ids, default=-1) <= committed]
+        with self._lock:
+            if not done and not self._folder.removable():
+                return
+            with self._folder.locked():
+                if done:
+                    self._journal().append(b"".join(frame({"over": name}) for name in done))
+                self._tidy()
+        for name in done:
+            del self._ids[name]
+
+    def look(self) -> None:
+        """Do as :meth:`take_in`; a failure is logged once and retried at the next call."""
+        try:
+            uninterrupted(self.take_in)
+            self._told = ""
+        except StoreClosedError:
+            pass
+        except (StoreError, OSError) as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                logger.warning("%s: finished sessions could not be taken in: %s", self._root.path, error)

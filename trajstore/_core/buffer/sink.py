@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from trajstore._core.base import locks
 from trajstore._core.base.exits import forget, remember
 from trajstore._core.base.extensions import extension
@@ -22,10 +24,12 @@ from trajstore._core.buffer.view import View
 from trajstore._core.columns.flat import Copied, FlatTrajectories, copied, cut
 from trajstore._core.columns.memory import Arena
 from trajstore._core.files.base import Directory
+from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats.base import TrajectoryFormat
 from trajstore._core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore._core.sampling.base import IntArray
 from trajstore._core.sampling.draws import Draws
+from trajstore._core.sessions.records import CALLS_FOLDER
 from trajstore._core.store.given import Said, check_given
 from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.notes import Note
@@ -308,6 +312,8 @@ class StoreSink(Sink):
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
         if self.mirror is not None:
             self.mirror.start()
+        self.writer.inbox.further = partial(_take_in_sessions, weakref.ref(self))
+        self.take_in_sessions()
 
     def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
         return add_with_values(trajectories, self._add_recorded, self)
@@ -394,9 +400,9 @@ class StoreSink(Sink):
         return self.writer.queue.wait(max(ids), timeout) if ids else False
 
     def flush(self, timeout: float | None = None) -> None:
+        self.take_in_sessions()
         self.writer.flush(timeout)
-        if self._sessions is not None:
-            uninterrupted(self._sessions.settle)
+        self.take_in_sessions()
 
     @property
     def sessions(self) -> BufferSessions:
@@ -404,6 +410,23 @@ class StoreSink(Sink):
             if self._sessions is None:
                 self._sessions = BufferSessions(self, self.writer.log.catalog.store_id)
             return self._sessions
+
+    def take_in_sessions(self) -> None:
+        """Add the rollouts of finished sessions of other processes, if there are any."""
+        directory = self.writer.directory
+        if isinstance(directory, LocalDirectory) and (self._sessions or directory.root.has_folder(CALLS_FOLDER)):
+            self.sessions.look()
+
+    def ids_of(self, uuids: bytes) -> list[int]:
+        """Return the ids of the leading trajectories of these UUIDs that are in the store; 16 bytes each."""
+        ids = []
+        with self.writer.log.standing_still() as catalog:
+            for uuid in np.frombuffer(uuids, "V16"):
+                found = np.flatnonzero(catalog.index["uuid"] == uuid)
+                if not len(found):
+                    break
+                ids.append(int(catalog.index["trajectory_id"][found[0]]))
+        return ids
 
     def take_in_values(self) -> None:
         with written(": late values could not be taken in"):
@@ -476,7 +499,8 @@ class StoreSink(Sink):
             if self._sessions is not None and not self.writer.closed:
                 with suppress(StoreError):  # raised again when the writer is closed
                     self.flush()
-                self._sessions.close()
+                with suppress(OSError):  # only journals that nothing needs stay
+                    self._sessions.close()
             if self.mirror is not None:
                 _close_mirror(self.mirror, self.writer)
         finally:
@@ -498,6 +522,13 @@ def _call_on_commit(owner: weakref.ref[StoreSink], ids: Sequence[int]) -> None:
     del sink
     if call is not None:
         call(ids)
+
+
+def _take_in_sessions(owner: weakref.ref[StoreSink]) -> None:
+    """Take in finished sessions, in the thread of the inbox."""
+    sink = owner()
+    if sink is not None:
+        sink.take_in_sessions()
 
 
 def _tell_format(directory: Directory, before: str, now: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import uuid
-from typing import Any
 
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
@@ -48,7 +47,6 @@ class CallJournal:
         name: of the file, relative to the store.
         size: bytes of all durable records.
         failures: number of failed writes; records that were prepared before one are refused after it.
-        opened: number of sessions that were opened in it.
     """
 
     def __init__(self, root: HeldFolder, store_id: str) -> None:
@@ -60,7 +58,7 @@ class CallJournal:
         self._is_dirty = False
         self._written: tuple[int, list[Entry]] | None = None  # the size after a write, and its records
         self.failures = 0
-        self.opened = 0
+        self._opened = 0
         self.size = 0
         root.make_folder(CALLS_FOLDER, shared=True)
         root.sync()
@@ -83,6 +81,11 @@ class CallJournal:
             )
         if not self._file.is_open:
             raise StoreClosedError(f"{self._root.path}: the sessions were closed; open them again")
+
+    def next_number(self) -> int:
+        """Return the number of a new session in it."""
+        self._opened += 1
+        return self._opened - 1
 
     def queue(self, entry: Entry, failures: int) -> bool:
         """Queue a record; return False, without doing so, if a write failed since ``failures`` was read."""
@@ -173,8 +176,3 @@ class CallJournal:
                     self._root.unlink(self.name)
                     self._root.sync(CALLS_FOLDER)
                 self._file.close()
-
-
-def describe(fields: dict[str, Any]) -> str:
-    """Return the owner of a journal, from its first record."""
-    return f"process {fields.get('pid')} on {fields.get('host')}"

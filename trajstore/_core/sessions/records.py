@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,29 +50,31 @@ def frame(fields: Mapping[str, Any], *arrays: bytes) -> bytes:
     return _HEAD.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 
-def frames(data: bytes, source: str, offset: int = 0) -> Iterator[Record]:
-    """Yield the whole records of a journal, up to a torn one at its end.
+def scan(data: bytes, offset: int = 0) -> tuple[list[Record], int, list[int]]:
+    """Return the whole records of a journal, where the last one ends, and where damaged ones begin.
+
+    A record at the end that is not whole is torn, and not damaged: no whole one follows it.
 
     Args:
         data: bytes of the journal from ``offset`` on, which begins a frame.
-        source: name of the file, for messages.
         offset: where ``data`` begins in the file.
-
-    Raises:
-        CorruptStoreError: a record is damaged: whole ones follow it.
     """
     view = memoryview(data)
-    at = 0
-    while (record := _record_at(view, at, offset)) is not None:
-        yield record
-        at = record.end - offset
-    follows = data.find(MAGIC, at + 1)
-    while follows >= 0:
-        if _record_at(view, follows, offset) is not None:
-            raise CorruptStoreError(
-                f"{source}: the record at byte {at + offset:,} is damaged; whole ones follow at {follows + offset:,}"
-            )
-        follows = data.find(MAGIC, follows + 1)
+    records: list[Record] = []
+    damaged: list[int] = []
+    at = end = 0
+    while at < len(data):
+        record = _record_at(view, at, offset)
+        if record is not None:
+            if at > end:
+                damaged.append(end + offset)
+            records.append(record)
+            at = end = record.end - offset
+            continue
+        at = data.find(MAGIC, at + 1)
+        if at < 0:
+            break
+    return records, end + offset, damaged
 
 
 def _record_at(view: memoryview, at: int, offset: int) -> Record | None:

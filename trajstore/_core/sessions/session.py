@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ class Session:
         task_id: its task.
         rollout_id: its name within the task.
         fields: the fields of :class:`AgentTrajectory` that its rollouts share.
-        row_ids: ids of its rollouts, once they are added in this process.
+        row_ids: ids of its rollouts, once this process has added them; None before.
     """
 
     def __init__(
@@ -43,20 +44,24 @@ class Session:
         add_rows: Callable[[Session], list[int]],
         check_rows: Callable[[Session, CallTree, Mapping[str, Any]], None],
         calls: Sequence[Call] = (),
+        state: str = "open",
+        finish: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.id = session_id
         self.task_id: str = fields["task_id"]
         self.rollout_id: str = fields["rollout_id"]
         self.fields = dict(fields)
-        self.row_ids: list[int] = []
+        self.row_ids: list[int] | None = None
         self._journal = journal
         self._number = number
         self._add_rows = add_rows
         self._check_rows = check_rows
         self._lock = locks.lock("Session._lock")
         self._tree = CallTree(calls)
-        self._finish: dict[str, Any] | None = None
-        self._pending: deque[tuple[Entry, int]] = deque()  # records that were not known to be durable, in order
+        self._state = state
+        self._finish = dict(finish)
+        # Records that were not known to be durable, in order: each with the number of its call, or the state before.
+        self._pending: deque[tuple[Entry, int | str]] = deque()
 
     def __repr__(self) -> str:
         return f"Session({self.id}, task_id={self.task_id!r}, rollout_id={self.rollout_id!r})"
@@ -94,7 +99,7 @@ class Session:
         Raises:
             InvalidCallError: arguments do not fit together; the session is as before.
             CallConflictError: another call has this ``call_id``.
-            SessionFinishedError: the session was finished.
+            SessionFinishedError: the session was frozen, finished or discarded.
             StoreWriteError: it could not be written, and was not added; the next call may succeed.
             StoreClosedError: the sessions were closed, or belong to the parent process.
         """
@@ -146,7 +151,8 @@ class Session:
         Raises:
             InvalidCallError: an argument cannot be stored.
             CallConflictError: a call with this id was added.
-            SessionFinishedError, StoreWriteError, StoreClosedError: as :meth:`add_call`.
+            SessionFinishedError: the session was finished or discarded.
+            StoreWriteError, StoreClosedError: as :meth:`add_call`.
         """
         self._journal.check()
         text("call_id", call_id)
@@ -198,6 +204,7 @@ class Session:
             StoreWriteError: it could not be written. If this was recorded, the writer tries again to add the rollouts.
         """
         self._journal.check()
+        entry: Entry | None
         with self._refusals(None):
             check_kind("metadata", metadata, Mapping, "a dict")
             check_kind("is_terminated", is_terminated, bool | np.bool_, "True, False or None")
@@ -211,43 +218,55 @@ class Session:
                 }
             )
             check_metadata(given["metadata"])
-            with self._lock:
-                while True:
-                    failures = self._settle()
-                    if self._finish is not None:
-                        if self._finish != given:
-                            raise SessionFinishedError(f"{self!r}: was finished with other arguments")
-                        entry = next((entry for entry, number in self._pending if number < 0), None)
-                        break
-                    self._check_rows(self, self._tree, given)
-                    entry = Entry(frame({"s": self._number, "at": microseconds(), "finish": given}))
-                    self._pending.append((entry, -1))
-                    self._finish = given
-                    if self._journal.queue(entry, failures):
-                        break
+            entry = self._change("finished", given)
         if entry is not None:
             self._journal.wait(entry)
         return self._add_rows(self)
 
+    def freeze(self) -> None:
+        """Refuse further calls, durably; :meth:`finish` can follow when the reward is known. Again does nothing.
+
+        A call that was added before can still be repeated, and :meth:`incomplete` still records gaps.
+
+        Raises:
+            SessionFinishedError: it was discarded.
+            StoreWriteError, StoreClosedError: as :meth:`add_call`.
+        """
+        self._journal.check()
+        if (entry := self._change("frozen")) is not None:
+            self._journal.wait(entry)
+
+    def discard(self) -> None:
+        """End the session without rollouts, durably. Again does nothing.
+
+        Raises:
+            SessionFinishedError: it was finished.
+            StoreWriteError, StoreClosedError: as :meth:`add_call`.
+        """
+        self._journal.check()
+        if (entry := self._change("discarded")) is not None:
+            self._journal.wait(entry)
+        self._add_rows(self)
+
     @property
-    def is_finished(self) -> bool:
-        """Whether it was finished."""
+    def state(self) -> str:
+        """``open``, ``frozen``, ``finished`` or ``discarded``."""
         with self._lock:
             self._settle()
-            return self._finish is not None
+            return self._state
 
     @property
     def outcome(self) -> dict[str, Any]:
         """The arguments of :meth:`finish` as JSON; empty before."""
         with self._lock:
             self._settle()
-            return dict(self._finish or {})
+            return dict(self._finish)
 
     def calls(self) -> list[Call]:
         """Return its calls as added, also those whose tokens are unknown (``call.gap``)."""
         with self._lock:
             self._settle()
-            unsure = {number for _, number in self._pending}
+            unsure = {number for _, number in self._pending if isinstance(number, int)}
             return [call for call in self._tree.calls if call.number not in unsure]
 
     def paths(self) -> list[list[Call]]:
@@ -266,18 +285,38 @@ class Session:
             pending.popleft()
         bad = next((at for at, (entry, _) in enumerate(pending) if not entry.is_queued or entry.error), None)
         if bad is not None:
-            undone = [number for _, number in list(pending)[bad:]]
-            if calls := [number for number in undone if number >= 0]:
-                self._tree = CallTree(self._tree.calls[: calls[0]])
-            if -1 in undone:
-                self._finish = None
+            for _, before in reversed(list(pending)[bad:]):
+                if isinstance(before, str):
+                    self._state = before
+                else:
+                    self._tree = CallTree(self._tree.calls[:before])
             self._pending = deque(list(pending)[:bad])
         return failures
 
+    def _change(self, state: str, finish: Mapping[str, Any] | None = None) -> Entry | None:
+        """Queue a change of the state; None if there is nothing to wait for."""
+        with self._lock:
+            while True:
+                failures = self._settle()
+                if self._state == state or (state == "frozen" and self._state == "finished"):
+                    if finish is not None and self._finish != finish:
+                        raise SessionFinishedError(f"{self!r}: was finished with other arguments")
+                    return next((entry for entry, before in reversed(self._pending) if isinstance(before, str)), None)
+                if self._state in ("finished", "discarded"):
+                    raise SessionFinishedError(f"{self!r}: was {self._state}, so it cannot be {state}")
+                fields: dict[str, Any] = {"s": self._number, "at": microseconds()}
+                if finish is not None:
+                    self._check_rows(self, self._tree, finish)
+                entry = Entry(frame(fields | ({"state": state} if finish is None else {"finish": finish})))
+                self._pending.append((entry, self._state))
+                self._state, self._finish = state, dict(finish or {})
+                if self._journal.queue(entry, failures):
+                    return entry
+
     def _queue(self, call: Call, failures: int) -> Entry | None:
         """Add a call to the tree and to the journal's queue; None if it must be prepared again."""
-        if self._finish is not None:
-            raise SessionFinishedError(f"{self!r}: was finished, so no call can be added; open a new session")
+        if self._state not in (("open", "frozen") if call.gap is not None else ("open",)):
+            raise SessionFinishedError(f"{self!r}: was {self._state}, so no call can be added; open a new session")
         entry = Entry(encode_call(call, self._number))
         self._pending.append((entry, call.number))  # first: an interrupted addition is undone by the next call
         self._tree.add(call)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,15 +16,53 @@ from trajstore._core.base.clock import microseconds
 from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
+from trajstore._core.sessions.folder import CallsFolder, Recorded
 from trajstore._core.sessions.journal import CallJournal
-from trajstore._core.sessions.records import CALLS_FOLDER, frame, plain
+from trajstore._core.sessions.records import encode_call, frame, plain
 from trajstore._core.sessions.session import Session, check_metadata
-from trajstore._core.sessions.tree import CallTree
+from trajstore._core.sessions.tree import Call, CallTree
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.opening import check_not_mirror
-from trajstore.errors import ConfigurationError, InvalidCallError, InvalidTrajectoryError, StoreNotFoundError, written
+from trajstore.errors import (
+    ConfigurationError,
+    InvalidCallError,
+    InvalidTrajectoryError,
+    StoreClosedError,
+    StoreLockedError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+    written,
+)
 
-_LOCK = f"{CALLS_FOLDER}/lock"
+_ROTATE = 64 << 20
+"""Size in bytes of a journal from which new sessions go to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session that is not in the store yet.
+
+    Attributes:
+        id: UUID, 32 hex digits.
+        task_id: its task.
+        rollout_id: its name within the task.
+        state: ``open``, ``frozen``, or ``finished`` while the store's writer has not added its rollouts.
+        calls: number of its calls.
+        tokens: number of their distinct tokens.
+        opened: when it was opened, µs since 1970.
+        last: when its newest call was added, µs since 1970.
+        owner: the process that has it open; None if that ended, so that any other can continue it.
+    """
+
+    id: str
+    task_id: str
+    rollout_id: str
+    state: str
+    calls: int
+    tokens: int
+    opened: int
+    last: int
+    owner: str | None
 
 
 class Sessions:
@@ -58,7 +96,8 @@ class Sessions:
         self._store_id = store_id
         self._pid = os.getpid()
         self._lock = locks.lock("Sessions._lock")
-        self._journal: CallJournal | None = None
+        self._folder = CallsFolder(self._root, store_id)
+        self._journals: dict[str, CallJournal] = {}
         self._known: dict[tuple[str, str], Session] = {}
 
     def session(
@@ -96,36 +135,128 @@ class Sessions:
         except InvalidTrajectoryError as error:
             raise InvalidCallError(f"session {task_id}/{rollout_id}: {error}") from error
         check_metadata(fields["metadata"])
-        if self._journal is not None:
-            self._journal.check()
+        self._check_process()
         with self._lock:
             session = self._known.get((task_id, rollout_id)) if rollout_id else None
-            if session is not None and not session.is_finished:
-                _check_fields(session, fields)
+            if session is not None and session.state in ("open", "frozen"):
+                _check_fields(session.fields, fields)
                 return session
-            with written(": the session was not opened"), self._opening():
-                session = self._opened(fields)
+            with written(": the session was not opened"), self._folder.locked():
+                self._folder.refresh()
+                found = self._find(task_id, rollout_id, ("open", "frozen")) if rollout_id else None
+                session = self._opened(fields) if found is None else self._continued(found, fields)
+                self._tidy()
             self._known[session.task_id, session.rollout_id] = session
             return session
 
+    def _find(self, task_id: str, rollout_id: str, states: Collection[str]) -> Recorded | None:
+        """Return the newest session of these names in one of these states."""
+        found = [
+            session
+            for session in self._folder.current().values()
+            if session.state in states
+            and (session.fields["task_id"], session.fields["rollout_id"]) == (task_id, rollout_id)
+        ]
+        return max(found, key=lambda session: (session.opened, session.id), default=None)
+
+    def _journal(self) -> CallJournal:
+        """Return the journal for new sessions; the caller holds the locks."""
+        for journal in self._journals.values():
+            if journal.size < _ROTATE:
+                journal.check()
+                return journal
+        journal = CallJournal(self._root, self._store_id)
+        self._journals[journal.name] = journal
+        return journal
+
     def _opened(self, fields: dict[str, Any]) -> Session:
-        """Record a new session; the caller holds the locks."""
+        """Record a new session."""
         session_id = uuid.uuid4().hex
         fields["rollout_id"] = fields["rollout_id"] or session_id
-        if self._journal is None:
-            self._journal = CallJournal(self._root, self._store_id)
-        journal, number = self._journal, self._journal.opened
-        journal.append(frame({"open": session_id, "s": number, "turn": 0, "at": microseconds(), "fields": fields}))
-        journal.opened += 1
+        journal = self._journal()
+        number = journal.next_number()
+        begin = {"open": session_id, "s": number, "turn": 0, "at": microseconds(), "fields": fields}
+        journal.append(frame(begin))
         return Session(journal, number, session_id, fields, self._add_rows, self._check_rows)
 
-    @contextmanager
-    def _opening(self) -> Iterator[None]:
-        """Hold the lock under which the processes of a store open sessions."""
-        self._root.make_folder(CALLS_FOLDER, shared=True)
-        with self._root.opened(_LOCK, os.O_RDWR | os.O_CREAT) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
+    def _continued(self, found: Recorded, fields: dict[str, Any]) -> Session:
+        """Copy an open session of a process that ended to the own journal."""
+        file = self._folder.files[found.journal]
+        if (owner := file.owner) is not None:
+            name = f"{found.fields['task_id']}/{found.fields['rollout_id']}"
+            raise StoreLockedError(
+                f"{self._root.path}: session {name} is open in {owner}; add its calls there, or end that process"
+            )
+        _check_fields(found.fields, fields)
+        calls, state, journal = file.calls(found), found.state, self._journal()
+        number = journal.next_number()
+        begin = {"open": found.id, "s": number, "turn": found.turn + 1, "at": found.opened, "fields": found.fields}
+        records = [frame(begin), *(encode_call(call, number) for call in calls)]
+        if state != "open":
+            records.append(frame({"s": number, "at": found.last, "state": state}))
+        journal.append(b"".join((*records, frame({"s": number, "whole": 1}))))
+        with suppress(OSError):  # a full disk: the later turn counts
+            file.move(found)
+        return Session(journal, number, found.id, found.fields, self._add_rows, self._check_rows, calls, state)
+
+    def _tidy(self, *, closing: bool = False) -> None:
+        """Delete journals that nothing needs and no other process has; the caller holds the locks.
+
+        Args:
+            closing: also the one for new sessions.
+        """
+        self._folder.refresh()
+        for file in self._folder.removable():
+            own = self._journals.get(file.name)
+            if own is None:
+                if not file.is_held():
+                    file.remove()
+            elif closing or own.size >= _ROTATE:
+                own.close(remove=True)
+                del self._journals[file.name]
+
+    def read(self, task_id: str, rollout_id: str) -> list[Call]:
+        """Return the durable calls of a session, as added; also of one that another process has open.
+
+        Sessions whose rollouts are in the store, and discarded ones, are not found.
+
+        Raises:
+            TrajectoryUnavailableError: there is no such session.
+            CorruptStoreError: a call is damaged.
+        """
+        with self._lock:
+            self._folder.refresh()
+            found = self._find(task_id, rollout_id, ("open", "frozen", "finished"))
+            if found is None:
+                raise TrajectoryUnavailableError(f"{self._root.path}: no session {task_id}/{rollout_id} is open")
+            return self._folder.files[found.journal].calls(found)
+
+    def listed(self) -> list[SessionInfo]:
+        """Return the sessions of all processes that are open, frozen, or finished and not yet in the store."""
+        with self._lock:
+            self._folder.refresh()
+            owners = {file.name: file.owner for file in self._folder.files.values()}
+            current = sorted(self._folder.current().values(), key=lambda session: (session.opened, session.id))
+            return [
+                SessionInfo(
+                    session.id,
+                    session.fields["task_id"],
+                    session.fields["rollout_id"],
+                    session.state,
+                    session.calls,
+                    session.tokens,
+                    session.opened,
+                    session.last,
+                    owners[session.journal],
+                )
+                for session in current
+            ]
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreClosedError(
+                f"{self._root.path}: these sessions belong to the parent process; make trajstore.Sessions here"
+            )
 
     def _add_rows(self, session: Session) -> list[int]:
         """Forget a finished session; add its rollouts, if this process writes the store."""
@@ -139,9 +270,14 @@ class Sessions:
 
     def close(self) -> None:
         """Release the journal. Open sessions stay; any process can open and continue them."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
-            if self._journal is not None and os.getpid() == self._pid:
-                self._journal.close()
+            if self._journals:
+                with self._folder.locked():
+                    self._tidy(closing=True)
+            for journal in self._journals.values():
+                journal.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,11 +300,11 @@ def local_directory(directory: Directory) -> LocalDirectory:
     return directory
 
 
-def _check_fields(session: Session, fields: Mapping[str, Any]) -> None:
+def _check_fields(known: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
     """Refuse given values that differ from those with which an open session was opened."""
-    differ = [name for name, value in fields.items() if value and value != session.fields[name]]
+    differ = [name for name, value in fields.items() if value and value != known[name]]
     if differ:
         raise InvalidCallError(
-            f"session {session.task_id}/{session.rollout_id}: is open with another {', '.join(differ)}; omit them to "
+            f"session {known['task_id']}/{known['rollout_id']}: is open with another {', '.join(differ)}; omit them to "
             "continue it, or use another rollout_id"
         )

@@ -11,7 +11,7 @@ import logging
 import queue
 import re
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -226,9 +226,13 @@ class Inbox:
 
     Args:
         log: of the store.
+
+    Attributes:
+        further: called after each poll, to take in what else waits.
     """
 
     def __init__(self, log: CommitLog) -> None:
+        self.further: Callable[[], object] = bool  # does nothing
         self._log = log
         self._directory = log.directory
         self._one = locks.lock("Inbox._one")
@@ -316,6 +320,7 @@ class Inbox:
                 return
             if not self.look():
                 return
+            self.further()
 
     def stop(self) -> None:
         """Make :meth:`run` return."""

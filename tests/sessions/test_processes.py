@@ -1,0 +1,199 @@
+"""Sessions of several processes: continued after a crash, taken in by the writer once, and never by two at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.stores import opened
+from trajstore import Reward, Sessions, errors
+
+
+def in_child(work: Callable[[], object], *, killed: bool = False) -> None:
+    """Do some work in a forked child, which then ends; ``killed``: by SIGKILL, without closing anything."""
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status == (signal.SIGKILL if killed else 0)
+
+
+def journals(path: Path) -> list[Path]:
+    """Return the journals of a store."""
+    return sorted(path.glob("calls/*.calls"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    """Return an empty store."""
+    opened(tmp_path).close()
+    return tmp_path
+
+
+def begin(store: Path, name: str = "a", *, state: str = "open") -> None:
+    """Record two calls in a session, and bring it to a state."""
+    session = Sessions(store).session("task", name, query="q")
+    session.add_call([1, 2], [3], [-0.5], call_id="first")
+    session.add_call([1, 2, 3, 4], [5], [-0.25], call_id="second", policy_version=7)
+    if state == "frozen":
+        session.freeze()
+    elif state == "finished":
+        session.finish(Reward(outcome=1.0), is_terminated=True)
+
+
+@pytest.mark.parametrize("state", ["open", "frozen"])
+@pytest.mark.parametrize("torn", [b"", b"\xcc\xa1\xff", b"\xcc\xa1\x05\x00\x00\x00abcdefgh"])
+def test_a_session_goes_on_after_a_kill(store: Path, state: str, torn: bytes) -> None:
+    in_child(lambda: begin(store, state=state), killed=True)
+    (old,) = journals(store)
+    old.write_bytes(old.read_bytes() + torn)
+    with opened(store) as buffer:
+        assert len(buffer) == 0
+        session = buffer.session("task", "a")
+        assert [call.id for call in session.calls()] == ["first", "second"]
+        assert session.state == state
+        assert session.fields["query"] == "q"
+        assert not old.exists()
+        again = session.add_call([1, 2], [3], [-0.5], call_id="first")
+        assert again is session.calls()[0]  # it was durable, heard or not
+        if state == "open":
+            session.add_call([1, 2, 3, 4, 5, 6], [7], [-0.125], call_id="third")
+        else:
+            with pytest.raises(errors.SessionFinishedError, match="was frozen"):
+                session.add_call([1, 2, 3, 4, 5, 6], [7])
+        (row,) = map(buffer.get, session.finish())
+        assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7][: 7 if state == "open" else 5]
+        assert row.policy_version == 7
+    assert not journals(store)
+
+
+def test_one_of_several_sessions_is_moved(store: Path) -> None:
+    def both() -> None:
+        sessions = Sessions(store)
+        for name in "ab":
+            sessions.session("task", name).add_call([1], [2], call_id=name)
+
+    in_child(both, killed=True)
+    with Sessions(store) as one, Sessions(store) as other:
+        assert [call.id for call in one.session("task", "a").calls()] == ["a"]
+        with pytest.raises(errors.StoreLockedError, match=f"session task/a is open in process {os.getpid()} on"):
+            other.session("task", "a")
+        assert [call.id for call in other.session("task", "b").calls()] == ["b"]
+        assert {session.rollout_id for session in one.listed()} == {"a", "b"}
+        assert len(journals(store)) == 2
+        assert [call.id for call in one.read("task", "b")] == ["b"]
+    with Sessions(store) as third:
+        assert [session.owner for session in third.listed()] == [None, None]
+        third.session("task", "a").discard()
+        third.session("task", "b").finish()
+        assert [(session.rollout_id, session.state) for session in third.listed()] == [("b", "finished")]
+        with pytest.raises(errors.TrajectoryUnavailableError, match="no session task/a"):
+            third.read("task", "a")
+    with opened(store) as buffer:
+        assert [buffer.get(number).rollout_id for number in buffer.trajectory_ids.tolist()] == ["b"]
+    assert not journals(store)
+
+
+def test_a_crash_between_copy_and_move_leaves_one_session(store: Path) -> None:
+    in_child(lambda: begin(store), killed=True)
+    (old,) = journals(store)
+    before = old.read_bytes()
+    in_child(lambda: Sessions(store).session("task", "a").add_call([1, 2, 3, 4, 5], [6], call_id="third"), killed=True)
+    old.write_bytes(before)  # as if the copied session had not been marked as moved
+    (new,) = set(journals(store)) - {old}
+    whole = new.read_bytes()
+    with Sessions(store) as sessions:
+        assert [session.calls for session in sessions.listed()] == [3]
+    new.write_bytes(whole[: whole.index(b'"whole"')])  # and as if the copy had been torn
+    with Sessions(store) as sessions:
+        assert [session.calls for session in sessions.listed()] == [2]
+        assert len(sessions.session("task", "a").calls()) == 2
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_writer_takes_in_finished_sessions_once(store: Path, alive: bool) -> None:
+    def finished() -> None:
+        begin(store, state="finished")
+        begin(store, "b")
+
+    if alive:
+        sessions = Sessions(store)
+        session = sessions.session("task", "a", query="q")
+        session.add_call([1, 2], [3], [-0.5])
+        with opened(store) as buffer:
+            assert session.finish(Reward(outcome=1.0)) == []
+            buffer.flush()
+            assert len(buffer) == 1
+            buffer.flush()
+            assert not sessions.listed()
+            assert len(journals(store)) == 2
+        sessions.close()
+    else:
+        in_child(finished, killed=True)
+    for _ in range(2):
+        with opened(store) as buffer:
+            (number,) = buffer.trajectory_ids.tolist()
+            assert buffer.get(number).reward.outcome == 1.0
+    assert [session.rollout_id for session in Sessions(store).listed()] == ([] if alive else ["b"])
+
+
+def test_rows_that_the_store_has_are_not_added_again(store: Path) -> None:
+    in_child(lambda: begin(store, state="finished"), killed=True)
+    (old,) = journals(store)
+    content = old.read_bytes()
+    with opened(store) as buffer:
+        assert len(buffer) == 1
+    assert not old.exists()
+    old.write_bytes(content)  # a crash between the commit of the rows and the record of it
+    with opened(store) as buffer:
+        assert len(buffer) == 1
+    assert not journals(store)
+
+
+def test_damage_of_one_session_leaves_its_neighbours(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def several() -> None:
+        sessions = Sessions(store)
+        for name in "abc":
+            session = sessions.session("task", name)
+            session.add_call([1, 2], [3], call_id=f"call of {name}")
+            session.add_call([1, 2, 3, 4], [5])
+            if name != "c":
+                session.finish()
+
+    in_child(several, killed=True)
+    (old,) = journals(store)
+    old.write_bytes(old.read_bytes().replace(b"call of b", b"damaged b"))
+    with opened(store) as buffer:
+        assert [buffer.get(number).rollout_id for number in buffer.trajectory_ids.tolist()] == ["a"]
+        assert len(buffer.session("task", "c").calls()) == 2
+    assert "is damaged and left out" in caplog.text
+    assert "session task/b" in caplog.text
+    assert old.exists()  # the calls of b stay
+
+
+def test_a_forked_child_makes_its_own(store: Path) -> None:
+    sessions = Sessions(store)
+    session = sessions.session("task", "a")
+
+    def in_fork() -> None:
+        for late in (lambda: session.add_call([1], [2]), lambda: sessions.session("task", "b")):
+            with pytest.raises(errors.StoreClosedError, match="parent process"):
+                late()
+        with pytest.raises(errors.StoreLockedError, match="is open in process"):
+            Sessions(store).session("task", "a")
+        Sessions(store).session("task", "b").add_call([1], [2])
+
+    in_child(in_fork)
+    session.add_call([1], [2])
+    assert [(one.rollout_id, one.owner is None) for one in sessions.listed()] == [("a", False), ("b", True)]
+    sessions.close()

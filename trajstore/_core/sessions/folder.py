@@ -1,0 +1,280 @@
+"""Reads the journals of all processes of a store."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from trajstore._core.files.descriptors import write_all
+from trajstore._core.files.held import HeldFolder
+from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, Record, decode_call, frame, scan
+from trajstore._core.sessions.tree import Call
+from trajstore.errors import CorruptStoreError
+
+logger = logging.getLogger(__name__)
+
+OVER = ("discarded", "moved")
+"""States of sessions of which nothing is left to do."""
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A session in a journal.
+
+    Attributes:
+        journal: name of the file.
+        number: of the session in it.
+        id: UUID, 32 hex digits.
+        turn: number of journals in which it was before.
+        fields: the fields that its rollouts share.
+        opened: µs since 1970.
+        is_whole: False while a process copies it from an earlier journal.
+        state: ``open``, ``frozen``, ``finished``, ``discarded`` or ``moved``.
+        finish: arguments of ``finish``.
+        calls: number of its calls.
+        tokens: number of their distinct tokens.
+        last: time of its last record.
+        places: where its calls are in the journal.
+    """
+
+    journal: str
+    number: int
+    id: str
+    turn: int
+    fields: dict[str, Any]
+    opened: int
+    is_whole: bool
+    state: str = "open"
+    finish: dict[str, Any] = field(default_factory=dict)
+    calls: int = 0
+    tokens: int = 0
+    last: int = 0
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    def note(self, record: Record) -> None:
+        """Apply a record of this session."""
+        fields = record.fields
+        self.last = max(self.last, fields.get("at", 0))
+        if "k" in fields:
+            self.calls += 1
+            self.tokens += sum(fields.get("n", (0, 0))[:2])
+            self.places.append((record.begin, record.end))
+        elif "finish" in fields:
+            self.state, self.finish = "finished", fields["finish"]
+        elif "state" in fields:
+            self.state = fields["state"]
+        elif "whole" in fields:
+            self.is_whole = True
+
+
+class JournalFile:
+    """The records of one journal, read as it grows.
+
+    Attributes:
+        name: of the file, relative to the store.
+        end: where its last whole record ends.
+        head: its first record: store, process and host.
+        sessions: its sessions by number.
+        over: sessions of any journal whose rollouts are in the store, or that were dropped; by UUID.
+        damaged: where damaged records begin.
+    """
+
+    def __init__(self, root: HeldFolder, name: str) -> None:
+        self._root = root
+        self.name = name
+        self.end = 0
+        self.head: dict[str, Any] = {}
+        self.sessions: dict[int, Recorded] = {}
+        self.over: set[str] = set()
+        self.damaged: list[int] = []
+
+    def read(self, begin: int, end: int | None = None) -> bytes:
+        """Return bytes of the file."""
+        with self._root.opened(self.name, os.O_RDONLY) as descriptor:
+            return os.pread(descriptor, (os.fstat(descriptor).st_size if end is None else end) - begin, begin)
+
+    def refresh(self) -> None:
+        """Read what was appended."""
+        records, self.end, damaged = scan(self.read(self.end), self.end)
+        for record in records:
+            try:
+                self._note(record)
+            except (KeyError, TypeError, ValueError):
+                damaged.append(record.begin)
+        if damaged:
+            self.damaged += damaged
+            logger.warning(
+                "%s/%s: the record at byte %d is damaged and left out; see `trajstore verify`",
+                self._root.path,
+                self.name,
+                damaged[0],
+            )
+
+    def _note(self, record: Record) -> None:
+        fields = record.fields
+        if "journal" in fields:
+            self.head = fields
+        elif "open" in fields:
+            self.sessions[fields["s"]] = Recorded(
+                self.name,
+                fields["s"],
+                fields["open"],
+                fields["turn"],
+                fields["fields"],
+                fields["at"],
+                is_whole=not fields["turn"],
+                last=fields["at"],
+            )
+        elif "over" in fields:
+            self.over.add(fields["over"])
+        else:
+            self.sessions[fields["s"]].note(record)
+
+    def calls(self, session: Recorded) -> list[Call]:
+        """Return the calls of a session.
+
+        Raises:
+            CorruptStoreError: a record is damaged.
+        """
+        calls: list[Call] = []
+        for begin, end in session.places:
+            records, _, _ = scan(self.read(begin, end), begin)
+            try:
+                calls.append(decode_call(records[0], calls))
+            except (CorruptStoreError, IndexError) as error:
+                raise CorruptStoreError(
+                    f"{self._root.path}/{self.name}: session {session.fields['task_id']}/"
+                    f"{session.fields['rollout_id']}: a call before byte {end:,} is damaged or missing: {error}"
+                ) from error
+        return calls
+
+    @property
+    def owner(self) -> str | None:
+        """The process that has the journal, if it is alive."""
+        return f"process {self.head.get('pid')} on {self.head.get('host')}" if self.is_held() else None
+
+    def is_held(self) -> bool:
+        """Return whether a live process has the journal, as its ``flock`` tells."""
+        with suppress(FileNotFoundError), self._root.opened(self.name, os.O_RDONLY) as descriptor:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+    def move(self, session: Recorded) -> None:
+        """Record that a session was copied to a later journal. The journal belongs to no process."""
+        data = frame({"s": session.number, "state": "moved"})
+        with self._root.opened(self.name, os.O_RDWR) as descriptor:
+            os.ftruncate(descriptor, self.end)  # a torn record
+            os.lseek(descriptor, self.end, os.SEEK_SET)
+            write_all(descriptor, [data])
+            os.fdatasync(descriptor)
+        self.refresh()
+
+    def remove(self) -> None:
+        """Delete the file."""
+        with suppress(FileNotFoundError):
+            self._root.unlink(self.name)
+
+
+class CallsFolder:
+    """The folder ``calls`` of a store. Not thread-safe: guarded by ``Sessions._lock``.
+
+    Args:
+        root: the store's folder.
+        store_id: its UUID; journals of other stores are left out.
+
+    Attributes:
+        files: the journals by name.
+    """
+
+    def __init__(self, root: HeldFolder, store_id: str) -> None:
+        self._root = root
+        self._store_id = store_id
+        self._foreign: set[str] = set()
+        self.files: dict[str, JournalFile] = {}
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock under which the processes of a store open sessions and delete journals."""
+        self._root.make_folder(CALLS_FOLDER, shared=True)
+        with self._root.opened(f"{CALLS_FOLDER}/lock", os.O_RDWR | os.O_CREAT) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+
+    def refresh(self) -> None:
+        """Read what was appended to the journals since the last time."""
+        names = self.names()
+        for name in self.files.keys() - names:
+            del self.files[name]
+        for name in sorted(names - self._foreign):
+            file = self.files.get(name) or JournalFile(self._root, name)
+            with suppress(FileNotFoundError):  # deleted just now
+                size = self._root.stat(name).st_size
+                if size < file.end:  # records that were not acknowledged were removed
+                    file = JournalFile(self._root, name)
+                if size > file.end:
+                    file.refresh()
+                if file.head and file.head.get("store_id") != self._store_id:
+                    self._foreign.add(name)
+                    logger.warning("%s/%s: belongs to another store, and is left alone", self._root.path, name)
+                else:
+                    self.files[name] = file
+
+    def names(self) -> set[str]:
+        """Return the names of the journals."""
+        try:
+            descriptor = self._root.open_folder(CALLS_FOLDER)
+        except FileNotFoundError:
+            return set()
+        try:
+            return {f"{CALLS_FOLDER}/{name}" for name in os.listdir(descriptor) if name.endswith(SUFFIX)}
+        finally:
+            os.close(descriptor)
+
+    def current(self) -> dict[str, Recorded]:
+        """Return the sessions that are not over, by UUID, each of the newest journal that has all of it."""
+        newest: dict[str, Recorded] = {}
+        for session in self._all():
+            if session.is_whole and session.turn >= getattr(newest.get(session.id), "turn", 0):
+                newest[session.id] = session
+        over = self.over()
+        return {name: each for name, each in newest.items() if each.state not in OVER and name not in over}
+
+    def over(self) -> set[str]:
+        """Return the UUIDs of sessions that journals report to be in the store, or dropped."""
+        return set().union(*(file.over for file in self.files.values()))
+
+    def _all(self) -> Iterator[Recorded]:
+        for file in self.files.values():
+            yield from file.sessions.values()
+
+    def removable(self) -> list[JournalFile]:
+        """Return the journals that nothing needs, whether or not a process has them.
+
+        A journal goes only after those that would bring its sessions back.
+        """
+        current = self.current()
+        where: dict[str, list[Recorded]] = {}
+        for session in self._all():
+            if session.state != "moved":
+                where.setdefault(session.id, []).append(session)
+        return [file for file in self.files.values() if _is_removable(file, current, where)]
+
+
+def _is_removable(file: JournalFile, current: Mapping[str, Recorded], where: Mapping[str, list[Recorded]]) -> bool:
+    if any(each.journal != file.name for name in file.over for each in where.get(name, ())):
+        return False
+    for session in file.sessions.values():
+        now = current.get(session.id)
+        if now is not None and now.journal == file.name:
+            return False
+        if any(each.turn < session.turn for each in where.get(session.id, ())):
+            return False
+    return True
