@@ -16,7 +16,7 @@ from trainer_hooks.replay.facts import POOL_FACTS
 from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
 from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
 from trainer_hooks.replay.state import recover
-from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
+from trainer_hooks.replay.store import PoolPoint, newest_point
 from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.base import Directory
 from trajstore._core.reading.shard_access import ShardAccess
@@ -29,27 +29,22 @@ from trajstore.trajectory import AgentTrajectory
 
 Report = dict[str, Any]
 
-_LOOKED_AT = 64
-"""Number of newest records that are tried if some cannot be read."""
-
 
 def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
     """Return a report on a store's pool, and a mask of its trajectories over the index.
 
     Returns:
         ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
-        ``others``: trajectories that left the pool but are not deleted yet, or are none of it; and the mask. None if
-        the store is no pool's.
+        ``others``: trajectories that are not in the pool; and the mask. None if the store has no pool.
 
     Raises:
-        CorruptStoreError: the pool's point or a mark cannot be decoded.
+        CorruptStoreError: the pool's point cannot be decoded.
     """
+    if not is_of_a_pool(catalog):
+        return None
     access = ShardAccess(catalog)
     try:
-        documents = _Documents(catalog, access)
-        if not documents.are_of_a_pool():
-            return None
-        recovered = recover(documents, _entry)
+        recovered = recover(_Documents(catalog, access), _entry)
     finally:
         access.close()
     live = [entry.trajectory_id for entry in recovered.state.all_entries()]
@@ -65,12 +60,8 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
 
 
 def is_of_a_pool(catalog: Catalog) -> bool:
-    """Return whether a store is a pool's, by its newest readable record. Reads no tensor."""
-    access = ShardAccess(catalog)
-    try:
-        return _Documents(catalog, access).are_of_a_pool()
-    finally:
-        access.close()
+    """Return whether a store has a pool: a saved point with its state."""
+    return newest_point(catalog) is not None
 
 
 def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
@@ -85,17 +76,6 @@ class _Documents:
         self._catalog = catalog
         self._index = catalog.index
         self._access = access
-
-    def are_of_a_pool(self) -> bool:
-        """Return whether the newest readable record, among the newest few, is a pool's."""
-        for position in range(self._index.end - 1, max(self._index.first, self._index.end - _LOOKED_AT) - 1, -1):
-            try:
-                if self._access.schema(self._index, position).kind != "agent":
-                    return False
-                return POOL_KEY in self._read(position).metadata
-            except (StoreError, OSError):
-                continue
-        return False
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         return self._read(self._index.position_of(trajectory_id))

@@ -15,8 +15,7 @@ from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
-from trajstore.trajectory import Trajectory
+from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.view.shown import OfReader
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
@@ -99,15 +98,6 @@ def test_a_buffer_that_cannot_keep_a_pool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="max_trajectories"):
         BufferStore.open(tmp_path / "pool", capacity=0)
     assert not (tmp_path / "pool").exists()
-
-
-def test_a_directory_of_step_trajectories_is_refused(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "steps") as buffer:
-        buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
-    store = BufferStore.open(tmp_path / "steps")
-    with pytest.raises(InvalidTrajectoryError, match="directory of its own"):
-        ExperienceManager(RULES, store=store)
-    store.close()
 
 
 @pytest.mark.parametrize("reopened", [False, True])

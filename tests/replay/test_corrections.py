@@ -127,6 +127,7 @@ PLAIN = PoolRules(n_rollout=4)
 def filled(store: MemoryStore | None = None, reward: str = "exact:1") -> ExperienceManager:
     manager = ExperienceManager(PLAIN, store=store, reward_fingerprint=reward)
     manager.save_trajectories_to_memory([build(task, tokens) for task in "ab" for tokens in (1, 2)])
+    manager.flush()
     return manager
 
 
@@ -171,6 +172,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
     first = ExperienceManager(PLAIN, store=store)
     strangers = [build(tokens=1), build(tokens=2, tokenizer_fingerprint="qwen:1")]
     first.save_trajectories_to_memory(strangers)
+    first.flush()
     first.save_experience_pool_to_disk(tmp_path / "step_1")
     other = ExperienceManager(PLAIN, tokenizer_fingerprint="llama:2")
     ways = {

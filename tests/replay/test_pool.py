@@ -273,6 +273,7 @@ def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(ca
     manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
     manager.global_steps = 500
     step(manager, [build("a", t, o, policy_version=500) for t, o in ((1, 1.0), (2, 0.0))])
+    manager.flush()
     again = ExperienceManager(PoolRules(n_rollout=4, max_policy_age=2), store=store)
     with caplog.at_level(logging.WARNING, logger="trajstore"):
         for number in (1, 2, 1):

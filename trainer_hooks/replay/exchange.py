@@ -17,7 +17,7 @@ from trainer_hooks.replay.persistence import newest_pool
 from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
-from trainer_hooks.replay.store import POOL_KEY, BufferStore
+from trainer_hooks.replay.store import BufferStore
 from trajstore._core.files.held import check_path
 from trajstore._core.files.opening import open_directory
 from trajstore._core.reading.places import POOL_FILES, find_place
@@ -26,7 +26,6 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
-    StoreError,
     StoreNotFoundError,
     listed,
     trajectories,
@@ -199,7 +198,7 @@ def check_is_pool(store: str | Path) -> None:
         raise ConfigurationError(f"{store}: holds {description}; give the directory of the pool's store")
     with _Reader(store) as reader:
         numbers = reader.ids()
-        if not numbers or reader.holds_pool():
+        if not numbers or reader.newest_point() is not None:
             return
     raise ConfigurationError(
         f"{store}: holds {trajectories(len(numbers))} (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
@@ -267,17 +266,6 @@ class _Reader(BufferStore):
             with suppress(CorruptStoreError):  # counted in `unreadable`
                 readable.append(self.get(number))
         return sorted(readable, key=_step_of)
-
-    def holds_pool(self) -> bool:
-        """Return whether a trajectory is an experience pool's. In a pool's store the newest one is."""
-        for number in reversed(self.ids()):
-            try:
-                record = self._buffer.get(number)
-            except StoreError:
-                continue  # damaged: reported elsewhere
-            if isinstance(record, AgentTrajectory) and POOL_KEY in record.metadata:
-                return True
-        return False
 
     def close(self) -> None:
         self._buffer.close()

@@ -1,7 +1,7 @@
 """The pool's state and its store.
 
-A change is made in memory; its trajectories go to the store at once, everything else with the next saved point. After
-a crash the pool has every trajectory that the store has committed.
+A change is made in memory; its trajectories go to the store at once, the choice of them and everything else with the
+next saved point. After a crash the pool is that of the newest point.
 
 Takes no lock: only the training loop that owns the pool calls it.
 """
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer_hooks.replay.entry import Departure, PoolEntry, is_demonstration
+from trainer_hooks.replay.compact import with_small_columns
+from trainer_hooks.replay.entry import Departure, PoolEntry
 from trainer_hooks.replay.outcomes import outcome_of
 from trainer_hooks.replay.selection import AdmissionPlan
 from trainer_hooks.replay.state import (
     PoolState,
     TaskChange,
     generator_state,
-    record_of,
     recover,
     set_generator_state,
     warn_of_unreadable,
@@ -146,7 +146,7 @@ class PoolLedger:
 
     def add(self, plan: AdmissionPlan) -> list[int]:
         """Store the accepted trajectories of a plan and apply the plan; return their ids."""
-        ids = self._store(plan, self.state)
+        ids = self._store(plan)
         for task, entries in plan.with_ids(ids).items():
             self.state.set_entries(task, entries)
         self._count(Departure.REPLACED, plan.displaced)
@@ -161,7 +161,7 @@ class PoolLedger:
         The pool's generator is set to the state of ``generator``.
         """
         before, garbage, state_before = self.state, self._garbage, generator_state(self.generator)
-        ids = self._store(plan, fresh, staged=True)
+        ids = self._store(plan)
         fresh.entries.update(plan.with_ids(ids))
         fresh.uses, fresh.rows = fresh.live_uses(), before.rows
         self.state, self._garbage = fresh, [*garbage, *(entry.trajectory_id for entry in before.all_entries())]
@@ -174,24 +174,29 @@ class PoolLedger:
             raise
         self._count(Departure.REPLACED, plan.displaced)
 
-    def _store(self, plan: AdmissionPlan, state: PoolState, **staged: bool) -> list[int]:
-        """Store the trajectories of a plan and return their ids."""
-        records = []
-        for number, trajectory in plan.accepted.items():
-            task = trajectory.task_id
-            difficulty = state.buckets.difficulty(task)
-            if difficulty is None and is_demonstration(trajectory) and task not in state.skip:
-                difficulty = 0
-            mark = {"step": state.global_steps, "difficulty": difficulty, "replaces": plan.replaces.get(number)}
-            records.append(record_of(trajectory, **mark, **staged))
-        if not records:
+    def _store(self, plan: AdmissionPlan) -> list[int]:
+        """Store the accepted trajectories of a plan and return their ids."""
+        if not plan.accepted:
             return []
         self._point = ""
-        return self.store.add_trajectories(records)
+        return self.store.add_trajectories(list(map(with_small_columns, plan.accepted.values())))
 
     def document(self) -> dict[str, Any]:
         """Return everything but the trajectories as plain containers."""
         return {**self.state.to_document(), "generator": generator_state(self.generator)}
+
+    def to_save(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Return the document of a saved point.
+
+        Args:
+            ids: of all trajectories in the store.
+        """
+        return {
+            **self.document(),
+            "entries": {task: [entry.trajectory_id for entry in held] for task, held in self.state.entries.items()},
+            "newest": ids[-1] if ids else -1,
+            "left": list(self._garbage),
+        }
 
     def save(self, *, keep: bool = False) -> str:
         """Save the pool as a point of its store, unless the newest one is equal; return its name.
@@ -209,7 +214,7 @@ class PoolLedger:
         before = self.state.count()
         self.state.keep_only(set(ids))
         self._count(Departure.UNAVAILABLE, before - self.state.count())
-        document = {**self.document(), "newest": ids[-1] if ids else -1, "left": list(self._garbage)}
+        document = self.to_save(ids)
         if keep or document != self._saved:
             self._point = self.store.save(document, keep=keep)
             self._saved = document

@@ -11,8 +11,8 @@ from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
 from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.persistence import read_pool
-from trainer_hooks.replay.state import PoolState, recover, trajectory_of_entry
-from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
+from trainer_hooks.replay.state import PoolState, recover
+from trainer_hooks.replay.store import PoolPoint, newest_point
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory
@@ -73,7 +73,7 @@ class SeenPool:
         return with_facts.with_columns(with_facts[name].clear(len(with_facts)) for name in unknown)
 
     def get(self, shown: str) -> AgentTrajectory:
-        """Return a trajectory by its id, without the pool's own metadata.
+        """Return a trajectory by its id.
 
         Raises:
             TrajectoryUnavailableError: the pool has no such id.
@@ -85,7 +85,7 @@ class SeenPool:
         record = self.buffer.get(number)
         if not isinstance(record, AgentTrajectory):
             raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which a pool cannot hold")
-        return trajectory_of_entry(record)
+        return record
 
 
 class Records:
@@ -106,7 +106,7 @@ class Records:
         """Return the pool as the reader shows it now.
 
         Raises:
-            CorruptStoreError: its point or a mark cannot be decoded.
+            CorruptStoreError: its point cannot be decoded.
         """
         self._files = self._point_files()
         recovered = recover(self, lambda _, number: self._entries[number])
@@ -138,11 +138,8 @@ class Records:
         record = self._reader.get(trajectory_id)
         if not isinstance(record, AgentTrajectory):
             raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
-        mark = {key: value for key, value in record.metadata.items() if key == POOL_KEY}
         self._entries[trajectory_id] = entry_of(record, trajectory_id)
-        light = AgentTrajectory(
-            task_id=record.task_id, metadata=mark, tokenizer_fingerprint=record.tokenizer_fingerprint
-        )
+        light = AgentTrajectory(task_id=record.task_id, tokenizer_fingerprint=record.tokenizer_fingerprint)
         self._known[trajectory_id] = light
         return light
 

@@ -50,7 +50,7 @@ from trainer_hooks.replay.selection import (
     undecided,
     worthy,
 )
-from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy, trajectory_of_entry
+from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy
 from trainer_hooks.replay.store import MemoryStore, PoolStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
@@ -872,9 +872,7 @@ class ExperienceManager:
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""
         held = {task: self._ledger.read(entries) for task, entries in list(self._state.entries.items())}
-        return {
-            task: [trajectory_of_entry(record) for _, record in records] for task, records in held.items() if records
-        }
+        return {task: [record for _, record in records] for task, records in held.items() if records}
 
     def _with_tokens(self, trajectories: Sequence[AgentTrajectory], source: object) -> Sequence[AgentTrajectory]:
         """Return trajectories with tokens made of their messages where possible; log a summary.

@@ -1,8 +1,7 @@
 """A pool's state, its document in a saved point, and its recovery from a store.
 
-The store contains only the pool's trajectories, each with a mark in ``metadata``. Everything else is a JSON document,
-the state of a saved point of the store. Trajectories added after the point bring the difficulty of their task, so that
-they can be drawn after a crash.
+The pool is a choice of the store's trajectories: the document, which is the state of a saved point of the store, has
+their ids and everything else that the pool knows. Other trajectories of the store are not the pool's.
 
 Takes no lock: only the training loop that owns the pool calls it.
 """
@@ -10,7 +9,6 @@ Takes no lock: only the training loop that owns the pool calls it.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,14 +18,13 @@ from typing import Any
 import numpy as np
 
 from trainer_hooks.replay.buckets import DifficultyBuckets
-from trainer_hooks.replay.compact import with_small_columns, with_usual_columns
+from trainer_hooks.replay.compact import with_usual_columns
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
 from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
-from trainer_hooks.replay.store import POOL_KEY, PoolRecords
-from trajstore._core.columns.limits import shown
+from trainer_hooks.replay.store import PoolRecords
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, trajectories
 from trajstore.trajectory import AgentTrajectory
 
@@ -36,8 +33,7 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 200
 """Number of steps whose tasks per difficulty are kept, for the viewer."""
 
-_VERSION = 1
-_MARK = {"step": int, "difficulty": int | None, "replaces": int | None}
+_VERSION = 2
 
 GeneratorState = dict[str, str | int]
 
@@ -256,23 +252,6 @@ def warn_of_unreadable(trajectory_id: int, error: Exception, task: str = "") -> 
     logger.warning("experience pool: trajectory %d%s cannot be read and is left out: %s", trajectory_id, of_task, error)
 
 
-def trajectory_of_entry(record: AgentTrajectory) -> AgentTrajectory:
-    """Return an entry's trajectory without the pool's mark. Tensors and messages are shared with the record."""
-    metadata = {key: value for key, value in record.metadata.items() if key != POOL_KEY}
-    return dataclasses.replace(record, metadata=metadata)
-
-
-def record_of(trajectory: AgentTrajectory, **mark: int | None) -> AgentTrajectory:
-    """Return the stored form of a trajectory: marked, with compact ids and masks.
-
-    Args:
-        trajectory: the trajectory.
-        mark: ``step`` of its admission, ``difficulty`` of its task or None, id of the trajectory that it ``replaces``
-            or None; ``staged`` if it counts only once a saved point has it.
-    """
-    return dataclasses.replace(with_small_columns(trajectory), metadata={**trajectory.metadata, POOL_KEY: mark})
-
-
 def replayed_copy(record: AgentTrajectory, trajectory_id: int | None = None) -> AgentTrajectory:
     """Return a private copy of an entry's trajectory, marked as replayed; ids and masks are ``int64``.
 
@@ -280,7 +259,7 @@ def replayed_copy(record: AgentTrajectory, trajectory_id: int | None = None) -> 
         record: the stored trajectory.
         trajectory_id: its id in the store; ``None`` = the records are in memory.
     """
-    trajectory = with_usual_columns(copy.deepcopy(trajectory_of_entry(record)))
+    trajectory = with_usual_columns(copy.deepcopy(record))
     trajectory.metadata[REPLAY_MARK] = True
     if trajectory_id is not None:
         trajectory.metadata[REPLAYED_ID] = trajectory_id
@@ -343,77 +322,60 @@ class Recovered:
 
 
 def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
-    """Return the pool in a store: the document of the newest saved point, and every stored trajectory of the pool.
-
-    Trajectories of others are ignored. A task with trajectories that were added after the point is in the bucket that
-    the newest of them names.
+    """Return the pool in a store, as the newest saved point describes it. Without a point it is empty.
 
     Args:
         store: with the trajectories.
         make_entry: makes an entry from a stored trajectory.
 
     Raises:
-        CorruptStoreError: the document or a mark cannot be decoded.
+        CorruptStoreError: the document cannot be decoded.
     """
-    point = store.newest_point()
-    state, newest, generator, left = PoolState(), -1, None, set[int]()
-    if point is not None:
-        document = point.document
-        state, generator, newest = PoolState.of_document(document), document["generator"], document["newest"]
-        left = set(document["left"])
-    result = Recovered(state, generator, "" if point is None else point.name, [], 0)
-    entries: dict[int, PoolEntry] = {}
-    replaced: set[int | None] = set()
+    point, kept = store.newest_point(), store.ids()
+    if point is None:
+        if kept:
+            logger.warning(
+                "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give"
+                " the pool its own directory",
+                trajectories(len(kept)),
+            )
+        return Recovered(PoolState(), None, "", [], 0)
+    state = PoolState.of_document(point.document)
+    listed, left, newest = _ids_in(point.document)
+    is_changed = bool(kept) and kept[-1] > newest
+    there = set(kept)
+    result = Recovered(state, point.document["generator"], "" if is_changed else point.name, [], 0)
+    result.garbage = [number for number in left if number in there]
     fingerprint = ""
-    others = 0
-    for number in store.ids():
-        try:
-            record = store.get(number)
-        except StoreError as error:
-            warn_of_unreadable(number, error)
-            result.unreadable += 1
-            continue
-        if POOL_KEY not in record.metadata:
-            others += 1
-            continue
-        mark = _mark_of(record, number)
-        if number > newest:
-            result.point = ""
-        entry = make_entry(record, number)
-        if isinstance(entry, Refusal) or number in left or (mark.get("staged") and number > newest):
-            result.garbage.append(number)
-            continue
-        fingerprint = fingerprint or record.tokenizer_fingerprint
-        entries[number] = entry
-        replaced.add(mark["replaces"])
-        if number > newest:
-            state.global_steps = max(state.global_steps, mark["step"])
-            if mark["difficulty"] is not None:
-                state.apply({entry.task_id: TaskChange(mark["difficulty"], skip=False)})
-    result.garbage += [number for number in entries if number in replaced]
-    for number, entry in entries.items():
-        if number not in replaced:
-            state.entries[entry.task_id] = (*state.entries.get(entry.task_id, ()), entry)
+    for task, numbers in listed.items():
+        entries = []
+        for number in filter(there.__contains__, numbers):
+            try:
+                record = store.get(number)
+            except StoreError as error:
+                warn_of_unreadable(number, error)
+                result.unreadable += 1
+                continue
+            entry = make_entry(record, number)
+            if isinstance(entry, Refusal):
+                result.garbage.append(number)
+                continue
+            fingerprint = fingerprint or record.tokenizer_fingerprint
+            entries.append(entry)
+        if entries:
+            state.entries[task] = tuple(entries)
     state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
-    if others and not entries and point is None:
-        logger.warning(
-            "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give the"
-            " pool its own directory",
-            trajectories(others),
-        )
     return result
 
 
-def _mark_of(record: AgentTrajectory, number: int) -> Mapping[str, Any]:
-    """Return the mark of a record.
+def _ids_in(document: Mapping[str, Any]) -> tuple[dict[str, list[int]], list[int], int]:
+    """Return the ids of each task's trajectories, of those that have left, and of the newest one that was stored.
 
     Raises:
-        CorruptStoreError: it is invalid.
+        CorruptStoreError: the document is damaged.
     """
-    mark = record.metadata[POOL_KEY]
-    if isinstance(mark, Mapping) and all(isinstance(mark.get(key, ""), kind) for key, kind in _MARK.items()):
-        return mark
-    raise CorruptStoreError(
-        f"experience pool: trajectory {number} has the mark {shown(mark)}, which this version does not write; load a"
-        " saved pool (experience_pool/step_N) into an empty store"
-    )
+    try:
+        listed = {str(task): list(map(int, numbers)) for task, numbers in document["entries"].items()}
+        return listed, list(map(int, document["left"])), int(document["newest"])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error

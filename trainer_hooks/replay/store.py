@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from trajstore.query import Query
 
 POOL_KEY = "experience_pool"
-"""Key of ``metadata`` for a pool trajectory's step, the difficulty of its task, and the trajectory that it replaces;
-and of the pool's document in a saved point's state."""
+"""Key of the pool's document in a saved point's state."""
 
 
 @dataclass(frozen=True, slots=True)
