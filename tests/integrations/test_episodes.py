@@ -106,3 +106,20 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
     assert [value for name, value in logged if name == "trajstore/num_trajectories"] == [2, 2, 2]
     with TrajectoryReplayBuffer.open(next((tmp_path / "engines").iterdir())) as reader:
         assert len(reader) == 1
+
+
+def test_versions_and_rewards_of_areal() -> None:
+    """Versions of -1 are unknown; a reward may have a further axis, but several are refused."""
+    some = torch.tensor([[-1, -1, -1, -1, 6], [-1] * 5])
+    rollouts = rollouts_of(episode() | {"versions": some, "rewards": torch.tensor([[1.0], [2.0]])})
+    assert [(one.policy_version, one.reward.outcome) for one in rollouts if one.reward] == [(6, 1.0), (None, 2.0)]
+    assert rollouts_of(episode() | {"versions": torch.full((2, 5), -1)})[0].policy_version is None
+    with pytest.raises(InvalidTrajectoryError, match=r"rewards: shape \[2, 3\], must have one of each row"):
+        rollouts_of(episode() | {"rewards": torch.zeros(2, 3)})
+
+
+@pytest.mark.parametrize("scores", [{"acc": 1, "why": "short"}, [0.5, 1.0]])
+def test_several_scores_of_openrlhf_are_kept(scores: Any) -> None:
+    stored = rollout_of(execution(scores=scores))
+    assert stored.reward is not None
+    assert (stored.reward.metadata, stored.metadata["openrlhf"]["scores"]) == ({}, scores)

@@ -255,7 +255,7 @@ def rollouts_of(calls: list[Any], **changes: Any) -> Callable[..., dict[str, Any
         calls.append(prompts)
         count = len(prompts)
         return {
-            "prompt_ids": [[1, 2]] * count,
+            "prompt_ids": [[1, ord(prompt[0])] for prompt in prompts],
             "completion_ids": [[len(calls), at] for at in range(count)],
             "logprobs": [[-0.5, -1.0]] * count,
             "scores": [f"{len(calls)}-{at}" for at in range(count)],
@@ -429,3 +429,26 @@ def test_two_reward_functions_of_one_name_are_refused(tmp_path: Path) -> None:
         hook.scored(second, name="style")
         with pytest.raises(ConfigurationError, match="two functions for 'outcome'"):
             hook.scored(second)
+
+
+@pytest.mark.parametrize(("generations", "replay"), [(4, 1), (4, 2), (3, 1), (8, 3)])
+@pytest.mark.parametrize("each", [False, True], ids=["by stride", "one by one"])
+def test_rollouts_of_other_prompts_are_refused(tmp_path: Path, generations: int, replay: int, each: bool) -> None:
+    """TRL's server mode takes each n-th prompt, as groups are whole without replay."""
+
+    def served(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        count = 1 if each else generations
+        made = [prompt for prompt in prompts[::count] for _ in range(count)][: len(prompts)]
+        ids = [[ord(letter) for letter in prompt] for prompt in made]
+        return {"prompt_ids": ids, "completion_ids": [[7]] * len(ids), "logprobs": [[-0.5]] * len(ids)}
+
+    prompts = ["one"] * generations + ["two"] * generations
+    with store(tmp_path) as buffer:
+        hook = RecordingRollouts(served, buffer, replay=replay)
+        hook(prompts, trainer(0))
+        if each:
+            output = hook(prompts, trainer(1))
+            assert output["prompt_ids"] == [[ord(letter) for letter in prompt] for prompt in prompts]
+        else:
+            with pytest.raises(ConfigurationError, match=r"the same prompt_ids for two prompts.*num_generations=1"):
+                hook(prompts, trainer(1))

@@ -440,3 +440,14 @@ def test_arrays_with_masked_values_are_refused(tmp_path: Path) -> None:
         use(array(False))
         with pytest.raises(InvalidTrajectoryError, match=r"a masked array would lose its mask; give its filled"):
             use(array(True))
+
+
+def test_a_demonstration_without_steps_is_named(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "data.hdf5", "w") as file:
+        for name, steps in (("demo_0", 0), ("demo_1", 3)):
+            group = file.create_group(f"data/{name}")
+            group["actions"], group["obs/joints"] = np.ones((steps, 7)), np.ones((steps, 2))
+            group.attrs["num_samples"] = steps
+    done = convert_from(tmp_path / "data.hdf5", tmp_path / "out", "robomimic", check=True)
+    assert (done.written, list(done.problems)) == (1, ["demo_0"])
+    assert "it has no actions" in done.problems["demo_0"]

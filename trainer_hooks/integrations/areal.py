@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer_hooks.integrations.rollouts import agent_trajectory, kept, prompt_key, row_of
+from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 AREAL = "areal"
@@ -26,7 +27,7 @@ def rollouts_of(episode: Mapping[str, Any] | None) -> list[AgentTrajectory]:
         episode: tensors ``[B, L]`` by name, padded at the end, or interactions by id, or None.
 
     Raises:
-        InvalidTrajectoryError: the columns of a row differ in length.
+        InvalidTrajectoryError: the columns of a row differ in length, or it has several rewards.
     """
     parts = [episode] if episode and "input_ids" in episode else list((episode or {}).values())
     tables = [part if isinstance(part, Mapping) else part.to_tensor_dict() for part in parts]
@@ -43,13 +44,15 @@ def _rollout(table: Mapping[str, torch.Tensor], row: int) -> AgentTrajectory:
         if tuple(getattr(table[name], "shape", ())[:2]) == tuple(table["input_ids"].shape):
             others[name] = value[:tokens]  # without padding
     versions = table["versions"][row, :tokens][mask.bool()].tolist() if "versions" in table else []
+    if "rewards" in table and table["rewards"][row].numel() != 1:
+        raise InvalidTrajectoryError(f"rewards: shape {list(table['rewards'].shape)}, must have one of each row")
     return agent_trajectory(
         prompt_ids=ids[:start],
         response_ids=ids[start:],
         loss_mask=mask[start:],
         log_probs=table["logprobs"][row, start:tokens] if "logprobs" in table else None,
         reward=float(table["rewards"][row]) if "rewards" in table else None,
-        version=min(versions, default=None),
+        version=min((version for version in versions if version >= 0), default=None),  # -1 is unknown
         task_id=prompt_key(ids[:start].tolist()),
         metadata=kept(AREAL, others)[0] if others else {},
     )

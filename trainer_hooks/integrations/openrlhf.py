@@ -29,15 +29,17 @@ def rollout_of(output: Mapping[str, Any], version: int | None = None) -> AgentTr
     tokens, ranges, log_probs = output["observation_tokens"], output["action_ranges"], output["rollout_log_probs"]
     start = ranges[0][0] if ranges else len(tokens)
     mask = [int(any(first <= at < end for first, end in ranges)) for at in range(start, len(tokens))]
-    others = {name: value for name, value in output.items() if name not in _KNOWN and value is not None}
     reward, score, truncated = output["reward"], output.get("scores"), output.get("truncated")
+    several = isinstance(score, Mapping | list)
+    others = {name: value for name, value in output.items() if name not in _KNOWN and value is not None}
+    others |= {"scores": score} if several else {}
     return agent_trajectory(
         prompt_ids=tokens[:start],
         response_ids=tokens[start:],
         loss_mask=mask,
         log_probs=None if log_probs is None else log_probs[start:],
         reward=None if reward is None else float(reward),
-        scores={} if score is None else {"score": float(score)},
+        scores={} if score is None or several else {"score": float(score)},
         version=version,
         task_id=prompt_key(output["prompt"]),
         is_terminated=None if truncated is None else not truncated,

@@ -217,7 +217,7 @@ class RecordingRollouts:
 
         Raises:
             ConfigurationError: rollouts are to be replayed, but the trainer would take them for its own, or
-                ``rollout_func`` returns no log-probs.
+                ``rollout_func`` returns no log-probs, or rollouts of other prompts than it was given.
             InvalidTrajectoryError, StoreWriteError, StoreClosedError: rollouts cannot be recorded.
         """
         if not trainer.model.training:
@@ -238,6 +238,8 @@ class RecordingRollouts:
             raise ConfigurationError(
                 "replay: rollout_func returns logprobs=None, but only rollouts with them can be used"
             )
+        if replayed:
+            _check_prompts([keys[at] for at in fresh], output["prompt_ids"])
         made = [_of_output(output, place, keys[at], prompts[at], version) for place, at in enumerate(fresh)]
         ids = dict(zip(fresh, self.recording.record(made), strict=True))
         rollouts = dict(zip(fresh, made, strict=True)) | replayed
@@ -296,6 +298,22 @@ def _check_groups(trainer: Any, count: int) -> None:
             f"replay: {count} prompts in a process, but groups have {generations} generations, so they are spread over "
             "processes; make per_device_train_batch_size * steps_per_generation a multiple of num_generations"
         )
+
+
+def _check_prompts(keys: Sequence[str], prompt_ids: Sequence[Any]) -> None:
+    """Refuse rollouts of other prompts than those that were given, which need not be whole groups in replay.
+
+    Raises:
+        ConfigurationError: two prompts have the same token ids.
+    """
+    owners: dict[tuple[int, ...], str] = {}
+    for key, ids in zip(keys, prompt_ids, strict=False):
+        if owners.setdefault(tuple(_list(torch.as_tensor(ids))), key) != key:
+            raise ConfigurationError(
+                "replay: rollout_func returns the same prompt_ids for two prompts. With vllm_mode='server', TRL's "
+                "vllm_generation takes each num_generations-th prompt and returns num_generations of it, but a group "
+                "has fewer fresh ones: call it with num_generations=1, or set replay to 0"
+            )
 
 
 def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, version: int) -> AgentTrajectory:

@@ -514,7 +514,7 @@ def _second(form: Format, path: Path) -> Second | None:
         return second
     except (ImportError, MissingDependencyError):
         return None
-    except UNREADABLE as error:
+    except (TrajstoreError, *UNREADABLE) as error:
         logger.warning("convert: %s: checked by trajstore alone, for another program cannot: %r", path, error)
         return None
 

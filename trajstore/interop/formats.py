@@ -116,8 +116,8 @@ class Selection:
     query: Query
 
 
-UNREADABLE = (TrajstoreError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError)
-"""What other programs raise for files that they cannot read."""
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError)
+"""What torch, NumPy, h5py and other programs raise for files of another content than declared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,7 +367,7 @@ def _read(path: Path) -> Source:
                 raise CorruptStoreError(f"task_index: {unknown} is not in meta/tasks.parquet")
             tasks = [texts[task] for task in frames["task_index"]]
             return _trajectory(info, values, tasks, bool(rows[number].get(_BY_STEP)))
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, pl.exceptions.PolarsError) as error:
+        except (*UNREADABLE, pl.exceptions.PolarsError) as error:
             also = f"; unreadable: {listed(unreadable)}" if unreadable else ""
             raise CorruptStoreError(f"is no episode of LeRobot: {error!r}{also}") from error
 

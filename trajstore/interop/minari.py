@@ -233,7 +233,7 @@ def _read(path: Path) -> Source:
     def episode(number: int) -> Trajectory:
         try:
             return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, polars().exceptions.PolarsError) as error:
+        except (*UNREADABLE, polars().exceptions.PolarsError) as error:
             raise CorruptStoreError(f"is no episode of Minari: {error!r}") from error
 
     return numbered(steps, count, episode)

@@ -13,7 +13,7 @@ import torch
 
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, leaves
-from trajstore.interop.formats import Format, Item, Source
+from trajstore.interop.formats import UNREADABLE, Format, Item, Source
 from trajstore.interop.minari import h5py_module
 from trajstore.trajectory import Trajectory
 
@@ -46,7 +46,7 @@ def _read(path: Path) -> Source:
         try:
             with h5py.File(path) as file:
                 return _trajectory(file["data"][name], sorted(split for split, names in masks.items() if name in names))
-        except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
+        except UNREADABLE as error:
             raise CorruptStoreError(f"is no demonstration of robomimic: {error!r}") from error
 
     def items() -> Iterator[Item]:
@@ -63,7 +63,8 @@ def _number(name: str) -> tuple[int, str]:
 
 def _trajectory(group: Any, splits: list[str]) -> Trajectory:
     actions = _tensors(group["actions"])
-    steps = len(actions)
+    if not (steps := len(actions)):
+        raise ValueError("it has no actions")
     rewards = _tensors(group["rewards"]) if "rewards" in group else torch.full((steps, 1), torch.nan)
     dones = _tensors(group["dones"]).bool() if "dones" in group else None
     others = {name: _others(group[name], steps) for name in group if name not in _FIELDS}
