@@ -48,6 +48,7 @@ BENCHMARKS = {
     "t29": "t29_arrival.figures",
     "t30": "space.frames_once",
     "t31": "t31_tokens.figures",
+    "t32": "t32_calls.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

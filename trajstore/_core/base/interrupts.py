@@ -21,6 +21,13 @@ CHANGE_THREAD = "trajstore-change"
 """Name of the threads that run changes which an interrupt must not stop half-way."""
 
 
+def closed_gate() -> threading.Lock:
+    """Return a gate at which a thread waits with ``acquire``, until another lets it go on with ``release``."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 class WaitList:
     """Threads that wait for a change. Unlike with a condition, waiting holds no lock and needs none afterwards."""
 
@@ -29,8 +36,7 @@ class WaitList:
 
     def gate(self) -> threading.Lock:
         """Return the gate to :meth:`wait` at; call it with the lock that guards the changes."""
-        gate = threading.Lock()
-        gate.acquire()
+        gate = closed_gate()
         self._gates[id(gate)] = gate
         return gate
 
@@ -63,8 +69,7 @@ def uninterrupted(call: Callable[[], T]) -> T:
         return call()
     results: list[T] = []
     errors: list[BaseException] = []
-    done = threading.Lock()
-    done.acquire()
+    done = closed_gate()
 
     def run() -> None:
         try:
@@ -97,8 +102,7 @@ def start_thread(thread: threading.Thread) -> None:
         thread.start()
         return
     errors: list[BaseException] = []
-    begun = threading.Lock()
-    begun.acquire()
+    begun = closed_gate()
 
     def begin() -> None:
         try:

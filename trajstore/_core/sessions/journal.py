@@ -8,11 +8,15 @@ import uuid
 
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
+from trajstore._core.base.interrupts import closed_gate
 from trajstore._core.files.descriptors import Descriptor, write_all
 from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.holder import holder_document
 from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, frame
 from trajstore.errors import StoreClosedError, StoreWriteError
+
+_LONGEST = 1.0
+"""Seconds after which a waiting thread looks again: an interrupt may have swallowed its wake-up."""
 
 
 class Entry:
@@ -22,22 +26,31 @@ class Entry:
         data: its frame.
         is_queued: whether a journal has it.
         is_done: whether it is durable, or failed.
+        is_next: whether the thread that waits for it writes next.
         error: why it failed.
+        gate: held until the thread that waits for the record shall look again.
     """
 
-    __slots__ = ("data", "error", "is_done", "is_queued")
+    __slots__ = ("data", "error", "gate", "is_done", "is_next", "is_queued")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.is_queued = self.is_done = False
+        self.is_queued = self.is_done = self.is_next = False
         self.error: OSError | None = None
+        self.gate = closed_gate()
+
+    def wake(self) -> None:
+        """Let the waiting thread look again; called with ``CallJournal._lock``."""
+        if self.gate.locked():
+            self.gate.release()
 
 
 class CallJournal:
     """A file ``calls/<20 digits>-<32 hex>.calls``, locked with ``flock`` while its process lives. Thread-safe.
 
-    The first thread that waits writes the records of all that wait. A failed write is undone: its records are not
-    acknowledged, and the next write begins where it began.
+    The first thread that waits writes the records of all that wait, then wakes them and one that came meanwhile,
+    which writes next. So hardly one waits for a lock, which others might get again and again. A failed write is undone:
+    its records are not acknowledged, and the next write begins where it began.
 
     Args:
         root: the store's folder.
@@ -55,6 +68,9 @@ class CallJournal:
         self._queue: list[Entry] = []
         self._lock = locks.lock("CallJournal._lock")
         self._writing = locks.lock("CallJournal._writing")
+        self._is_busy = (
+            False  # a thread writes, or will at once: the others need not wait for the lock
+        )
         self._is_dirty = False
         self._written: tuple[int, list[Entry]] | None = None  # the size after a write, and its records
         self.failures = 0
@@ -102,9 +118,19 @@ class CallJournal:
             StoreWriteError: it was not written.
         """
         while not entry.is_done:
+            if self._is_busy and not entry.is_next and entry.gate.acquire(timeout=_LONGEST):
+                continue
             with self._writing:
-                if not entry.is_done:
-                    self._write()
+                self._is_busy = True
+                try:
+                    if not entry.is_done:
+                        self._write()
+                finally:
+                    with self._lock:
+                        self._is_busy = bool(self._queue)
+                        for following in self._queue[:1]:
+                            following.is_next = True
+                            following.wake()
         if entry.error is not None:
             raise StoreWriteError(
                 f"{self._root.path / self.name}: {entry.error.strerror or entry.error}: nothing was recorded; try again"
@@ -143,10 +169,12 @@ class CallJournal:
         """Mark the records of a finished write."""
         if self._written is not None:
             self.size, entries = self._written
+            written = set(entries)
             with self._lock:
-                self._queue = [entry for entry in self._queue if entry not in set(entries)]
-            for entry in entries:
-                entry.is_done = True
+                self._queue = [entry for entry in self._queue if entry not in written]
+                for entry in entries:
+                    entry.is_done = True
+                    entry.wake()
             self._is_dirty, self._written = False, None
 
     def _fail(self, error: OSError) -> None:
@@ -156,6 +184,7 @@ class CallJournal:
             for entry in reversed(self._queue):  # if interrupted, the first ones stay
                 entry.error = error
                 entry.is_done = True
+                entry.wake()
             self._queue = []
         self._undo()
 
