@@ -1,10 +1,11 @@
-"""A storage of TorchRL's replay buffers whose rows are in a store. Written for TorchRL 0.10."""
+"""A storage of TorchRL's replay buffers whose rows are in a store. Written for TorchRL 0.14 and 0.10."""
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,8 @@ class StoreStorage(Storage):  # type: ignore[misc]
         (number,) = self.buffer.add_trajectories([trajectory_of(data)])
         self._ids.append(number)
         self._ends.append(self.rows + len(data))
-        self._last_cursor = torch.from_numpy(indexes)  # samplers of slices cut here
+        noted = getattr(self, "_set_last_cursor", None) or partial(setattr, self, "_last_cursor")  # the latter: 0.10
+        noted(torch.from_numpy(indexes))  # samplers of slices cut here
 
     def get(self, index: Any) -> TensorDict:
         """Return rows as a TensorDict; without a batch dimension if the index is a number.
