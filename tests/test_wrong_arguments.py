@@ -21,18 +21,12 @@ from tests.feeding.test_loader import block
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_n_step
-from trajstore._core.feeding import ReplayBufferDataset, ReplayLoader, Share
-from trajstore._core.sampling import (
-    Drawn,
-    EpochSampler,
-    Priorities,
-    WeightedSampler,
-    sampler_of,
-)
 from trajstore.errors import TrajstoreError
 from trajstore.interop.convert import convert_to
 from trajstore.ledger import Ledger
+from trajstore.loader import ReplayBufferDataset, ReplayLoader, Share
 from trajstore.points import saved_points, saved_state
+from trajstore.samplers import Drawn, EpochSampler, Priorities, WeightedSampler, sampler_of
 
 WRONG: dict[str, Any] = {
     "None": None,

@@ -31,9 +31,9 @@ from tools.bench.t12_loss import TOKENS, Inputs, make_inputs, ours, step, transc
 from tools.bench.timing import in_turn, ratio, seconds, torch_threads
 from tools.bench.workloads import Workload, filled, image, state
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayLoader
 from trajstore._core.feeding.device import CudaDevice
 from trajstore._core.feeding.memory import tensors_of
+from trajstore.loader import ReplayLoader
 
 STEP = 0.005
 """Seconds of a learner's step."""

@@ -1,19 +1,11 @@
 """Loaders that read batches ahead of a learner, and resume exactly."""
 
-from trajstore._core.feeding import (
-    BatchOptions,
-    LoadedBatch,
-    LoaderOptions,
-    PreloadReplayBufferDataset,
-    RateLimiter,
-    ReplayBufferDataset,
-    ReplayLoader,
-    Share,
-    TokenLoader,
-    TokenOptions,
-    replay_buffer_collate_fn,
-)
+from trajstore._core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
+from trajstore._core.feeding.limiter import RateLimiter
+from trajstore._core.feeding.loader import LoadedBatch, ReplayLoader, TokenLoader
+from trajstore._core.feeding.options import BatchOptions, LoaderOptions, TokenOptions
 from trajstore._core.feeding.packing import lay_out
+from trajstore._core.feeding.shares import Share
 
 __all__ = [
     "BatchOptions",

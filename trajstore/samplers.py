@@ -8,19 +8,13 @@ from trajstore._core.buffer.sequences import (
     sample_n_step,
     sample_sequences,
 )
-from trajstore._core.sampling import (
-    Additions,
-    Drawn,
-    EpochSampler,
-    GroupSampler,
-    Priorities,
-    Recency,
-    Sampler,
-    Staleness,
-    UseLimit,
-    WeightedSampler,
-    sampler_of,
-)
+from trajstore._core.sampling.base import Additions, Drawn, Sampler
+from trajstore._core.sampling.config import sampler_of
+from trajstore._core.sampling.epochs import EpochSampler
+from trajstore._core.sampling.factors import Recency, UseLimit
+from trajstore._core.sampling.groups import GroupSampler
+from trajstore._core.sampling.staleness import Staleness
+from trajstore._core.sampling.weighted import Priorities, WeightedSampler
 
 __all__ = [
     "Additions",

@@ -16,9 +16,9 @@ from tests.support.formats import same_bytes
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.schema import dtypes
-from trajstore._core.feeding import TokenLoader
 from trajstore._core.formats import FORMATS
 from trajstore.errors import ConfigurationError, SchemaMismatchError
+from trajstore.loader import TokenLoader
 
 
 def rollout(number: int, **fields: Any) -> AgentTrajectory:

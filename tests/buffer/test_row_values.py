@@ -15,10 +15,8 @@ from tests.remote.stores import level
 from tests.stores import opened
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.buffer.sequences import sample_sequences
-from trajstore._core.feeding import ReplayLoader, TokenLoader
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -26,9 +24,11 @@ from trajstore.errors import (
     SchemaMismatchError,
     TrajectoryUnavailableError,
 )
+from trajstore.loader import ReplayLoader, TokenLoader
 from trajstore.operations.copying import repair_store
 from trajstore.operations.moving import convert, merge
 from trajstore.operations.verify import verify
+from trajstore.samplers import WeightedSampler
 
 
 def block(number: int, steps: int = 4) -> Trajectory:

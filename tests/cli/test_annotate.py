@@ -38,6 +38,19 @@ def test_values_of_the_command_line(store: Path, run: Run) -> None:
     assert out.split() == ["trajectory_id,score", "2,0.5"]
 
 
+def test_names_that_the_store_did_not_have_are_reported(tmp_path: Path, run: Run) -> None:
+    rollout = AgentTrajectory(reward=Reward(outcome=1.0, metadata={"style": 0.5}))
+    for rank in range(2):
+        stored(tmp_path / f"rank_{rank}", [rollout])
+    known = ["--set", "outcome=0", "--set", "reward_style=1"]
+    assert run.json("annotate", tmp_path, "0/0", *known)["new_names"] == []
+    assert "new here: ouctome, reward_stile; " in run.out(
+        "annotate", tmp_path, "0/0", *known, "--set", "ouctome=1", "--set", "reward_stile=1"
+    )
+    for name in ("0/0", "1/0"):
+        assert "new here" not in run.out("annotate", tmp_path, name, "--set", "ouctome=1"), "another rank has it"
+
+
 def test_values_of_a_file(store: Path, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     lines = [{"trajectory_id": 0, "a": 1}, {"trajectory_id": "1", "a": 2}, {"trajectory_id": 0, "a": 3}]
     lines += [{"trajectory_id": 2, "b": "x"}]

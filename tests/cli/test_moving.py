@@ -15,11 +15,11 @@ from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.buffer import checkpoint
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.cli import DAMAGED, main
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
 from trajstore.operations.verify import verify
+from trajstore.samplers import EpochSampler, Priorities, WeightedSampler
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -10,11 +10,11 @@ import pytest
 from tests.distributed.test_server import ids_of, parcel_of
 from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.sampling import WeightedSampler
 from trajstore._core.sampling.draws import Draws
 from trajstore.distributed.census import Census
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.samplers import WeightedSampler
 
 
 class Stores:

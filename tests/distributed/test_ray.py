@@ -29,8 +29,6 @@ from trajstore import (
     annotate,
     notes_of,
 )
-from trajstore._core.feeding import ReplayLoader, TokenLoader
-from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -40,10 +38,12 @@ from trajstore.errors import (
     StoreWriteError,
     TrajectoryUnavailableError,
 )
+from trajstore.loader import ReplayLoader, TokenLoader
 from trajstore.operations.tailing import Tail
 from trajstore.operations.verify import verify
 from trajstore.points import run_points
 from trajstore.query import relations
+from trajstore.samplers import EpochSampler, GroupSampler, Priorities
 
 ray = pytest.importorskip("ray")
 

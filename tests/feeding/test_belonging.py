@@ -16,10 +16,10 @@ from tests.sampling.makers import SAMPLERS
 from tests.stores import in_memory, writer_to
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayBufferDataset, ReplayLoader, TokenLoader
-from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
+from trajstore.loader import ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore.operations.copying import copy_store
+from trajstore.samplers import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 
 OF_LOADERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,

@@ -11,7 +11,8 @@ import torch
 from tests.stores import in_memory
 from tests.support.waiting import wait_until
 from trajstore import Trajectory
-from trajstore._core.feeding import ReplayLoader, prefetch
+from trajstore._core.feeding import prefetch
+from trajstore.loader import ReplayLoader
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ import torch
 from tests.feeding.test_loader import block
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore._core.feeding import RateLimiter, ReplayLoader, TokenLoader, limiter, prefetch
+from trajstore._core.feeding import limiter, prefetch
 from trajstore._core.feeding.limiter import Rate
 from trajstore.errors import ConfigurationError, StoreClosedError
+from trajstore.loader import RateLimiter, ReplayLoader, TokenLoader
 
 ROWS = 8
 """Rows of a block."""

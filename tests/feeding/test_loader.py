@@ -23,16 +23,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests.stores import in_memory
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore._core.feeding import (
-    PreloadReplayBufferDataset,
-    ReplayBufferDataset,
-    ReplayLoader,
-    Share,
-    TokenLoader,
-    prefetch,
-    replay_buffer_collate_fn,
-)
-from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
+from trajstore._core.feeding import prefetch
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -40,6 +31,15 @@ from trajstore.errors import (
     StoreClosedError,
     TrajectoryUnavailableError,
 )
+from trajstore.loader import (
+    PreloadReplayBufferDataset,
+    ReplayBufferDataset,
+    ReplayLoader,
+    Share,
+    TokenLoader,
+    replay_buffer_collate_fn,
+)
+from trajstore.samplers import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 
 Store = Callable[..., TrajectoryReplayBuffer]
 

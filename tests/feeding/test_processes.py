@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 
 from tests.feeding.test_loader import block, fill, reader, rewards
 from tools.crash.forked import forking
-from trajstore._core.feeding import ReplayLoader
 from trajstore.errors import StoreClosedError
+from trajstore.loader import ReplayLoader
 from trajstore.points import saved_state
 
 
@@ -109,7 +109,7 @@ def at_exit():
 from torch.utils.data import DataLoader
 from tests.feeding.test_loader import reader
 from tests.feeding.test_processes import opened
-from trajstore._core.feeding import ReplayLoader
+from trajstore.loader import ReplayLoader
 
 
 def killed():

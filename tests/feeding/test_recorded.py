@@ -16,10 +16,10 @@ from tests.cli.stores import Run
 from tests.stores import in_memory, stored
 from tests.support.faults import FaultPlan, failing_disk
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayLoader, TokenLoader
-from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import Ledger, first_difference, read
+from trajstore.loader import ReplayLoader, TokenLoader
+from trajstore.samplers import EpochSampler, Priorities, UseLimit, WeightedSampler
 
 LOADERS: dict[str, Callable[..., Any]] = {
     "weighted": lambda buffer, **more: ReplayLoader(

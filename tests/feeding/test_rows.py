@@ -23,10 +23,10 @@ from trajstore._core.buffer.sequences import (
     sample_sequences,
 )
 from trajstore._core.columns.fields import unnest
-from trajstore._core.feeding import ReplayLoader, Share
 from trajstore._core.feeding.memory import DeviceMemory
-from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
+from trajstore.loader import ReplayLoader, Share
+from trajstore.samplers import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 
 SIZE = 12
 

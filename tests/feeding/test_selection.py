@@ -16,9 +16,9 @@ from tests.feeding.test_loader import block
 from tests.stores import in_memory, writer_to
 from trajstore import AgentTrajectory, Reader, Reward, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore._core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
-from trajstore._core.sampling import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError
+from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore.samplers import EpochSampler, GroupSampler, Priorities, Recency, Sampler, UseLimit, WeightedSampler
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.feeding.test_loader import block, reader, rewards
 from tests.stores import in_memory, stored
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayLoader, Share
-from trajstore._core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, StoreClosedError
 from trajstore.ledger import Ledger, first_difference, read
+from trajstore.loader import ReplayLoader, Share
+from trajstore.samplers import EpochSampler
 
 KEYS = {"online": range(7), "demos": range(100, 103), "old": range(200, 205)}
 

@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sampling import Sampling
-from trajstore._core.feeding import ReplayLoader, TokenLoader
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import EpochSampler, Priorities, WeightedSampler
 from trajstore.errors import ConfigurationError, SchemaMismatchError
+from trajstore.loader import ReplayLoader, TokenLoader
+from trajstore.samplers import EpochSampler, Priorities, WeightedSampler
 
 MOST_WAITING = "trajstore._core.feeding.tokens._MOST_WAITING"
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from tests.feeding.test_loader import fill
 from tests.feeding.test_tokens import rollout, stored
 from trajstore import Reader, TrajectoryReplayBuffer
-from trajstore._core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError
+from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader, TokenLoader
+from trajstore.samplers import EpochSampler, Priorities, Sampler, UseLimit, WeightedSampler
 
 campaign = pytest.mark.campaign
 

@@ -20,7 +20,6 @@ from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import Axis, walk
 from trajstore._core.columns.schema import Schema
-from trajstore._core.feeding import ReplayLoader
 from trajstore._core.formats import FORMATS, checksums, get_format, open_shard
 from trajstore._core.formats.base import ShardContent, ShardManifest
 from trajstore._core.formats.checksums import encoded_shard
@@ -28,6 +27,7 @@ from trajstore._core.formats.frames import folded
 from trajstore.cli import main
 from trajstore.errors import CorruptStoreError
 from trajstore.interop.convert import convert_from, convert_to
+from trajstore.loader import ReplayLoader
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import convert, split

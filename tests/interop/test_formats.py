@@ -133,6 +133,16 @@ def test_a_format_loses_what_it_declares(
     assert (differences(first, second, cannot_carry), lost) == ([], set(cannot_carry))
 
 
+def test_only_fields_that_are_there_are_listed_as_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rollouts = [AgentTrajectory(messages=[{"role": "user", "content": "a"}]) for _ in range(2)]
+    words = ["convert", str(stored(tmp_path / "plain", rollouts)), str(tmp_path / "a"), "--to", "chat"]
+    assert main(words) == 0
+    assert "not converted" not in capsys.readouterr().out
+    rollouts[1].input_ids = torch.arange(3)
+    done = convert_to(stored(tmp_path / "store", rollouts), tmp_path / "b", "chat")
+    assert done.lost == done.to_json()["lost"] == ["input_ids"]
+
+
 TEXTS = st.text(max_size=20).filter(lambda text: text.encode("utf8", "ignore").decode() == text)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,

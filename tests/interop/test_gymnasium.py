@@ -14,10 +14,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
-from trajstore._core.sampling import EpochSampler
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.interop.gymnasium import VectorSteps
 from trajstore.operations.inspect import inspect
+from trajstore.samplers import EpochSampler
 
 GAMMA = 0.9
 

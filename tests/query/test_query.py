@@ -16,12 +16,12 @@ from tests.stores import in_memory, stored, writer_to
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore._core.reading.contents import Contents
-from trajstore._core.sampling import GroupSampler
 from trajstore.errors import ConfigurationError, MissingDependencyError
 from trajstore.interop.convert import convert_to
 from trajstore.operations.mending import prune
 from trajstore.operations.moving import split
 from trajstore.query import FACTS, readable
+from trajstore.samplers import GroupSampler
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

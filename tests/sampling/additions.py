@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling import Additions
+from trajstore.samplers import Additions
 
 
 def additions(

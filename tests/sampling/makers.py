@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from trajstore._core.sampling import (
+from trajstore.samplers import (
     EpochSampler,
     GroupSampler,
     Priorities,

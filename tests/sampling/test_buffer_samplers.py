@@ -11,8 +11,8 @@ import torch
 
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sampling import Batch
-from trajstore._core.sampling import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.samplers import EpochSampler, Priorities, Sampler, Staleness, WeightedSampler
 
 
 def block(key: int, steps: int = 3, batch: int = 2) -> Trajectory:

@@ -17,8 +17,8 @@ from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBu
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
+from trajstore.samplers import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 
 GAMMA = 0.5
 

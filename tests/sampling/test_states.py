@@ -13,9 +13,9 @@ import torch
 
 from tests.sampling.additions import additions
 from tests.sampling.makers import WITH_ALL
-from trajstore._core.sampling import Sampler, WeightedSampler
 from trajstore._core.sampling.draws import Draws
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.samplers import Sampler, WeightedSampler
 
 WRONG: tuple[Any, ...] = (None, "text", -1, 1 << 62, 1 << 70, 0.5, float("nan"), float("inf"), [], {}, object(), True)
 

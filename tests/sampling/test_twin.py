@@ -11,7 +11,8 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from tests.sampling.additions import additions
 from tests.sampling.twins import SamplerTwin
-from trajstore._core.sampling import (
+from trajstore.errors import EmptyBufferError
+from trajstore.samplers import (
     Additions,
     Drawn,
     EpochSampler,
@@ -22,7 +23,6 @@ from trajstore._core.sampling import (
     UseLimit,
     WeightedSampler,
 )
-from trajstore.errors import EmptyBufferError
 
 MAX_AGE, FLOOR, MAX_USES, COOLDOWN, HALF_LIFE = 2, 1, 3, 1, 0.2
 

@@ -16,14 +16,14 @@ from tests.sampling.test_sequences import check_windows
 from tests.stores import writer_to
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
-from trajstore._core.feeding import ReplayLoader
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
 from trajstore.errors import CorruptStoreError, EmptyBufferError, InvalidTrajectoryError
+from trajstore.loader import ReplayLoader
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
 from trajstore.operations.moving import merge, split
 from trajstore.operations.verify import verify
+from trajstore.samplers import EpochSampler, Priorities, UseLimit, WeightedSampler
 
 SIZES = ((6, 3), (1, 4), (9, 1), (5, 2))
 

@@ -12,7 +12,9 @@ import torch
 from tests.sampling.additions import additions
 from tests.sampling.chance import fits
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling import (
+from trajstore._core.sampling.permutation import permuted
+from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
+from trajstore.samplers import (
     Drawn,
     EpochSampler,
     Priorities,
@@ -22,8 +24,6 @@ from trajstore._core.sampling import (
     WeightedSampler,
     sampler_of,
 )
-from trajstore._core.sampling.permutation import permuted
-from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError
 
 
 def rows_of(drawn: Drawn) -> list[tuple[int, int]]:

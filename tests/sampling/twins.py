@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from trajstore._core.sampling import Additions
+from trajstore.samplers import Additions
 
 
 class SamplerTwin(RuleBasedStateMachine):

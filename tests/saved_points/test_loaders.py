@@ -14,10 +14,10 @@ import pytest
 
 from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayLoader
-from trajstore._core.sampling import EpochSampler, Sampler, UseLimit, WeightedSampler
 from trajstore.errors import StoreClosedError
+from trajstore.loader import ReplayLoader
 from trajstore.points import saved_state
+from trajstore.samplers import EpochSampler, Sampler, UseLimit, WeightedSampler
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
     "uniform": lambda: None,

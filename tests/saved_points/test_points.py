@@ -15,7 +15,6 @@ from tests.saved_points.stores import add, keys_of, loaded, make, names_in, stat
 from tests.stores import flip
 from tests.support.copies import copy_live
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore._core.sampling import EpochSampler
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -26,6 +25,7 @@ from trajstore.errors import (
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 from trajstore.points import saved_points, saved_state
+from trajstore.samplers import EpochSampler
 
 
 @pytest.mark.parametrize(("trajectory_format", "where"), [("zarr", "local"), ("pt", "remote")])

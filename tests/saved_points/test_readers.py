@@ -10,7 +10,7 @@ import torch
 from tests.saved_points.stores import add, keys_of, make
 from tests.stores import reader_of
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.sampling import EpochSampler
+from trajstore.samplers import EpochSampler
 
 
 def with_a_point(path: Path) -> TrajectoryReplayBuffer:

@@ -11,7 +11,7 @@ import torch
 from tests.sampling.makers import SAMPLERS
 from tests.stores import opened
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore._core.sampling import Sampler, WeightedSampler
+from trajstore.samplers import Sampler, WeightedSampler
 
 
 def rollout(version: int) -> Trajectory:

@@ -15,10 +15,10 @@ from tests.stores import opened
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore._core.formats import FORMATS
-from trajstore._core.sampling import EpochSampler, WeightedSampler
 from trajstore._core.store.run_ids import in_run, shown_id
 from trajstore.operations.trajectory_report import inspect_trajectory
 from trajstore.operations.verify import verify
+from trajstore.samplers import EpochSampler, WeightedSampler
 
 WINDOW = 3
 RANKS = 4

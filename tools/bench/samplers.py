@@ -17,7 +17,7 @@ import torch
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, ratio, seconds
 from trajstore._core import sampling
-from trajstore._core.sampling import Additions, Priorities, Sampler, WeightedSampler
+from trajstore.samplers import Additions, Priorities, Sampler, WeightedSampler
 
 BATCH = 1024
 SAMPLES = 1000

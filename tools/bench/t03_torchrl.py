@@ -17,7 +17,7 @@ import torch
 from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import in_turn, ratio
 from tools.bench.workloads import RawGather, filled, image, raw_columns, state
-from trajstore._core.feeding import ReplayLoader
+from trajstore.loader import ReplayLoader
 
 TARGET = 0.4
 PREFETCH = 4

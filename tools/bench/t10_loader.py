@@ -14,7 +14,7 @@ from typing import Any
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.rlinf import load_rlinf
 from tools.bench.workloads import Workload, filled, image
-from trajstore._core.feeding import ReplayLoader
+from trajstore.loader import ReplayLoader
 
 STEP = 0.02
 

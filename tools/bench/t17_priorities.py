@@ -15,7 +15,7 @@ import torch
 from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import in_turn
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling import Additions, Priorities, WeightedSampler
+from trajstore.samplers import Additions, Priorities, WeightedSampler
 
 BATCH = 1024
 SAMPLES = 1000

@@ -136,9 +136,9 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         torchrl = _torchrl(columns)
         if torchrl is not None:
             works["torchrl"] = torchrl.sample
-        from trajstore._core.feeding import ReplayLoader
         from trajstore.distributed import DistributedReplayBuffer
         from trajstore.distributed.server import MOST_STORES
+        from trajstore.loader import ReplayLoader
 
         for stores in _STORES:
             handle = DistributedReplayBuffer.create(

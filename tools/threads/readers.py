@@ -16,9 +16,9 @@ import torch
 from tests.support.witness import WitnessError, check_batch, check_trajectory, difference, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
-from trajstore._core.feeding import ReplayLoader, TokenLoader
-from trajstore._core.sampling import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.loader import ReplayLoader, TokenLoader
+from trajstore.samplers import EpochSampler, Priorities, Recency, Sampler, WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
 ID_BITS = 20

@@ -24,7 +24,8 @@ from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.local import LocalDirectory
-from trajstore._core.sampling import WeightedSampler, sampler_of
+from trajstore._core.sampling.config import sampler_of
+from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.errors import MissingDependencyError, trajectories
 from trajstore.trajectory import ChunkStepResult, Trajectory

@@ -18,8 +18,7 @@ from trainer_hooks.plain import plain
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, whole_or_none
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling import Additions, Drawn, Sampler
-from trajstore._core.sampling.base import Fits, IntArray
+from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 from trajstore.attachments import attach
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward

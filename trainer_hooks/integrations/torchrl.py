@@ -15,7 +15,7 @@ import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.base.arguments import whole
-from trajstore._core.sampling import Drawn
+from trajstore._core.sampling.base import Drawn
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 try:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output
-from trajstore.errors import ConfigurationError, TrajstoreError, trajectories
+from trajstore.errors import ConfigurationError, TrajstoreError, listed, trajectories
 
 _TOGETHER = 10_000
 """Trajectories per commit."""
@@ -42,16 +42,16 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore._core.buffer.annotating import annotate
+    from trajstore._core.buffer.annotating import annotate_files
 
     if bool(options.ids) == bool(options.file) or bool(options.ids) != bool(options.set):
         raise ConfigurationError("annotate: give ids with --set NAME=VALUE, or --file")
-    given = 0
+    given, new = 0, dict[str, None]()
     if options.ids:
         values = dict(_assignment(item) for item in options.set)
         if len(values) < len(options.set):
             raise ConfigurationError("annotate: --set has a name twice")
-        annotate(options.path, options.ids, values, who=options.who)
+        new.update(dict.fromkeys(annotate_files(options.path, options.ids, values, options.who)))
         given = len(options.ids)
     else:
         if options.file == "-" and sys.stdin is None:
@@ -59,15 +59,17 @@ def _run(options: Namespace, out: Output) -> int:
         with nullcontext(sys.stdin) if options.file == "-" else Path(options.file).open(encoding="utf-8") as file:
             try:
                 for ids, columns in _portions(file, options.file):
-                    annotate(options.path, ids, columns, who=options.who)
+                    new.update(dict.fromkeys(annotate_files(options.path, ids, columns, options.who)))
                     given += len(ids)
             except TrajstoreError:
                 done = f"only the first {trajectories(given)}" if given else "none of the trajectories"
                 out.line(f"{options.path}: {done} of {options.file} have their values")
                 raise
     if options.json:
-        out.json({"path": options.path, "trajectories": given})
+        out.json({"path": options.path, "trajectories": given, "new_names": [*new]})
     else:
+        if new:
+            out.line(f"{options.path}: new here: {listed(new)}; `trajstore list PATH --facts` has all names")
         out.line(f"{options.path}: {trajectories(given, 'has its values', 'have their values')}")
     return 0
 

@@ -57,10 +57,6 @@ def _foreign(options: Namespace, out: Output) -> int:
     from trajstore.interop.convert import convert_from, convert_to, format_named
 
     form = format_named(options.origin or options.to)
-    lost = form.not_read if options.origin else form.cannot_carry
-    if lost and not options.json:
-        place = "a store" if options.origin else form.name
-        out.line(f"not converted, because {place} has no place for it: {listed(lost, 99)}")
     with ProgressBar("converting", sys.stderr) as bar:
         if options.origin is None:
             done = convert_to(
@@ -85,6 +81,9 @@ def _foreign(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(done.to_json())
         return int(not done.is_whole)
+    if lost := form.not_read if options.origin else done.lost:
+        place = "a store" if options.origin else form.name
+        out.line(f"not converted, because {place} has no place for it: {listed(lost, 99)}")
     out.problems([f"{options.source}: {key} was left out: {why}" for key, why in done.problems.items()], options.source)
     if done.left_out:
         kind = "of steps" if form.kind == "rollouts" else "of agents"
@@ -102,7 +101,7 @@ COMMAND = Command(
     summary="write rollouts and episodes as files of other programs, read such files, or change a store's format",
     description=(
         "Write a store's rollouts or episodes as files of another program (--to), or make a store of such files "
-        "(--from). Fields without a place in the format are listed first. DST appears when it is complete; run an "
+        "(--from). Fields without a place in the format are listed. DST appears when it is complete; run an "
         "interrupted command again to continue it. The formats jsonl and parquet keep every field of rollouts, with "
         "late values; chat is OpenAI's; trl and verl are Parquet files for these trainers. Between stores (--to pt, "
         f"pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes a store. {LEFT_OUT}"

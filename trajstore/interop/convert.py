@@ -103,7 +103,8 @@ class Converted:
 
     Attributes:
         target: file or folder.
-        cannot_carry: fields that were lost, as the format declares them.
+        cannot_carry: fields that the format loses, as it declares them.
+        lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
         continued: how many of them an interrupted conversion had written.
         left_out: number of trajectories of the other kind.
@@ -116,6 +117,7 @@ class Converted:
     target: str
     cannot_carry: tuple[str, ...]
     written: int = 0
+    lost: list[str] = field(default_factory=list)
     continued: int = 0
     left_out: int = 0
     problems: dict[str, str] = field(default_factory=dict)
@@ -133,6 +135,27 @@ class Converted:
         return asdict(self)
 
 
+@contextmanager
+def _saying_once() -> Iterator[None]:
+    """Drop warnings that repeat an earlier one: a check reads files again."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        before = len(said)
+        said.add(record.getMessage())
+        return len(said) > before
+
+    readers = [logging.getLogger(f"trajstore.interop.{module}") for module in {*_MODULES.values(), "formats"}]
+    for reader in readers:
+        reader.addFilter(is_new)
+    try:
+        yield
+    finally:
+        for reader in readers:
+            reader.removeFilter(is_new)
+
+
+@_saying_once()
 def convert_to(
     source: str | Path,
     target: str | Path,
@@ -197,6 +220,7 @@ def convert_to(
     return result
 
 
+@_saying_once()
 def convert_from(
     source: str | Path,
     target: str | Path,
@@ -302,6 +326,7 @@ def _write(source: Source, writer: Writer, staging: _Staging, result: Converted,
     result.problems = dict(staging.problems)
     result.written = result.continued = staging.written
     fresh: dict[str, str] = {}
+    lost = staging.lost
 
     def encoded() -> Iterator[tuple[str, Any, int, int]]:
         for item in source.items:
@@ -309,6 +334,7 @@ def _write(source: Source, writer: Writer, staging: _Staging, result: Converted,
                 continue
             try:
                 trajectory = item.load()
+                lost.update(filter(None, (_field_of(name, result.cannot_carry) for name, _ in _leaves(trajectory))))
                 yield item.key, writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
                 fresh[item.key] = str(error)
@@ -322,6 +348,7 @@ def _write(source: Source, writer: Writer, staging: _Staging, result: Converted,
         result.written += len(keys)
         progress(portion[-1][3], source.total)
     result.problems |= fresh
+    result.lost = [name for name in result.cannot_carry if name in lost]
     writer.finish()
 
 
@@ -387,6 +414,7 @@ class _Staging:
         mark: of the last durable portion; None if there is none.
         written: number of items written.
         seen: digests of the keys written and of those that cannot be.
+        lost: names of the fields lost so far.
         problems: reasons by key.
     """
 
@@ -395,6 +423,7 @@ class _Staging:
         self.mark: Any = None
         self.written = 0
         self.seen: set[bytes] = set()
+        self.lost: set[str] = set()
         self.problems: dict[str, str] = {}
         self._target = target
         self._journal = folder / ".journal"
@@ -411,6 +440,7 @@ class _Staging:
             self.mark = line["mark"]
             self.written += len(line["keys"])
             self.problems |= line["problems"]
+            self.lost.update(line["lost"])
             self.seen.update(map(_digest, [*line["keys"], *line["problems"]]))
 
     def _lines(self) -> list[Any]:
@@ -428,7 +458,7 @@ class _Staging:
 
     def note(self, keys: Sequence[str], mark: Any, problems: Mapping[str, str]) -> None:
         """Record a durable portion; marks may have NaN."""
-        line = {"keys": keys, "mark": mark, "problems": problems}
+        line = {"keys": keys, "mark": mark, "problems": problems, "lost": sorted(self.lost)}
         append_durably(self._journal, [json.dumps(line).encode() + b"\n"])
         self.mark = mark
 
@@ -565,9 +595,14 @@ def differences(
     return sorted(
         name
         for name in first.keys() | second.keys()
-        if not any(name == field or name.startswith(f"{field}.") for field in lost)
+        if _field_of(name, lost) is None
         and not (name in first and name in second and _equal(first[name], second[name]))
     )
+
+
+def _field_of(name: str, fields_lost: Sequence[str]) -> str | None:
+    """Return the lost field that a leaf is or is in."""
+    return next((field for field in fields_lost if name == field or name.startswith(f"{field}.")), None)
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -95,6 +95,8 @@ class Query:
     def ids(self) -> npt.NDArray[np.int64]:
         """Return the distinct ids of the rows' trajectories, int64 ``[n]``, for ``get``, ``evict``, ``annotate``.
 
+        A NumPy array, as ``trajectory_ids`` of a buffer; ``tolist()`` makes plain ints, which JSON needs.
+
         Raises:
             ConfigurationError: an expression is invalid (with its part of the query), or the query groups rows.
             MissingDependencyError: Polars is not installed (extra ``query``).

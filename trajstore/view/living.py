@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.columns.fields import walk
-from trajstore._core.sampling import Drawn
+from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
 from trajstore._core.writing.inbox import InboxView

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore._core.feeding import ReplayLoader
-from trajstore._core.sampling import EpochSampler, Priorities, UseLimit, WeightedSampler
+from trajstore.loader import ReplayLoader
+from trajstore.samplers import EpochSampler, Priorities, UseLimit, WeightedSampler
 
 EVERY = 3
 """Steps between two checkpoints."""

@@ -20,7 +20,15 @@ from trajstore._core.files.opening import check_options, open_directory
 from trajstore._core.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.facts import FACTS
-from trajstore._core.store.given import Said, Value, check_given, check_names, check_row_names, check_same_kinds
+from trajstore._core.store.given import (
+    OVER_FACTS,
+    Said,
+    Value,
+    check_given,
+    check_names,
+    check_row_names,
+    check_same_kinds,
+)
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.run_ids import ALONE, id_from, ids_from, no_rank, own_id, rank_of_id
@@ -100,11 +108,19 @@ def annotate(
         StoreError: the buffer has no store.
         StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
     """
-    update, rows = _said(ids, values, "" if who is None else text("who", who))
-    if isinstance(store, Served):
-        if update.ids and (update.values or rows):
-            store.sink.annotate(update, rows)
+    if not isinstance(store, Served):
+        annotate_files(store, ids, values, who, storage_options)
         return
+    update, rows = _said(ids, values, who)
+    if update.ids and (update.values or rows):
+        store.sink.annotate(update, rows)
+
+
+def annotate_files(
+    store: str | Path, ids: Any, values: Any, who: str | None, storage_options: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Set late values of a store or run directory, see :func:`annotate`; return the names that it did not have."""
+    update, rows = _said(ids, values, who)
     if rows:
         raise ConfigurationError(
             f"annotate: {', '.join(rows)}: only the store's writer can add values by row: pass its "
@@ -112,7 +128,9 @@ def annotate(
             "of the path"
         )
     stores = _stores(store, storage_options or {})
-    parts, known = [], {}
+    parts: list[tuple[Directory, str, Said]] = []
+    there: set[str] = {*OVER_FACTS}
+    known: dict[int, Mapping[str, str]] = {}
     for rank in sorted({rank_of_id(number) for number in update.ids}):
         if rank not in stores:
             raise no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
@@ -121,6 +139,7 @@ def annotate(
         part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
+        there.update(catalog.index.facts)
         known[rank] = kinds_to_come(catalog, part.values.keys())
         check_given(part, known[rank])
         parts.append((stores[rank], catalog.store_id, part))
@@ -131,10 +150,11 @@ def annotate(
         with written(f": nothing was given to the trajectories of {directory.url}"):
             put(directory, store_id, part)
         _take_in(directory)
+    return [name for name in update.values if name not in there.union(*known.values())]
 
 
-def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int, Mapping[str, str]]) -> None:
-    """Refuse new names whose values have another kind in some rank of the run.
+def _check_ranks(said: Said, stores: Mapping[int, Directory], known: dict[int, Mapping[str, str]]) -> None:
+    """Refuse new names whose values have another kind in some rank of the run; add the kinds of all ranks to ``known``.
 
     Args:
         said: the values of these names.
@@ -148,7 +168,7 @@ def _check_ranks(said: Said, stores: Mapping[int, Directory], known: Mapping[int
         kinds = known.get(rank)
         if kinds is None:
             try:
-                kinds = kinds_to_come(Catalog.open(directory), said.values.keys())
+                kinds = known[rank] = kinds_to_come(Catalog.open(directory), said.values.keys())
             except StoreError as error:  # the other ranks still get their values
                 logger.warning(
                     "annotate: rank %d cannot be read, so the names of its values are not checked: %s", rank, error
@@ -203,7 +223,7 @@ def _take_in(directory: Directory) -> None:
         before = [name for name in there if name in waiting(directory)]
 
 
-def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
+def _said(ids: Any, values: Any, who: str | None) -> tuple[Said, Rows]:
     """Check late values, except against existing ones; return them, and the values by row.
 
     Raises:
@@ -214,7 +234,7 @@ def _said(ids: Any, values: Any, who: str) -> tuple[Said, Rows]:
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    update = Said(tuple(wanted), listed, who, microseconds())
+    update = Said(tuple(wanted), listed, "" if who is None else text("who", who), microseconds())
     update.check()
     check_names(values, FACTS)
     check_row_names(rows)

@@ -153,7 +153,7 @@ class Reader(Closing):
         Args:
             num_chunks: number of transitions, at least 1. Without a sampler it is cut to the size of the window, as in
                 RLinf's buffer, with a warning once; a sampler that draws with replacement
-                (:class:`~trajstore._core.sampling.WeightedSampler`) always returns this many.
+                (:class:`~trajstore.samplers.WeightedSampler`) always returns this many.
             columns: dotted names of the columns wanted; None = all.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
             sampler: chooses the transitions; pass the same object each time, since it tracks additions and evictions.
@@ -214,7 +214,7 @@ class Reader(Closing):
         """Draw whole trajectories uniformly, without repetition, from the window; all if ``count`` is larger.
 
         Args:
-            count: how many, at least 1; with a :class:`~trajstore._core.sampling.GroupSampler` how many tasks.
+            count: how many, at least 1; with a :class:`~trajstore.samplers.GroupSampler` how many tasks.
             sampler: chooses instead; one that draws whole trajectories.
             where: draw only trajectories that match, see :meth:`sample`.
             ids: draw only these trajectories.

@@ -33,7 +33,7 @@ Reward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Rows(ABC):
-    """The kind of a batch's rows, one for each drawn step; an option of :class:`~trajstore._core.feeding.ReplayLoader`.
+    """The kind of a batch's rows, one for each drawn step; an option of :class:`~trajstore.loader.ReplayLoader`.
 
     Drawing and reading are separate, so that a loader draws the same batches as a direct call and reads them later.
     """

@@ -123,7 +123,7 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class BatchOptions(LoaderOptions, total=False):
-    """Options of :class:`~trajstore._core.feeding.ReplayLoader`, beside those of every loader.
+    """Options of :class:`~trajstore.loader.ReplayLoader`, beside those of every loader.
 
     Attributes:
         rows: what each row is: ``Sequences(length)``, ``NStep(n, gamma)`` or ``Hindsight(...)`` of
@@ -139,7 +139,7 @@ class BatchOptions(LoaderOptions, total=False):
 
 
 class TokenOptions(LoaderOptions, total=False):
-    """Options of :class:`~trajstore._core.feeding.TokenLoader`, beside those of every loader.
+    """Options of :class:`~trajstore.loader.TokenLoader`, beside those of every loader.
 
     Attributes:
         layout: ``"packed"``: trajectories are concatenated; ``"padded"``: one per row, padded to the longest

@@ -90,7 +90,7 @@ class Drawn:
             demonstrations (or rollouts) without one. None if rows are not drawn independently (epochs, groups), and
             for whole sequences, whose starts are not counted.
         uses: batches that each row's trajectory has been in, this one included, ``[n]``; 0 = not counted. None
-            without :class:`~trajstore._core.sampling.UseLimit`.
+            without :class:`~trajstore.samplers.UseLimit`.
         chances: uniform numbers in ``[0, 1)`` that decide which rows hindsight relabels, and how, ``[n, 2]``; None for
             other draws.
     """

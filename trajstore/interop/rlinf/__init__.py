@@ -13,7 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trajstore._core.feeding import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
+    from trajstore._core.feeding.datasets import (
+        PreloadReplayBufferDataset,
+        ReplayBufferDataset,
+        replay_buffer_collate_fn,
+    )
     from trajstore.builder import EmbodiedRolloutResult
     from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
     from trajstore.interop.rlinf.priority_store import PriorityStore
@@ -38,14 +42,14 @@ _MODULES = {
     "ChunkStepResult": "trajstore.trajectory",
     "EmbodiedRolloutResult": "trajstore.builder",
     "EmbodiedTrajectoryBuilder": "trajstore.interop.rlinf.trajectory",
-    "PreloadReplayBufferDataset": "trajstore._core.feeding",
+    "PreloadReplayBufferDataset": "trajstore._core.feeding.datasets",
     "PriorityStore": "trajstore.interop.rlinf.priority_store",
-    "ReplayBufferDataset": "trajstore._core.feeding",
+    "ReplayBufferDataset": "trajstore._core.feeding.datasets",
     "Trajectory": "trajstore.interop.rlinf.trajectory",
     "TrajectoryReplayBuffer": "trajstore.interop.rlinf.buffer",
     "convert_trajectories_to_batch": "trajstore.interop.rlinf.trajectory",
     "get_model_weights_id": "trajstore.trajectory",
-    "replay_buffer_collate_fn": "trajstore._core.feeding",
+    "replay_buffer_collate_fn": "trajstore._core.feeding.datasets",
 }
 
 
