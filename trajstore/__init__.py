@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from trajstore._core.buffer.reader import Reader
     from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
     from trajstore._core.buffer.retention import Retention
+    from trajstore._core.sessions.folder import SessionInfo
     from trajstore._core.sessions.session import Session
-    from trajstore._core.sessions.sessions import SessionInfo, Sessions
+    from trajstore._core.sessions.sessions import Sessions
     from trajstore._core.sessions.tree import Call
     from trajstore._core.store.notes import Note
     from trajstore._core.writing.options import WriterOptions
@@ -74,7 +75,7 @@ _MODULES = {
     "Retention": "_core.buffer.retention",
     "Reward": "trajectory",
     "Session": "_core.sessions.session",
-    "SessionInfo": "_core.sessions.sessions",
+    "SessionInfo": "_core.sessions.folder",
     "Sessions": "_core.sessions.sessions",
     "TokenLoader": "loader",
     "Trajectory": "trajectory",

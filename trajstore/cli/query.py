@@ -59,6 +59,9 @@ def _configure_list(parser: ArgumentParser) -> None:
         action="store_true",
         help="list the facts of this store and the other columns of 'query', then exit",
     )
+    parser.add_argument(
+        "--open", action="store_true", help="list the agent sessions that are not rollouts of the store yet, then exit"
+    )
     _configure_form(parser)
 
 
@@ -102,6 +105,10 @@ def _run_query(options: Namespace, out: Output) -> int:
 def _run_list(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
 
+    if options.open:
+        if options.where or options.columns or options.facts or options.csv or options.pin:
+            raise ConfigurationError("--open takes no --where, --columns, --facts, --csv or --pin")
+        return _list_open(options, out)
     if options.facts and (options.where or options.columns or options.json or options.csv):
         raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns, --json or --csv")
     if not options.sort.strip():
@@ -139,6 +146,29 @@ def _run_list(options: Namespace, out: Output) -> int:
         more = f", --offset {end} continues" if end < total else ""
         out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
     return code()
+
+
+def _list_open(options: Namespace, out: Output) -> int:
+    from dataclasses import asdict
+
+    from trajstore._core.reading.places import find_place
+    from trajstore._core.sessions.sessions import open_sessions
+
+    place = find_place(options.path)
+    stores = [part for part in (place.parts or (place,)) if part.kind == "store"]
+    found = [(part, session) for part in stores for session in open_sessions(part.url)]
+    if options.json:
+        out.json([{"store": part.url, **asdict(session)} for part, session in found])
+        return 0
+    names = ("task", "rollout", "state", "calls", "tokens", "opened", "last call", "process")
+    rows = []
+    for _, session in found:
+        opened, last = (shown_fact(datetime.fromtimestamp(at / 1e6, UTC)) for at in (session.opened, session.last))
+        numbers = str(session.calls), str(session.tokens)
+        texts = session.task_id, session.rollout_id, session.state
+        rows.append([*(shortened(text, _WIDTH) for text in texts), *numbers, opened, last, session.owner or "ended"])
+    out.table([names, *rows], right=(3, 4))
+    return 0
 
 
 def _known(names: list[str], table: DataFrame) -> list[str]:

@@ -27,6 +27,8 @@ from trajstore._core.reading.places import Place, find_place, is_of_rank, mixed_
 from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.rlinf_source import RLinfSource
 from trajstore._core.reading.sources import StoreSource
+from trajstore._core.sessions.records import CALLS_FOLDER
+from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.log_records import ranges_of
 from trajstore._core.store.lost_records import lost_in_words
 from trajstore._core.store.run_ids import ALONE
@@ -129,7 +131,7 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
             copied = _copy(place.url, to, [], progress)
-            copied.notes += _points_note(place.url) + _ledger_note(place.url) + _links_note(place.url, to)
+            copied.notes += _points_note(place.url) + _left_out_notes(place.url) + _links_note(place.url, to)
             return copied
         source_files = RLinfSource.open(place.directory, strict=None)
         copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
@@ -162,7 +164,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
         files = [problem.file for problem in verification.problems]
         copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
         copied.take(verification, place.url)
-        copied.notes += _ledger_note(place.url)
+        copied.notes += _left_out_notes(place.url)
         copied.notes += _links_note(place.url, to)
         return copied
 
@@ -186,10 +188,17 @@ def _links_note(url: str, copy: str) -> list[str]:
     return [note] if shared else []
 
 
-def _ledger_note(url: str) -> list[str]:
-    """Return a remark if a store's directory has a training ledger."""
-    note = f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool"
-    return [note] if open_directory(url).listing(LEDGER_FOLDER)[0] else []
+def _left_out_notes(url: str) -> list[str]:
+    """Return remarks on the training ledger in a store's directory, and on its open sessions."""
+    notes = []
+    if open_directory(url).listing(LEDGER_FOLDER)[0]:
+        notes.append(f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool")
+    if sessions := open_sessions(url):
+        notes.append(
+            f"{CALLS_FOLDER}/: {counted(len(sessions), 'session')} not in the store yet, not copied: finish them and "
+            "flush before"
+        )
+    return notes
 
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:

@@ -15,8 +15,10 @@ from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.schema import Schema
 from trajstore._core.files.base import SEE_VERIFY, Directory
 from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.reading.shard_access import ShardAccess
+from trajstore._core.sessions.folder import CallsFolder
 from trajstore._core.store.catalog import Catalog, log_segments
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import decode_lines, ids_in_words, ranges_of
@@ -68,6 +70,7 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
         _check_torn_tail(catalog, result)
         _check_fences(catalog, result)
         _check_inbox(catalog, result)
+        _check_calls(catalog, result)
         _check_copy(catalog, result)
         _check_lock(directory, result)
 
@@ -79,6 +82,33 @@ def _check_inbox(catalog: Catalog, result: Verification) -> None:
     result.notes += [f"{name}: {text}" for name, text in waiting.notes()]
     if waiting.files:
         result.notes.append(f"late values wait: {waiting_in_words(waiting.to_json() or {})}")
+
+
+def _check_calls(catalog: Catalog, result: Verification) -> None:
+    """Report damaged journals of calls, and sessions that are not in the store yet."""
+    if not isinstance(catalog.directory, LocalDirectory):
+        return
+    folder = CallsFolder(catalog.directory.root, catalog.store_id)
+    folder.refresh()
+    for file in folder.files.values():
+        result.problems += [
+            Problem(file.name, f"the record at byte {begin:,} is damaged; its session lacks it, the others are intact")
+            for begin in file.damaged
+        ]
+    sessions = folder.current().values()
+    for session in sessions:
+        try:
+            folder.files[session.journal].calls(session)
+        except CorruptStoreError as error:
+            result.problems.append(Problem(session.journal, str(error)))
+        except FileNotFoundError:  # taken in just now
+            continue
+    if sessions:
+        calls = sum(session.calls for session in sessions)
+        result.notes.append(
+            f"{counted(len(sessions), 'session', 'is', 'are')} not in the store yet, with {counted(calls, 'call')}: "
+            "trajstore list --open shows them"
+        )
 
 
 def _open(directory: Directory, result: Verification) -> Catalog:

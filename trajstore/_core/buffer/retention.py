@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.base.settings import Count, Settings, Whole
+from trajstore._core.base.settings import Count, Seconds, Settings, Whole
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.index import TrajectoryIndex
 
@@ -29,6 +29,8 @@ class Retention(Settings):
         max_policy_age: largest distance in policy versions of a trajectory's newest step from the newest of
             all; trajectories with unknown versions stay. Where versions begin again, earlier trajectories stay until
             the new versions pass theirs, and a warning names both.
+        abandoned_after: seconds without a call, after which an open session whose process ended is dropped, with a
+            warning.
 
     Raises:
         ConfigurationError: a limit is not a whole number, or too low.
@@ -37,6 +39,7 @@ class Retention(Settings):
     max_trajectories: Count | None = None
     max_bytes: Count | None = None
     max_policy_age: Whole | None = None
+    abandoned_after: Seconds | None = None
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories to evict, oldest first."""

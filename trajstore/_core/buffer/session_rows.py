@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trajstore._core.base import locks
+from trajstore._core.base.clock import microseconds
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.sessions.folder import Recorded
@@ -21,6 +22,8 @@ from trajstore.errors import (
     PartlyAddedError,
     StoreClosedError,
     StoreError,
+    counted,
+    listed,
 )
 
 if TYPE_CHECKING:
@@ -127,14 +130,36 @@ class BufferSessions(Sessions):
         committed = self._sink.committed
         done = [name for name, ids in self._ids.items() if max(ids, default=-1) <= committed]
         with self._lock:
-            if not done and not self._folder.removable():
+            if not (done or self._abandoned() or self._folder.removable()):
                 return
             with self._folder.locked():
-                if done:
-                    self._journal().append(b"".join(frame({"over": name}) for name in done))
+                self._folder.refresh()
+                dropped = self._abandoned()
+                if over := [*done, *(session.id for session in dropped)]:
+                    self._journal().append(b"".join(frame({"over": name}) for name in over))
+                if dropped:
+                    logger.warning(
+                        "%s: %s dropped, without a call for more than %g s and without a process: %s",
+                        self._root.path,
+                        counted(len(dropped), "open session", "is", "are"),
+                        self._sink.abandoned_after,
+                        listed(session.name for session in dropped),
+                    )
                 self._tidy()
         for name in done:
             del self._ids[name]
+
+    def _abandoned(self) -> list[Recorded]:
+        """Return the open sessions beyond the retention's limit; the caller holds the lock."""
+        limit = self._sink.abandoned_after
+        if limit is None:
+            return []
+        before, files = microseconds() - int(limit * 1e6), self._folder.files
+        return [
+            session
+            for session in self._folder.current().values()
+            if session.state in ("open", "frozen") and session.last < before and not files[session.journal].is_held()
+        ]
 
     def look(self) -> None:
         """Do as :meth:`take_in`; a failure is logged once and retried at the next call."""

@@ -417,6 +417,11 @@ class StoreSink(Sink):
         if isinstance(directory, LocalDirectory) and (self._sessions or directory.root.has_folder(CALLS_FOLDER)):
             self.sessions.look()
 
+    @property
+    def abandoned_after(self) -> float | None:
+        """Seconds without a call after which the retention drops an open session."""
+        return self._view.retention.abandoned_after
+
     def ids_of(self, uuids: bytes) -> list[int]:
         """Return the ids of the leading trajectories of these UUIDs that are in the store; 16 bytes each."""
         ids = []

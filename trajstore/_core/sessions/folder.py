@@ -56,6 +56,11 @@ class Recorded:
     last: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)
 
+    @property
+    def name(self) -> str:
+        """Task and name, for messages."""
+        return f"{self.fields['task_id']}/{self.fields['rollout_id']}"
+
     def note(self, record: Record) -> None:
         """Apply a record of this session."""
         fields = record.fields
@@ -70,6 +75,33 @@ class Recorded:
             self.state = fields["state"]
         elif "whole" in fields:
             self.is_whole = True
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """A session that is not in the store yet.
+
+    Attributes:
+        id: UUID, 32 hex digits.
+        task_id: its task.
+        rollout_id: its name within the task.
+        state: ``open``, ``frozen``, or ``finished`` while the store's writer has not added its rollouts.
+        calls: number of its calls.
+        tokens: number of their distinct tokens.
+        opened: when it was opened, µs since 1970.
+        last: when its newest call was added, µs since 1970.
+        owner: the process that has it open; None if that ended, so that any other can continue it.
+    """
+
+    id: str
+    task_id: str
+    rollout_id: str
+    state: str
+    calls: int
+    tokens: int
+    opened: int
+    last: int
+    owner: str | None
 
 
 class JournalFile:
@@ -148,8 +180,8 @@ class JournalFile:
                 calls.append(decode_call(records[0], calls))
             except (CorruptStoreError, IndexError) as error:
                 raise CorruptStoreError(
-                    f"{self._root.path}/{self.name}: session {session.fields['task_id']}/"
-                    f"{session.fields['rollout_id']}: a call before byte {end:,} is damaged or missing: {error}"
+                    f"{self._root.path}/{self.name}: session {session.name}: "
+                    f"a call before byte {end:,} is damaged or missing: {error}"
                 ) from error
         return calls
 
@@ -177,24 +209,19 @@ class JournalFile:
             os.fdatasync(descriptor)
         self.refresh()
 
-    def remove(self) -> None:
-        """Delete the file."""
-        with suppress(FileNotFoundError):
-            self._root.unlink(self.name)
-
 
 class CallsFolder:
     """The folder ``calls`` of a store. Not thread-safe: guarded by ``Sessions._lock``.
 
     Args:
         root: the store's folder.
-        store_id: its UUID; journals of other stores are left out.
+        store_id: its UUID; journals of other stores are left out. None: read all.
 
     Attributes:
         files: the journals by name.
     """
 
-    def __init__(self, root: HeldFolder, store_id: str) -> None:
+    def __init__(self, root: HeldFolder, store_id: str | None) -> None:
         self._root = root
         self._store_id = store_id
         self._foreign: set[str] = set()
@@ -221,7 +248,7 @@ class CallsFolder:
                     file = JournalFile(self._root, name)
                 if size > file.end:
                     file.refresh()
-                if file.head and file.head.get("store_id") != self._store_id:
+                if self._store_id is not None and file.head.get("store_id", self._store_id) != self._store_id:
                     self._foreign.add(name)
                     logger.warning("%s/%s: belongs to another store, and is left alone", self._root.path, name)
                 else:
@@ -238,6 +265,13 @@ class CallsFolder:
         finally:
             os.close(descriptor)
 
+    def remove(self, file: JournalFile) -> None:
+        """Delete a journal."""
+        with suppress(FileNotFoundError):
+            self._root.unlink(file.name)
+            self._root.sync(CALLS_FOLDER)  # before those that say what of it is over
+        del self.files[file.name]
+
     def current(self) -> dict[str, Recorded]:
         """Return the sessions that are not over, by UUID, each of the newest journal that has all of it."""
         newest: dict[str, Recorded] = {}
@@ -246,6 +280,25 @@ class CallsFolder:
                 newest[session.id] = session
         over = self.over()
         return {name: each for name, each in newest.items() if each.state not in OVER and name not in over}
+
+    def listed(self) -> list[SessionInfo]:
+        """Return the sessions that are not over, the oldest first."""
+        self.refresh()
+        owners = {file.name: file.owner for file in self.files.values()}
+        return [
+            SessionInfo(
+                session.id,
+                session.fields["task_id"],
+                session.fields["rollout_id"],
+                session.state,
+                session.calls,
+                session.tokens,
+                session.opened,
+                session.last,
+                owners[session.journal],
+            )
+            for session in sorted(self.current().values(), key=lambda session: (session.opened, session.id))
+        ]
 
     def over(self) -> set[str]:
         """Return the UUIDs of sessions that journals report to be in the store, or dropped."""

@@ -68,9 +68,7 @@ class CallJournal:
         self._queue: list[Entry] = []
         self._lock = locks.lock("CallJournal._lock")
         self._writing = locks.lock("CallJournal._writing")
-        self._is_busy = (
-            False  # a thread writes, or will at once: the others need not wait for the lock
-        )
+        self._is_busy = False  # True: a thread writes, or will at once, and the others need not wait for the lock
         self._is_dirty = False
         self._written: tuple[int, list[Entry]] | None = None  # the size after a write, and its records
         self.failures = 0
@@ -197,11 +195,8 @@ class CallJournal:
             return
         self._is_dirty = False
 
-    def close(self, *, remove: bool = False) -> None:
-        """Release the file; with ``remove``, delete it. Open sessions in it can be continued by other processes."""
+    def close(self) -> None:
+        """Release the file. Open sessions in it can be continued by other processes."""
         with self._writing:
-            if os.getpid() == self._pid and self._file.is_open:
-                if remove:
-                    self._root.unlink(self.name)
-                    self._root.sync(CALLS_FOLDER)
+            if os.getpid() == self._pid:
                 self._file.close()

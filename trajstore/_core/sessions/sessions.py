@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from trajstore._core.base.clock import microseconds
 from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
-from trajstore._core.sessions.folder import CallsFolder, Recorded
+from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.journal import CallJournal
 from trajstore._core.sessions.records import encode_call, frame, plain
 from trajstore._core.sessions.session import Session, check_metadata
@@ -36,33 +35,6 @@ from trajstore.errors import (
 
 _ROTATE = 64 << 20
 """Size in bytes of a journal from which new sessions go to another."""
-
-
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """A session that is not in the store yet.
-
-    Attributes:
-        id: UUID, 32 hex digits.
-        task_id: its task.
-        rollout_id: its name within the task.
-        state: ``open``, ``frozen``, or ``finished`` while the store's writer has not added its rollouts.
-        calls: number of its calls.
-        tokens: number of their distinct tokens.
-        opened: when it was opened, µs since 1970.
-        last: when its newest call was added, µs since 1970.
-        owner: the process that has it open; None if that ended, so that any other can continue it.
-    """
-
-    id: str
-    task_id: str
-    rollout_id: str
-    state: str
-    calls: int
-    tokens: int
-    opened: int
-    last: int
-    owner: str | None
 
 
 class Sessions:
@@ -183,9 +155,8 @@ class Sessions:
         """Copy an open session of a process that ended to the own journal."""
         file = self._folder.files[found.journal]
         if (owner := file.owner) is not None:
-            name = f"{found.fields['task_id']}/{found.fields['rollout_id']}"
             raise StoreLockedError(
-                f"{self._root.path}: session {name} is open in {owner}; add its calls there, or end that process"
+                f"{self._root.path}: session {found.name} is open in {owner}; add its calls there, or end that process"
             )
         _check_fields(found.fields, fields)
         calls, state, journal = file.calls(found), found.state, self._journal()
@@ -206,14 +177,17 @@ class Sessions:
             closing: also the one for new sessions.
         """
         self._folder.refresh()
-        for file in self._folder.removable():
-            own = self._journals.get(file.name)
-            if own is None:
-                if not file.is_held():
-                    file.remove()
-            elif closing or own.size >= _ROTATE:
-                own.close(remove=True)
-                del self._journals[file.name]
+        removed = True
+        while removed:  # some can go only after others
+            removed = False
+            for file in self._folder.removable():
+                own = self._journals.get(file.name)
+                if file.is_held() if own is None else not (closing or own.size >= _ROTATE):
+                    continue
+                if own is not None:
+                    self._journals.pop(file.name).close()
+                self._folder.remove(file)
+                removed = True
 
     def read(self, task_id: str, rollout_id: str) -> list[Call]:
         """Return the durable calls of a session, as added; also of one that another process has open.
@@ -234,23 +208,7 @@ class Sessions:
     def listed(self) -> list[SessionInfo]:
         """Return the sessions of all processes that are open, frozen, or finished and not yet in the store."""
         with self._lock:
-            self._folder.refresh()
-            owners = {file.name: file.owner for file in self._folder.files.values()}
-            current = sorted(self._folder.current().values(), key=lambda session: (session.opened, session.id))
-            return [
-                SessionInfo(
-                    session.id,
-                    session.fields["task_id"],
-                    session.fields["rollout_id"],
-                    session.state,
-                    session.calls,
-                    session.tokens,
-                    session.opened,
-                    session.last,
-                    owners[session.journal],
-                )
-                for session in current
-            ]
+            return self._folder.listed()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -284,6 +242,12 @@ class Sessions:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def open_sessions(path: str | Path) -> list[SessionInfo]:
+    """Return the sessions of a store that it does not have as rollouts yet; none for one in an object store."""
+    directory = open_directory(path)
+    return CallsFolder(directory.root, None).listed() if isinstance(directory, LocalDirectory) else []
 
 
 def local_directory(directory: Directory) -> LocalDirectory:

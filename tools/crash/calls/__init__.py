@@ -1,0 +1,1 @@
+"""Kills processes that record agent sessions."""
