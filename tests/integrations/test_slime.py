@@ -236,18 +236,31 @@ def test_ages_count_over_restarts_although_slime_counts_weight_versions_anew(
         recording_of(args).buffer.close()
 
 
-def test_a_count_that_begins_again_unknown_to_the_store_is_named(
-    arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("start", [None, 0, 32])
+def test_ages_count_on_without_a_data_source_that_names_its_rollout(
+    arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture, start: int | None
 ) -> None:
-    args = arguments(trajstore_replay=1, trajstore_max_staleness=2)
-    for version in ("30", "31"):
-        step(args, ReplayDataSource(args), version, False)
-    recording_of(args).buffer.close()
+    """Three jobs that do not call ``load``; with ``start``, the user continues the count of the second one."""
+    ages = []
+    for job, first in enumerate((0, start or 0, 0)):
+        args = arguments(trajstore_replay=1, trajstore_max_staleness=2, update_weight_start_version=first)
+        source = ReplayDataSource(args)
+        for version in range(1, 6):
+            step_version = 32 * job + version
+            groups = source.get_samples(2)
+            for sample in (sample for group in groups for sample in group):
+                if sample.status is Status.COMPLETED:
+                    ages.append((job, version, int(sample.response.split("-")[0]) - job, step_version))
+                else:
+                    generate(sample, str(first + version), response=f"{job}-{version}")
+            record_samples(args, groups, source)
+        stored = recording_of(args).buffer
+        newest = max(stored.get(number).policy_version or 0 for number in stored.trajectory_ids.tolist())
+        stored.close()
+        assert newest == {0: 5, 1: 37 if start else 11, 2: 43 if start else 17}[job]
+    assert {job for job, *_ in ages} == {0, 1, 2}
+    assert {behind for _, version, behind, _ in ages if version > 3} == {0}, "no longer of the job before"
     assert caplog.text == ""
-    source = ReplayDataSource(args)
-    for version in ("1", "2", "3"):
-        step(args, source, version, False)
-    assert caplog.text.count("a rollout of version 1 is recorded after one of 31") == 1
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import queue
@@ -150,6 +151,25 @@ def test_a_resumed_worker_replays_what_an_earlier_process_recorded(tmp_path: Pat
     assert max(versions) < 125, "none of the future, which another line of the run has made"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_ages_count_over_restarts_in_which_trl_counts_anew(tmp_path: Path, worker: Worker, first: int) -> None:
+    """TRL counts the versions of each process from 0, and drops samples by their difference."""
+    for process in range(3):
+        with store(tmp_path) as buffer:
+            recording = RecordingWorker(worker, buffer, replay=0.5, max_staleness=2)
+            ages = []
+            for version in range(first, first + 10):
+                recording.update_model_version(version)
+                for got in take(recording, [sample(version, group=version)] * 2):
+                    if "replay/reward" in got.metrics:
+                        ages.append(version - got.model_version)
+                        assert got.metrics["replay/staleness"] == ages[-1]
+            versions = [buffer.get(number).policy_version for number in buffer.trajectory_ids.tolist()]
+        assert set(ages) == {1, 2}
+        assert len(ages) >= 18, "from the first step on after a restart"
+        assert sorted(set(versions)) == [*range(first, first + 10 + 10 * process)]
+
+
 @pytest.mark.parametrize(
     ("odd", "replayable"),
     [
@@ -255,7 +275,7 @@ def rollouts_of(calls: list[Any], **changes: Any) -> Callable[..., dict[str, Any
         calls.append(prompts)
         count = len(prompts)
         return {
-            "prompt_ids": [[1, ord(prompt[0])] for prompt in prompts],
+            "prompt_ids": [[1, *map(ord, prompt)] for prompt in prompts],
             "completion_ids": [[len(calls), at] for at in range(count)],
             "logprobs": [[-0.5, -1.0]] * count,
             "scores": [f"{len(calls)}-{at}" for at in range(count)],
@@ -283,6 +303,38 @@ def test_groups_get_recorded_rollouts_of_their_prompt(tmp_path: Path) -> None:
         for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask", "scores"):
             assert second[name][at] == first[name][place], name
     assert second["shared"] == "of all"
+
+
+@pytest.mark.parametrize("replay", [1, 2])
+def test_a_prompt_twice_in_a_batch_is_two_groups(tmp_path: Path, replay: int) -> None:
+    prompts, calls = ["p"] * 3 + ["q"] * 3 + ["p"] * 3, list[Any]()
+    with store(tmp_path) as buffer:
+        hook = RecordingRollouts(rollouts_of(calls), buffer, replay=replay)
+        hook(prompts, trainer(0, num_generations=3))
+        output = hook(prompts, trainer(1, num_generations=3))
+    assert calls[1] == ["p"] * (3 - replay) + ["q"] * (3 - replay) + ["p"] * (3 - replay)
+    taken = [score for score, number in zip(output["scores"], output["trajectory_ids"], strict=True) if number is None]
+    assert len(set(taken)) == len(taken) == 3 * replay, "different ones"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_replays_what_all_have_recorded(tmp_path: Path, ranks: int) -> None:
+    """Prompts move between ranks: a rank that draws from its own store alone replays few groups."""
+    whole, alone = [], []
+    for shared, found in ((True, whole), (False, alone)):
+        folder = tmp_path / f"run-{shared}"
+        with contextlib.ExitStack() as stack:
+            buffers = [stack.enter_context(store(folder / f"rank_{rank}")) for rank in range(ranks)]
+            run = folder if shared else None
+            hooks = [RecordingRollouts(rollouts_of([]), buffer, replay=1, run=run) for buffer in buffers]
+            for step in range(3):
+                for rank, hook in enumerate(hooks):
+                    prompts = [f"p{(rank + step) % ranks}-{at // 2}" for at in range(12)]
+                    found += [hook(prompts, trainer(step, num_generations=2))["trajectory_ids"].count(None)]
+                for buffer in buffers:
+                    buffer.flush()
+    assert whole == [0] * ranks + [6] * 2 * ranks
+    assert alone[: 2 * ranks] == [0] * 2 * ranks
 
 
 def test_rewards_of_fresh_rollouts_are_recorded(tmp_path: Path) -> None:

@@ -182,6 +182,10 @@ def test_what_cannot_be_stored_right_is_refused() -> None:
         VectorSteps(disabled, autoreset="next_step")
     with pytest.raises(ConfigurationError, match="does not give its mode"):
         VectorSteps(object())
+    steps.reset(disabled.reset(seed=1)[0])
+    for odd in ({"arm": actions}, (actions, actions), ("go", "stop")):
+        with pytest.raises(InvalidTrajectoryError, match=r"actions: .* is not an array of numbers"):
+            steps.add(odd, result)
     with pytest.raises(InvalidTrajectoryError, match=r"observations\.goal: .* is not an array of numbers"):
         VectorSteps(disabled).reset({"goal": np.array(["go", "stop"])})
     with pytest.raises(InvalidTrajectoryError, match="no steps were collected"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,3 +57,17 @@ def test_options_are_refused_before_ray_is_started(
     with pytest.raises(AssertionError, match=message) as caught:
         run_main(project_root, verl_assets, tmp_path, override)
     assert "ray init kwargs" not in str(caught.value), "what verl prints before it starts Ray"
+
+
+def test_the_pages_small_command_runs_as_written(verl_assets: Assets, project_root: Path, tmp_path: Path) -> None:
+    """The fixture only skips the test where verl cannot run; the command creates its own assets."""
+    page = (project_root / "docs" / "start" / "verl.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```sh\n([^`]*tests\.verl_plugin\.assets[^`]*)```", page)
+    for name in ("tests", "trajstore", "trainer_hooks"):
+        (tmp_path / name).symlink_to(project_root / name)
+    environment = {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
+    done = subprocess.run(
+        ["bash", "-ec", command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "small/run/trajstore/rollouts: 6 steps, 96 rows, " in done.stdout

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -16,11 +17,12 @@ import torch
 
 from trainer_hooks.plain import plain
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.base.arguments import check_instance, whole_or_none
+from trajstore._core.base.arguments import check_instance, path_or_url, whole_or_none
+from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 from trajstore.attachments import attach
-from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError
+from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
 logger = logging.getLogger(__name__)
@@ -182,6 +184,11 @@ class _Earlier(Sampler):
     def ids(self) -> IntArray:
         return np.array(list(self._group_of), np.int64)
 
+    @property
+    def following(self) -> int:
+        """The version after the newest one; 0 without rollouts."""
+        return self._newest + 1 if self._group_of else 0
+
     def added(self, additions: Additions) -> None:
         tasks = additions.tasks or [""] * len(additions)
         known = additions.versions[additions.versions != UNKNOWN_VERSION]
@@ -241,6 +248,7 @@ class Recording:
         max_staleness: how many versions a drawn rollout may be behind the current one; None = any number.
         by_task: draw rollouts of one task at a time.
         needs_reward: draw only rollouts with a known reward.
+        run: run directory of the stores of all processes, ``buffer``'s included, to draw from; None = from ``buffer``.
 
     Raises:
         ConfigurationError: an argument is out of range, or the buffer was opened for reading.
@@ -253,7 +261,10 @@ class Recording:
         max_staleness: int | None = None,
         by_task: bool = False,
         needs_reward: bool = False,
+        run: str | Path | None = None,
     ) -> None:
+        self._run = run if run is None else path_or_url("run", run)
+        self._source: Reader | None = None if run else buffer
         check_instance("buffer", buffer, TrajectoryReplayBuffer, "a TrajectoryReplayBuffer, which can add rollouts")
         self.buffer, self._needs_reward = buffer, needs_reward
         self.before = 0
@@ -265,7 +276,12 @@ class Recording:
     def count_from(self, steps: int, first: int) -> None:
         """Make versions continue in a process whose trainer has done ``steps``, but counts from ``first`` again."""
         self.before = max(0, steps - first)
-        self.newest = max(self.newest, self.before + first)
+        self.newest = self.before + first
+
+    def count_on(self, first: int = 0) -> None:
+        """Make versions continue after the newest stored one, for a trainer that counts from ``first`` again."""
+        self.buffer.follow(self._sampler)
+        self.count_from(self._sampler.following, first)
 
     def record(self, rollouts: Sequence[AgentTrajectory]) -> list[int]:
         """Add rollouts and return their ids. Writing continues in the background.
@@ -291,30 +307,49 @@ class Recording:
             CorruptStoreError: a file is missing or damaged.
         """
         self._sampler.version, self._sampler.task = version, task_id
-        while True:
+        while self._source is not None:
             try:
-                rollouts = self.buffer.sample_trajectories(count, sampler=self._sampler)
+                rollouts = self._source.sample_trajectories(count, sampler=self._sampler)
             except EmptyBufferError:
                 return []
             pairs = zip(self._sampler.drawn, rollouts, strict=True)
             if not (refused := [number for number, rollout in pairs if not self._can_be_trained(rollout)]):
                 return cast(list[AgentTrajectory], rollouts)
             self._sampler.evicted(refused)
+        return []
 
-    def draw_into_groups(self, keys: Sequence[str], version: int, count: int) -> dict[int, AgentTrajectory]:
+    def draw_into_groups(
+        self, keys: Sequence[str], version: int, count: int, groups: Sequence[Hashable] | None = None
+    ) -> dict[int, AgentTrajectory]:
         """Return recorded rollouts for the last ``count`` places of each group, by place; one place stays free.
 
         Args:
-            keys: task of each place; equal ones are a group.
+            keys: task of each place.
             version: the current policy version.
             count: places of a group; 0 = none.
+            groups: group of each place, of one task; None = each task is one.
         """
+        of_group: dict[Hashable, list[int]] = {}
+        for at, group in enumerate(zip(keys, groups or keys, strict=True)):
+            of_group.setdefault(group, []).append(at)
+        free: dict[str, list[int]] = {}
+        for places in of_group.values():
+            free.setdefault(keys[places[0]], []).extend(places[max(1, len(places) - count) :] if count else ())
+        if self._run is not None and count:
+            self._look(self._run)
         drawn: dict[int, AgentTrajectory] = {}
-        for key, size in Counter(keys).items():
-            if part := min(count, size - 1):
-                places = [at for at, other in enumerate(keys) if other == key][-part:]
-                drawn |= zip(places, self.draw(version, part, key), strict=False)
+        for key, places in free.items():
+            if places:  # at once, so that two groups of a task get different ones
+                drawn |= zip(places, self.draw(version, len(places), key), strict=False)
         return drawn
+
+    def _look(self, run: str | Path) -> None:
+        """Show what all processes have committed."""
+        if self._source is not None:
+            self._source.refresh()
+            return
+        with contextlib.suppress(StoreNotFoundError):  # nothing is recorded yet
+            self._source = Reader.open(run)
 
     def _can_be_trained(self, rollout: AnyTrajectory) -> bool:
         if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None or rollout.metadata.get(LACKS):

@@ -87,7 +87,9 @@ class RecordingGenerator:
             return dict(await self.generator.generate(input_batch, **options))
         count = len(input_batch["prompts"])
         keys = [prompt_key(prompt) for prompt in input_batch["prompts"]]
-        replayed = self.recording.draw_into_groups(keys, batch.global_step, self.replay)
+        ids = input_batch.get("trajectory_ids")
+        groups = ids and [one.instance_id for one in ids]
+        replayed = self.recording.draw_into_groups(keys, batch.global_step, self.replay, groups)
         fresh = [at for at in range(count) if at not in replayed]
         given = {name: _at(values, fresh, count) for name, values in input_batch.items()}
         output = dict(await self.generator.generate(given, **options))

@@ -76,7 +76,14 @@ def recording_of(args: Any) -> Recording:
         age = whole_or_none("trajstore_max_staleness", getattr(args, "trajstore_max_staleness", None), 0)
         buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
         recording = _recordings[path] = Recording(buffer, max_staleness=age, by_task=True, needs_reward=True)
+        if not _first(args):  # else the user continues the count
+            recording.count_on()
     return recording
+
+
+def _first(args: Any) -> int:
+    """Return the first weight version of a job."""
+    return getattr(args, "update_weight_start_version", None) or 0
 
 
 def record_sample(args: Any, sample: Any, evaluation: bool = False) -> None:
@@ -158,7 +165,7 @@ class ReplayDataSource:
         """Load the source's state; the next rollout is ``rollout_id + 1``, and slime counts weight versions anew."""
         if rollout_id is not None:
             steps = (rollout_id + 1) // (getattr(self.args, "update_weights_interval", None) or 1)
-            self.recording.count_from(steps, getattr(self.args, "update_weight_start_version", None) or 0)
+            self.recording.count_from(steps, _first(self.args))
         self.source.load(rollout_id)
 
     def __len__(self) -> int:

@@ -10,6 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -146,11 +147,14 @@ class _MixedQueue:
             InvalidTrajectoryError, StoreWriteError, StoreClosedError: it cannot be recorded.
             ConfigurationError: a recorded sample of another version of TRL has other fields.
         """
-        if self._due >= 1 and (rollouts := self.recording.draw(self.version)):
+        if self._newest is None and self.version <= 1:  # TRL counts the versions of each process from 0
+            self.recording.count_on(self.version)
+        before = self.recording.before
+        if self._due >= 1 and (rollouts := self.recording.draw(before + self.version)):
             self._due -= 1
             return self._replayed(rollouts[0])
         sample = self._newest = self._samples.get(block, timeout)
-        self.recording.record([_recorded(sample)])
+        self.recording.record([_recorded(sample, before)])
         self._due = min(self._due + self._per_fresh, 1 + self._per_fresh)
         return sample
 
@@ -162,9 +166,12 @@ class _MixedQueue:
     def _replayed(self, rollout: AgentTrajectory) -> Any:
         own, prompt = rollout.metadata[TRL], rollout.response_start or 0
         further = {name: value for name, value in own.items() if name not in _OF_PLACE}
-        staleness = self.version - (rollout.policy_version or 0)
+        version = (rollout.policy_version or 0) - self.recording.before
         reward = None if rollout.reward is None else rollout.reward.outcome
-        metrics = {"replay/reward": math.nan if reward is None else reward, "replay/staleness": float(staleness)}
+        metrics = {
+            "replay/reward": math.nan if reward is None else reward,
+            "replay/staleness": float(self.version - version),
+        }
         try:
             return type(self._newest)(
                 prompt=rollout.messages[: own["prompt_messages"]],
@@ -172,7 +179,7 @@ class _MixedQueue:
                 input_ids=np.asarray(rollout.input_ids),
                 completion_mask=np.asarray(rollout.loss_mask),
                 old_log_probs=np.pad(np.asarray(rollout.rollout_log_probs), (prompt, 0)),
-                model_version=rollout.policy_version,
+                model_version=version,
                 group_id=self._newest.group_id,
                 metrics=metrics,
                 **further,
@@ -192,6 +199,7 @@ class RecordingRollouts:
     Args:
         rollout_func: makes the rollouts.
         buffer: the store; each process of the trainer has its own.
+        run: run directory of the stores of all processes, from which each draws; None = each draws its own rollouts.
         replay: rollouts of a group that are recorded ones of the same prompt; at least one of a group is fresh.
         max_staleness: how many optimizer steps a replayed rollout may be old; None = any number.
 
@@ -206,10 +214,11 @@ class RecordingRollouts:
         *,
         replay: int = 0,
         max_staleness: int | None = None,
+        run: str | Path | None = None,
     ) -> None:
         self.rollout_func = rollout_func
         self.replay = whole("replay", replay, 0)
-        self.recording = Recording(buffer, max_staleness=max_staleness, by_task=True)
+        self.recording = Recording(buffer, max_staleness=max_staleness, by_task=True, run=run)
         self._scored: dict[str, Any] = {}
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -231,7 +240,9 @@ class RecordingRollouts:
             )
             _check_groups(trainer, len(prompts))
         version, keys = int(trainer.state.global_step), [prompt_key(prompt) for prompt in prompts]
-        replayed = self.recording.draw_into_groups(keys, version, self.replay)
+        size = getattr(trainer, "num_generations", None) or len(prompts)
+        groups = [at // size for at in range(len(prompts))]
+        replayed = self.recording.draw_into_groups(keys, version, self.replay, groups)
         fresh = [at for at in range(len(prompts)) if at not in replayed]
         output = dict(self.rollout_func([prompts[at] for at in fresh], trainer))
         if self.replay and output["logprobs"] is None:
@@ -364,8 +375,8 @@ def _messages(part: Any, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": part}] if isinstance(part, str) else list(part)
 
 
-def _recorded(sample: Any) -> AgentTrajectory:
-    """Return a ``RolloutSample`` as an agent trajectory."""
+def _recorded(sample: Any, before: int) -> AgentTrajectory:
+    """Return a ``RolloutSample`` as an agent trajectory, with the versions of earlier processes before its own."""
     mask = np.asarray(sample.completion_mask)
     start = int(mask.argmax()) if mask.any() else len(mask)
     prompt = _messages(sample.prompt, "user")
@@ -380,7 +391,7 @@ def _recorded(sample: Any) -> AgentTrajectory:
         log_probs=sample.old_log_probs[start:],
         reward=sample.metrics.get("reward"),
         scores=sample.metrics,
-        version=sample.model_version,
+        version=before + sample.model_version,
         task_id=prompt_key(sample.prompt),
         messages=prompt + _messages(sample.completion, "assistant"),
         metadata=metadata | lacking("TRL: a sample", changed),

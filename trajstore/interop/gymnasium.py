@@ -147,7 +147,7 @@ class VectorSteps:
             more["valid"] = torch.from_numpy(~self._ended if len(self._ended) else np.ones(count, np.bool_))
         self._result.append_step_result(
             ChunkStepResult(
-                actions=_column(actions),
+                actions=_column(actions, "actions"),
                 rewards=_column(rewards),
                 terminations=terminated,
                 truncations=truncated,
@@ -194,7 +194,8 @@ def _nested(value: Any, path: str) -> Any:
 def _tensor(value: Any, path: str) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    array = np.asanyarray(value)
+    parts = isinstance(value, tuple) and any(map(np.ndim, value))  # of a Tuple space, which no array can hold
+    array = np.asanyarray(None if parts else value)
     if array.dtype.kind not in "biufc" or not array.ndim:
         raise InvalidTrajectoryError(
             f"{path}: {shown(value)} is not an array of numbers with a row for each environment; leave it out, or "
@@ -203,9 +204,9 @@ def _tensor(value: Any, path: str) -> torch.Tensor:
     return from_numpy(path, array)
 
 
-def _column(value: Any) -> torch.Tensor:
+def _column(value: Any, path: str = "step") -> torch.Tensor:
     """Return values of the environments, ``[B]`` as ``[B, 1]``."""
-    tensor = _tensor(value, "step")
+    tensor = _tensor(value, path)
     return tensor[:, None] if tensor.dim() == 1 else tensor
 
 
