@@ -45,7 +45,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"a": object()}}, "metadata.a: a object has no equal in JSON"),
     ({"policy_version": 1.5}, "policy_version"),
     ({"call_id": "\ud800"}, "half of a surrogate pair"),
-    ({"call_id": "gap"}, "was recorded as incomplete before"),
 ]
 
 
@@ -102,6 +101,20 @@ def test_a_repeated_call_does_nothing_and_another_one_is_refused(tmp_path: Path,
             session.incomplete("a")
         assert session.calls() == [call]
         assert len(records(tmp_path)) == 3
+
+
+def test_a_gap_is_closed_by_the_call_itself(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "begun")
+        for name in ("a", "b"):
+            session.incomplete(name, "begun")
+        added = session.add_call(**FIRST)
+        assert session.add_call(**FIRST) is added
+        assert [call.gap for call in session.calls()] == ["begun", "begun", None]
+        with pytest.raises(errors.CallConflictError, match="is not incomplete"):
+            session.incomplete("a")
+        (number,) = session.finish()
+        assert buffer.get(number).metadata["session"]["incomplete"] == [{"id": "b", "reason": "begun"}]
 
 
 def test_a_finished_session_is_frozen(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def path_rows(
         finish: ``reward`` (fields of a :class:`Reward`, or None), ``is_terminated`` and ``metadata``.
     """
     leaves = list(tree.leaves())
-    gaps = [_described(call) for call in tree.calls if call.gap is not None]
+    gaps = [_described(call) for call in tree.by_id.values() if call.gap is not None]
     trained: set[int] = set()
     rows = []
     for path, leaf in enumerate(leaves):

@@ -82,7 +82,8 @@ class Session:
         """Add a call of the model, and return it when it is durable.
 
         Only what it adds is stored: tokens and messages that it shares with an earlier call are not. Arrays and tensors
-        are converted faster than lists. A call that was added before under the same ``call_id`` is returned again.
+        are converted faster than lists. A call that was added before under the same ``call_id`` is returned again; one
+        that was :meth:`incomplete` no longer is.
 
         Args:
             prompt_ids: token ids of the whole prompt, with the history ``[P]``, P > 0.
@@ -127,7 +128,7 @@ class Session:
                         finish_reason=more["finish_reason"],
                         metadata=more["metadata"],
                     )
-                    if known is not None:
+                    if known is not None and known.gap is None:
                         _check_same(known, call, named=parent is not None, spoken=messages is not None)
                         entry = next((entry for entry, number in self._pending if number == known.number), None)
                         call = known
@@ -412,8 +413,6 @@ def _check_same(known: Call, call: Call, *, named: bool, spoken: bool) -> None:
         named: whether its parent was named.
         spoken: whether its messages were given.
     """
-    if known.gap is not None:
-        raise CallConflictError("was recorded as incomplete before")
     pairs = {
         "prompt_ids": known.start == call.start and np.array_equal(known.prompt_ids, call.prompt_ids),
         "sampled_ids": np.array_equal(known.sampled_ids, call.sampled_ids),
