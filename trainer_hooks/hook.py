@@ -42,9 +42,11 @@ from trainer_hooks.masks import compute_response_mask, regularizer_masks, replac
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, with_replacements
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
+from trainer_hooks.replay.entry import with_reward_fingerprint
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
+from trainer_hooks.replay.store import RecordedStore
 from trainer_hooks.trained import StepRecorder
 from trajstore._core.base.arguments import finite, path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
@@ -86,7 +88,8 @@ class ReplayHook(Closing, Generic[Task]):
         ledger: local folder of the training ledger (``trajstore.ledger``), in which :meth:`step_done` records each
             step, also with ``enable: false``; one for each rank. ``None``: none is written.
         rollouts: local folder of a store in which :meth:`step_done` records all fresh rollouts, with which
-            ``trajstore replay-step`` recomputes steps. The ledger is then its folder ``ledger``, unless given.
+            ``trajstore replay-step`` recomputes steps. The ledger is then its folder ``ledger``, unless given. The pool
+            is a choice of these rollouts, and has no store of its own.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -115,6 +118,11 @@ class ReplayHook(Closing, Generic[Task]):
         for name, folder in (("ledger", ledger), ("rollouts", rollouts)):
             if folder is not None:
                 path_or_url(name, folder)
+        if rollouts is not None and config.enable and config.store is not None:
+            raise ConfigurationError(
+                f"store: {config.store['path']}, would have copies of the rollouts in {rollouts}, among which the pool"
+                " chooses; leave out store"
+            )
         if ledger is None and rollouts is not None:
             ledger = Path(rollouts) / LEDGER_FOLDER
         if ledger is not None and draws_ahead:
@@ -128,7 +136,7 @@ class ReplayHook(Closing, Generic[Task]):
         rules = config.pool_rules(
             n_rollout, max_prompt_length=max_prompt_length, max_response_length=max_response_length
         )
-        self._store = config.open_store() if config.enable else None
+        self._store = config.open_store() if config.enable and rollouts is None else None
         self._made: ReplayParts[Task] | None = None
         self._recorder: StepRecorder | None = None
         try:
@@ -137,6 +145,8 @@ class ReplayHook(Closing, Generic[Task]):
                 self._recorder = StepRecorder(ledger, drops_negative=drops_negative, rollouts=rollouts)
             if not config.enable:
                 return
+            if self._recorder is not None and self._recorder.buffer is not None:
+                self._store = RecordedStore(self._recorder.buffer, self._recorder.ids)
             manager = ExperienceManager(
                 rules,
                 store=self._store,
@@ -391,15 +401,18 @@ class ReplayHook(Closing, Generic[Task]):
         if replay is not None:
             with replay.figures.times.measure("step_done"):
                 completed = completed_rollouts(batch, fresh, old_log_probs, entropys, replay.manager.global_steps)
-        elif recorder is not None and recorder.keeps_rollouts:
+        elif recorder is not None and recorder.buffer is not None:
             completed = completed_rollouts(batch, fresh, old_log_probs, entropys, recorder.step)
+        if recorder is not None:
+            fingerprint = self.config.reward_fingerprint or ""
+            completed = [with_reward_fingerprint(rollout, fingerprint) for rollout in completed]
+            recorder.keep(completed)
         figures = self._admit_batch(batch, completed, asked)
         if recorder is not None:
-            stored = {} if replay is None else replay.manager.admitted
+            if replay is not None and recorder.buffer is None:
+                recorder.ids = replay.manager.admitted
             recorder.record(
                 batch,
-                stored,
-                completed,
                 self._for_loss(batch, old_log_probs),
                 data=data,
                 seeds={"replay": self.config.seed} | dict(seeds or {}),

@@ -35,7 +35,8 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
 
     Returns:
         ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
-        ``others``: trajectories that are not in the pool; and the mask. None if the store has no pool.
+        ``others``: trajectories that are not in the pool; and the mask. None if the store has no pool, or a
+        trainer's recorded rollouts, all of which the other figures then cover.
 
     Raises:
         CorruptStoreError: the pool's point cannot be decoded.
@@ -45,6 +46,8 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     access = ShardAccess(catalog)
     try:
         recovered = recover(_Documents(catalog, access), _entry)
+        if recovered.among_others:
+            return None
     finally:
         access.close()
     live = [entry.trajectory_id for entry in recovered.state.all_entries()]

@@ -222,23 +222,21 @@ class StepRecorder(Closing):
         self._drops_negative = drops_negative
         self.step = 0
         """The step that began last."""
-        self._buffer: TrajectoryReplayBuffer | None = None
+        self.buffer: TrajectoryReplayBuffer | None = None
+        """The store of all fresh rollouts; ``None`` if there is none."""
+        self.ids: dict[tuple[str, str], int] = {}
+        """Ids of stored rollouts by task and rollout id: the pool's of the step, if there is no store of all."""
         self.ledger = Ledger(path)
         try:
             if rollouts is not None:
-                self._buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=rollouts, enable_cache=False)
-                self._ids = self._buffer.live.locked(_ids_by_name)
+                self.buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=rollouts, enable_cache=False)
+                self.ids = self.buffer.live.locked(_ids_by_name)
         except BaseException:
             self.ledger.close()
             raise
         self._updates: list[list[int]] = []
         self._means: list[Tensor] = []
         self._terms: list[dict[str, Tensor]] = []
-
-    @property
-    def keeps_rollouts(self) -> bool:
-        """True if there is a store of all fresh rollouts."""
-        return self._buffer is not None
 
     def begin(self, step: int) -> None:
         """Begin a step. Recorded steps from it on will be replaced, with a warning."""
@@ -253,11 +251,19 @@ class StepRecorder(Closing):
         self._means.append(row_means(mask, advantages=advantages, ratios=loss["importance_ratio"]))
         self._terms.append({name: term.detach() for name, term in loss.items() if term.dim() == 0})
 
+    def keep(self, fresh: Sequence[AgentTrajectory]) -> None:
+        """Record the fresh rollouts of the step, if there is a store of all; :meth:`record` makes them durable.
+
+        Raises:
+            StoreWriteError: they could not be written.
+        """
+        if self.buffer is not None:
+            names = ((rollout.task_id, rollout.rollout_id) for rollout in fresh)
+            self.ids.update(zip(names, self.buffer.add_trajectories(list(fresh)), strict=True))
+
     def record(
         self,
         batch: Batch,
-        trajectories: Mapping[tuple[str, str], int],
-        fresh: Sequence[AgentTrajectory],
         log_probs: Tensor,
         **header: Mapping[str, Any] | None,
     ) -> None:
@@ -265,8 +271,6 @@ class StepRecorder(Closing):
 
         Args:
             batch: the whole batch.
-            trajectories: ids of its fresh rollouts in the pool's store, by task and rollout id.
-            fresh: its fresh rollouts, complete; recorded first if there is a store of all rollouts.
             log_probs: [B, R], to which the ratios are relative.
             header: ``data``, ``seeds``, ``options`` and ``config``, as for :func:`trained_step`.
 
@@ -290,18 +294,12 @@ class StepRecorder(Closing):
         dropped = torch.tensor(replayed) & (advantages < 0) & self._drops_negative
         numbers = batch.rollouts.tolist()
         keys = zip(named["task_ids"], named["rollout_ids"], strict=True)
-        if self._buffer is None:
-            ids = [
-                of_row.get("trajectory_id") if of_row["is_experience_replay"] else trajectories.get(key)
-                for key, of_row in zip(keys, extras, strict=True)
-            ]
-        else:
-            added = self._buffer.add_trajectories(fresh)
-            self._buffer.flush()
-            self._ids.update(
-                ((each.task_id, each.rollout_id), number) for each, number in zip(fresh, added, strict=True)
-            )
-            ids = [self._ids.get(key) for key in keys]
+        if self.buffer is not None:
+            self.buffer.flush()
+        ids = [
+            of_row.get("trajectory_id") if of_row["is_experience_replay"] else self.ids.get(key)
+            for key, of_row in zip(keys, extras, strict=True)
+        ]
         terms = {name: float(torch.stack([term[name] for term in self._terms]).mean()) for name in self._terms[0]}
         self.ledger.record(
             trained_step(
@@ -332,8 +330,8 @@ class StepRecorder(Closing):
     def close(self) -> None:
         """Close the store and release the ledger's folder."""
         try:
-            if self._buffer is not None:
-                self._buffer.close()
+            if self.buffer is not None:
+                self.buffer.close()
         finally:
             self.ledger.close()
 

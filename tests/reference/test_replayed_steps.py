@@ -79,7 +79,7 @@ def test_steps_are_recomputed_to_the_bit_also_after_a_resume(
 ) -> None:
     run, saved = tmp_path / "rollouts", tmp_path / "checkpoints"
     config = replace(config, rollouts=str(run))
-    pool = {"store": {"path": str(tmp_path / "pool")}, "offpolicy_trajectories_per_task": 2, "experience_rbound": None}
+    pool = {"offpolicy_trajectories_per_task": 2, "experience_rbound": None}
     first = make(config, **pool)
     train(first, saved, 2)
     first.close()

@@ -14,35 +14,38 @@ from tests.replay.conftest import view
 from trainer_hooks.reference.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
 from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.reference.model import ModelConfig
+from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
 from trajstore.ledger import audit, first_difference, read
 from trajstore.operations.training import audit_store
 
 
 @pytest.mark.parametrize(
-    ("config", "on_disk"),
-    [pytest.param(SORT, False, marks=pytest.mark.campaign), (HOUSEHOLD, True)],
-    ids=["sort-memory", "household-disk"],
+    ("config", "where"),
+    [pytest.param(SORT, "memory", marks=pytest.mark.campaign), (HOUSEHOLD, "pool"), (SORT, "rollouts")],
+    ids=["sort-memory", "household-disk", "sort-rollouts"],
 )
 def test_a_resumed_run_equals_the_uninterrupted_one(
-    make: Train, tmp_path: Path, config: TrainerConfig, on_disk: bool
+    make: Train, tmp_path: Path, config: TrainerConfig, where: str
 ) -> None:
     """Also if the first run continued after the checkpoint, so that its store has later data."""
     options = {"experience_rbound": None, "offpolicy_trajectories_per_task": 2, "exp_select_mode": "random"}
-    places = [{"store": {"path": str(tmp_path / name)}} if on_disk else {} for name in ("whole", "parts")]
-    whole, first = (make(config, **options, **place) for place in places)
+    on_disk, folders = where == "pool", [tmp_path / name for name in ("whole", "parts")]
+    places = [{"store": {"path": str(folder)}} if on_disk else {} for folder in folders]
+    configs = [replace(config, rollouts=str(folder) if where == "rollouts" else None) for folder in folders]
+    whole, first = (make(one, **options, **place) for one, place in zip(configs, places, strict=True))
     whole.train()
     half = config.steps // 2
     first.train(until=half)
     saved = save_checkpoint(first, tmp_path / "checkpoints")
-    assert ("trajectories" in torch.load(saved, weights_only=True)["replay"]) == (not on_disk)
+    assert ("trajectories" in torch.load(saved, weights_only=True)["replay"]) == (where == "memory")
     first.train(until=half + 2)
     first.close()
 
-    second = make(config, **options, **places[1])
+    second = make(configs[1], **options, **places[1])
     assert newest_checkpoint(tmp_path / "checkpoints") == saved
     replaces = pytest.warns(UserWarning, match=f"2 steps after step {half} will be replaced")
-    with replaces if on_disk else nullcontext():
+    with nullcontext() if where == "memory" else replaces:
         load_checkpoint(second, saved)
     assert second.step == half
     assert second.train() == whole.curve
@@ -59,6 +62,18 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
         newest = ledgers[0].steps[config.steps]
         assert [len(newest.rows), newest.loss["pg_loss"]] == [24, whole.curve[-1].loss]
         assert int(newest.rows["replayed"].sum()) == whole.metrics["experience_replay/replayed_rows"] > 0
+    if where == "rollouts":
+        for trainer, folder, again in ((whole, folders[0], 0), (second, folders[1], 2)):
+            chosen = {entry.trajectory_id for entry in trainer.hook.manager._state.all_entries()}
+            trainer.close()
+            with TrajectoryReplayBuffer.open(folder) as reader:
+                recorded = [reader.get(number) for number in reader.trajectory_ids.tolist()]
+                assert chosen <= set(reader.trajectory_ids.tolist())
+            ledger = read(folder / "ledger")
+            fresh = sum(int((step.rows["replayed"] == 0).sum()) for step in ledger.steps.values())
+            repeated = [one for one in recorded if half < one.policy_version <= half + again]  # type: ignore[union-attr]
+            assert len(recorded) == fresh + len(repeated) // 2, "each rollout once; those of repeated steps twice"
+            assert audit(ledger).problems == ()
     replayed = "experience_replay/replayed_rows"
     assert second.metrics[replayed] == whole.metrics[replayed]
 

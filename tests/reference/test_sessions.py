@@ -70,9 +70,7 @@ def test_a_step_on_sessions_is_that_of_a_recount(
     make: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_weight: str
 ) -> None:
     config = replace(SORT, minibatches=1, entropy_coeff=0.0, rollouts=str(tmp_path), evaluate_every=99)
-    trainer = make(
-        replace(config, row_weight=row_weight), store={"path": str(tmp_path / "pool")}, experience_rbound=None
-    )
+    trainer = make(replace(config, row_weight=row_weight), experience_rbound=None)
     agent = trainer.worker = Agent()  # type: ignore[assignment]
     weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     taken: list[torch.Tensor] = []

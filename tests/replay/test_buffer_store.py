@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from contextlib import closing
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.store import RecordedStore
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.operations.inspect import inspect
 from trajstore.view.shown import OfReader
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
@@ -237,3 +240,36 @@ def test_a_pin_shows_the_pool_as_it_was(tmp_path: Path) -> None:
     assert overview("before") == before != overview()
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
         assert len(buffer.points.saved) == 2, "one for the pin, and the newest"
+
+
+def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
+    """What was recorded otherwise, or not at all, is added; what leaves the pool stays, and so does what came later."""
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        recorded = [build("a", number, entropy=None) for number in range(3)]
+        names = [(one.task_id, one.rollout_id) for one in recorded]
+        ids = dict(zip(names, buffer.add_trajectories(recorded), strict=True))
+        ids["b", "b/7"] = 99  # evicted
+        manager = ExperienceManager(RULES, store=RecordedStore(buffer, ids))
+        assert manager.save_trajectories_to_memory([replace(recorded[0], entropy=2.0), build("b", 7)]) == 2
+        other = build("a", 1, entropy=3.0, old_log_probs=torch.tensor([-0.5, -9.0, -0.25, -2.0]))
+        assert manager.save_trajectories_to_memory([other]) == 1
+        assert manager._ledger.to_save([])["entries"] == {"a": [0, 4], "b": [3]}
+        state, before = manager.state_dict(), view(manager)
+        assert manager.save_trajectories_to_memory([replace(recorded[2], entropy=1.0)]) == 1
+        manager.flush()
+        assert [one.entropy for one in manager.task2trajectories["a"]] == [2.0, 1.0]
+        assert buffer.trajectory_ids.tolist() == [0, 1, 2, 3, 4]
+        manager.load_state_dict(state)
+        assert view(manager) == before
+        assert len(buffer.trajectory_ids) == 5
+        manager.flush()
+        again = ExperienceManager(RULES, store=RecordedStore(buffer, ids))
+        assert view(again) == before
+        with closing(OfReader(tmp_path, None, copied=False)) as shown:
+            assert shown.pool is not None
+            assert (len(shown), shown.pool.overview()["histories"]) == (5, 3), "all rollouts are shown"
+        report = inspect(tmp_path)
+        assert (report["kind"], report["trajectories"], report["pool"]) == ("store", 5, None)
+        buffer.points.save(1000, {})
+        with pytest.raises(StoreNotFoundError, match="without an experience pool"):
+            again.load_state_dict({**state, "point": buffer.points.saved[-1].name})

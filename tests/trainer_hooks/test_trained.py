@@ -155,6 +155,10 @@ def test_a_run_that_begins_again_replaces_the_ledger_and_a_step_needs_a_loss(tmp
     with make(tmp_path) as replay, pytest.warns(UserWarning, match="2 steps will be replaced"):
         replay.tasks_chosen(TASKS, 0.0, 0)
     assert [*read(tmp_path / "ledger").steps] == [1, 2]
+    with pytest.raises(ConfigurationError, match="store: pool, would have copies of the rollouts in "):
+        ReplayHook[str](
+            ExperienceReplayConfig(enable=True, store={"path": "pool"}), n_rollout=4, get_task=str, rollouts="r"
+        )
     with pytest.raises(ConfigurationError, match="cannot be written with draws_ahead = 1"):
         ReplayHook(ExperienceReplayConfig(), n_rollout=N, get_task=str, ledger=tmp_path / "ledger", draws_ahead=1)
     for name in ("ledger", "rollouts"):

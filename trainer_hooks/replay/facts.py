@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from trainer_hooks.replay.state import PoolState
 
@@ -19,12 +19,13 @@ POOL_FACTS: Mapping[str, str] = {
 """Names and meanings of the facts."""
 
 
-def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
+def with_pool_facts(facts: DataFrame, state: PoolState, *, every: bool = False) -> DataFrame:
     """Return the facts of the trajectories in a pool, with :data:`POOL_FACTS`.
 
     Args:
         facts: of all trajectories in the pool's store.
         state: of the pool.
+        every: keep trajectories outside the pool, whose facts of it are null.
     """
     from trajstore.query.engine import polars  # a pool in memory does not need polars
 
@@ -46,5 +47,6 @@ def with_pool_facts(facts: DataFrame, state: PoolState) -> DataFrame:
         },
     )
     others = facts.drop(known.columns[1:], strict=False)
-    joined: DataFrame = others.join(known, on="trajectory_id", how="inner", maintain_order="left")
+    how: Literal["left", "inner"] = "left" if every else "inner"
+    joined: DataFrame = others.join(known, on="trajectory_id", how=how, maintain_order="left")
     return joined

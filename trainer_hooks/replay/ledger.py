@@ -28,8 +28,8 @@ from trainer_hooks.replay.state import (
     set_generator_state,
     warn_of_unreadable,
 )
-from trainer_hooks.replay.store import BufferStore, PoolStore
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
+from trainer_hooks.replay.store import BufferStore, PoolStore, RecordedStore
+from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, trajectories
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -69,6 +69,12 @@ class PoolLedger:
         recovered = recover(self.store)
         if recovered.generator is not None:
             set_generator_state(self.generator, recovered.generator)
+        elif (others := self.store.ids()) and not isinstance(self.store, RecordedStore):
+            logger.warning(
+                "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give"
+                " the pool its own directory",
+                trajectories(len(others)),
+            )
         self.state = recovered.state
         """The pool's contents, changed only by this class."""
         self._point = recovered.point
@@ -96,7 +102,10 @@ class PoolLedger:
         records = []
         for entry in entries:
             try:
-                records.append((entry, self.store.get(entry.trajectory_id)))
+                record = self.store.get(entry.trajectory_id)
+                if record.entropy is None and entry.entropy is not None:  # recorded before its admission
+                    record = replace(record, entropy=entry.entropy)
+                records.append((entry, record))
             except TrajectoryUnavailableError:
                 logger.info("experience pool: the store no longer keeps a trajectory of task %s", entry.task_id)
                 self._forget(entry, Departure.UNAVAILABLE)

@@ -37,15 +37,17 @@ class SeenPool:
         state: of the pool.
         difficulties: tasks per difficulty by step, as far back as known.
         of_files: whether it was read from files, which lack the number of draws and the time of entry.
+        among_others: whether the store has all rollouts of the trainer, which are shown too.
     """
 
     buffer: Reader
     state: PoolState
     difficulties: Mapping[int, Mapping[int, int]]
     of_files: bool = False
+    among_others: bool = False
 
     def __len__(self) -> int:
-        return self.state.count()
+        return len(self.buffer) if self.among_others else self.state.count()
 
     def overview(self) -> dict[str, Any]:
         """Return figures of the pool: tasks per difficulty now and by step, demonstrations, skipped tasks."""
@@ -53,7 +55,7 @@ class SeenPool:
         steps = sorted(self.difficulties)
         known = sorted({*buckets, *(key for sizes in self.difficulties.values() for key in sizes)})
         return {
-            "histories": len(self),
+            "histories": self.state.count(),
             "tasks": len(self.state.entries),
             "demonstrations": self.state.demonstrations(),
             "skipped": len(self.state.skip),
@@ -68,7 +70,7 @@ class SeenPool:
         return replace(whole, facts=lambda: self._told(whole.facts()))
 
     def _told(self, facts: DataFrame) -> DataFrame:
-        with_facts = with_pool_facts(facts, self.state)
+        with_facts = with_pool_facts(facts, self.state, every=self.among_others)
         unknown = ("uses", "committed") if self.of_files else ()
         return with_facts.with_columns(with_facts[name].clear(len(with_facts)) for name in unknown)
 
@@ -80,7 +82,8 @@ class SeenPool:
             CorruptStoreError: it is damaged.
         """
         number = id_from("trajectory_id", shown)
-        if all(entry.trajectory_id != number for entry in self.state.all_entries()):
+        chosen = (entry.trajectory_id for entry in self.state.all_entries())
+        if not self.among_others and number not in chosen:
             raise TrajectoryUnavailableError(f"trajectory {shown}: not in the pool, or no longer")
         record = self.buffer.get(number)
         if not isinstance(record, AgentTrajectory):
@@ -113,7 +116,8 @@ class Records:
         kept = set(self.ids())
         self._known = {number: record for number, record in self._known.items() if number in kept}
         self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
-        return SeenPool(self._reader, recovered.state, recovered.state.difficulties)
+        state = recovered.state
+        return SeenPool(self._reader, state, state.difficulties, among_others=recovered.among_others)
 
     def is_current(self) -> bool:
         """Return whether no point was saved since :meth:`look`."""

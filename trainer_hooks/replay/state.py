@@ -24,8 +24,8 @@ from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
-from trainer_hooks.replay.store import PoolRecords
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, trajectories
+from trainer_hooks.replay.store import RECORDED, PoolRecords
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
@@ -319,6 +319,8 @@ class Recovered:
     """Ids of trajectories that left the pool and are still stored."""
     unreadable: int
     """Number of damaged trajectories."""
+    among_others: bool = False
+    """Whether the store has all rollouts of the trainer, among which the pool chose."""
 
 
 def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
@@ -333,18 +335,13 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     """
     point, kept = store.newest_point(), store.ids()
     if point is None:
-        if kept:
-            logger.warning(
-                "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give"
-                " the pool its own directory",
-                trajectories(len(kept)),
-            )
         return Recovered(PoolState(), None, "", [], 0)
     state = PoolState.of_document(point.document)
     listed, left, newest = _ids_in(point.document)
     is_changed = bool(kept) and kept[-1] > newest
     there = set(kept)
     result = Recovered(state, point.document["generator"], "" if is_changed else point.name, [], 0)
+    result.among_others = bool(point.document.get(RECORDED))
     result.garbage = [number for number in left if number in there]
     fingerprint = ""
     for task, numbers in listed.items():

@@ -24,6 +24,7 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
+    StoreError,
     StoreNotFoundError,
     TrajectoryUnavailableError,
 )
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 POOL_KEY = "experience_pool"
 """Key of the pool's document in a saved point's state."""
+
+RECORDED = "recorded"
+"""Key of the pool's document, true if its store has all rollouts of the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +71,21 @@ def newest_point(catalog: Catalog, snapshot: str | None = None) -> PoolPoint | N
     if snapshot is not None:
         end = catalog.snapshot(snapshot)
         heads = [head for head in map(catalog.snapshot, catalog.present_line(end)) if head.generation <= end.generation]
-    for head in reversed(heads):
-        text = catalog.read_state(head.name).get(POOL_KEY)
-        if text is not None:
-            try:
-                return PoolPoint(head.name, orjson.loads(text))
-            except orjson.JSONDecodeError as error:
-                raise CorruptStoreError(f"{catalog.directory.url}: point {head.name}: not JSON: {error}") from error
-    return None
+    return next((point for head in reversed(heads) if (point := _point_of(catalog, head.name)) is not None), None)
+
+
+def _point_of(catalog: Catalog, name: str) -> PoolPoint | None:
+    """Return a saved point; ``None`` if it has no pool.
+
+    Raises:
+        StoreNotFoundError: there is no such point.
+        CorruptStoreError: its state is damaged.
+    """
+    text = catalog.read_state(name).get(POOL_KEY)
+    try:
+        return None if text is None else PoolPoint(name, orjson.loads(text))
+    except orjson.JSONDecodeError as error:
+        raise CorruptStoreError(f"{catalog.directory.url}: point {name}: not JSON: {error}") from error
 
 
 class PoolRecords(Protocol):
@@ -352,6 +363,68 @@ class BufferStore(Closing):
             unneeded += [snapshot.name for snapshot in snapshots if snapshot.kind == "aside"]
         for name in unneeded:
             points.remove(name)
+
+
+class RecordedStore(BufferStore):
+    """The store of a trainer's rollouts, among which the pool chooses. Nothing is copied, moved or evicted.
+
+    Args:
+        buffer: in which the trainer records its rollouts; closed by the trainer.
+        ids: of the recorded rollouts by task and rollout id; read at each admission.
+    """
+
+    def __init__(self, buffer: TrajectoryReplayBuffer, ids: Mapping[tuple[str, str], int]) -> None:
+        super().__init__(buffer)
+        self._ids = ids
+        self._point: PoolPoint | None = None
+        """The point at which the pool resumed; ``None`` = the newest."""
+
+    def close(self) -> None:
+        """Save the pool. Idempotent."""
+        save, self.before_close = self.before_close, None
+        if save is not None:
+            save()
+
+    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
+        """Return the ids under which trajectories are recorded; others, such as demonstrations, are added."""
+        found = list(map(self._find, trajectories))
+        new = [trajectory for trajectory, number in zip(trajectories, found, strict=True) if number is None]
+        added = iter(super().add_trajectories(new) if new else ())
+        return [next(added) if number is None else number for number in found]
+
+    def _find(self, trajectory: AgentTrajectory) -> int | None:
+        """Return the id of a recorded trajectory with the same names, tokens and log-probs."""
+        number = self._ids.get((trajectory.task_id, trajectory.rollout_id))
+        try:
+            record = None if number is None else self.get(number)
+        except (StoreError, TrajectoryUnavailableError):  # damaged, or evicted
+            return None
+        names = ("input_ids", "old_log_probs")
+        pairs = [(getattr(trajectory, name), getattr(record, name, None)) for name in names]
+        return number if all(one is other is None or _equal(one, other) for one, other in pairs) else None
+
+    def evict(self, ids: Sequence[int], /) -> None:
+        """Do nothing: what leaves the pool stays recorded."""
+
+    def newest_point(self) -> PoolPoint | None:
+        """As :meth:`PoolStore.newest_point`; after :meth:`go_to` that point, until another is saved."""
+        return super().newest_point() if self._point is None else self._point
+
+    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+        """As :meth:`PoolStore.save`."""
+        self._point = None
+        return super().save({**document, RECORDED: True}, keep=keep)
+
+    def go_to(self, name: str, /) -> None:
+        """Choose the trajectories of a point again; those recorded since stay, and so do late values."""
+        point = _point_of(self._catalog(), name)
+        if point is None:
+            raise StoreNotFoundError(f"{name}: a saved point without an experience pool; resume from another")
+        self._point = point
+
+
+def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is not None and other is not None and torch.equal(one.to(other.dtype), other)
 
 
 def store_options(name: str, value: Any) -> Mapping[str, Any] | None:
