@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
 from trajstore._core.columns.schema import dtypes
-from trajstore.attachments import ATTACHED
+from trajstore.attachments import ATTACHED, attach
 
 _LEAST, _MOST = -(2**63), 2**64 - 1
 """Range of integers in the store."""
@@ -71,3 +73,30 @@ def _to_attach(value: Any) -> Any:
         value.save(file := io.BytesIO(), format="PNG")
         return file.getvalue()
     return None
+
+
+def kept(trainer: str, fields: Mapping[str, Any], of_place: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """Return metadata with fields of a trainer's rollout under its name, and the names of those that are not exact.
+
+    JSON is exact. Of other values, tensors, arrays, bytes and images are attached, and the rest becomes text.
+
+    Args:
+        trainer: key of the metadata.
+        fields: by name.
+        of_place: names that need not be exact, because a replayed rollout takes them from its place.
+    """
+    values: dict[str, Any] = {}
+    found: dict[str, Any] = {}
+    changed = []
+    for name, value in fields.items():
+        value = value.item() if isinstance(value, np.generic) else value
+        try:
+            found[name] = orjson.loads(orjson.dumps(value))
+            exact = bool(found[name] == value)  # not NaN, a tuple or a data class
+        except TypeError:
+            exact = False
+        if not exact and not (is_dataclass(value) and name in found):
+            found[name] = plain(value, values, f"{trainer}.{name}")
+        if not (exact or name in of_place):
+            changed.append(name)
+    return attach({trainer: found}, values), changed

@@ -294,6 +294,17 @@ def test_what_is_no_rollout_is_named() -> None:
     assert reward == PlainReward(outcome=1.0, metadata={"madness": -1.0})
 
 
+def test_attributes_of_a_later_version_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    reward = SimpleNamespace(outcome=1.0, style="short", metadata={"a": 1})
+    given = SimpleNamespace(steps=[], metadata={"task_id": "t"}, reward=reward, turns=[1, {"n": 2}], client=object())
+    for _ in range(2):
+        made = from_agentevolver(given)
+    assert made.metadata["agentevolver"]["turns"] == [1, {"n": 2}]
+    assert made.metadata["agentevolver"]["client"] == str(given.client)
+    assert made.reward == PlainReward(outcome=1.0, metadata={"a": 1, "style": "short"})
+    assert [text for text in caplog.messages if "no JSON are kept as texts: client" in text] == caplog.messages[:1]
+
+
 def test_experience_that_training_leaves_out_is_not_in_the_rows() -> None:
     """AgentEvolver removes it when it makes rows; a pickle, which has no code for that, is refused."""
     row = SimpleNamespace(input_ids=[1, 2, 3], loss_mask=[0, 0, 1], prompt_ids=[1, 2])

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.integrations.rollouts import agent_trajectory, kept, prompt_key, row_of
+from trainer_hooks.integrations.rollouts import agent_trajectory, prompt_key, row_of
+from trainer_hooks.plain import kept
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

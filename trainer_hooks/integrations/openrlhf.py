@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer_hooks.integrations.rollouts import agent_trajectory, kept, prompt_key
+from trainer_hooks.integrations.rollouts import agent_trajectory, prompt_key
+from trainer_hooks.plain import kept
 from trajstore.trajectory import AgentTrajectory
 
 OPENRLHF = "openrlhf"

@@ -7,7 +7,6 @@ import hashlib
 import logging
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +14,11 @@ import numpy as np
 import orjson
 import torch
 
-from trainer_hooks.plain import plain
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, path_or_url, whole_or_none
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
-from trajstore.attachments import attach
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
@@ -109,33 +106,6 @@ def json_of(value: Any) -> Any:
     if isinstance(value, list):
         return [json_of(item) for item in value]
     return known(value) if isinstance(value, float) else value
-
-
-def kept(trainer: str, fields: Mapping[str, Any], of_place: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Return metadata with fields of a trainer's rollout under its name, and the names of those that are not exact.
-
-    JSON is exact. Of other values, tensors, arrays, bytes and images are attached, and the rest becomes text.
-
-    Args:
-        trainer: key of the metadata.
-        fields: by name.
-        of_place: names that need not be exact, because a replayed rollout takes them from its place.
-    """
-    values: dict[str, Any] = {}
-    found: dict[str, Any] = {}
-    changed = []
-    for name, value in fields.items():
-        value = value.item() if isinstance(value, np.generic) else value
-        try:
-            found[name] = orjson.loads(orjson.dumps(value))
-            exact = bool(found[name] == value)  # not NaN, a tuple or a data class
-        except TypeError:
-            exact = False
-        if not exact and not (is_dataclass(value) and name in found):
-            found[name] = plain(value, values, f"{trainer}.{name}")
-        if not (exact or name in of_place):
-            changed.append(name)
-    return attach({trainer: found}, values), changed
 
 
 def lacking(rollout: str, names: Sequence[str]) -> dict[str, Any]:

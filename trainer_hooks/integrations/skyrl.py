@@ -12,10 +12,10 @@ from trainer_hooks.integrations.rollouts import (
     agent_trajectory,
     check_corrects,
     json_of,
-    kept,
     prompt_key,
     row_of,
 )
+from trainer_hooks.plain import kept
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError

@@ -16,11 +16,11 @@ from trainer_hooks.integrations.rollouts import (
     Recording,
     agent_trajectory,
     check_corrects,
-    kept,
     known,
     lacking,
     prompt_key,
 )
+from trainer_hooks.plain import kept
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore.errors import ConfigurationError

@@ -20,12 +20,12 @@ from trainer_hooks.integrations.rollouts import (
     Recording,
     agent_trajectory,
     check_corrects,
-    kept,
     known,
     lacking,
     prompt_key,
     row_of,
 )
+from trainer_hooks.plain import kept
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import finite, whole
 from trajstore.errors import ConfigurationError

@@ -18,10 +18,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 
+from trainer_hooks.plain import kept
 from trainer_hooks.replay.conversation import TokenRow, with_rows
 from trainer_hooks.replay.entry import llm_mask
 from trainer_hooks.replay.rows import ROWS, over_rows, rows_of
@@ -35,6 +37,15 @@ PACKAGES = ("agentevolver", "beyondagent")
 
 LEFT_OUT = ("omegaconf", "transformers", "tokenizers", "typing", "pathlib", "antlr4")
 """Packages whose objects are ignored in such pickles."""
+
+OTHERS = "agentevolver"
+"""Key of ``metadata`` with the other attributes of a rollout."""
+
+_KNOWN = (
+    *("full_context", "grouped_steps", "steps", "metadata", "reward", "task_id", "data_id", "rollout_id", "query"),
+    *("is_terminated", "config", "tokenizer", "blackout_token_combo", "max_seq_length", "max_env_output_length"),
+)
+"""Attributes that are fields of a trajectory or its rows, or options of the run."""
 
 _LLM = "llm"
 _COLUMNS = {
@@ -115,6 +126,11 @@ def _trajectory(fields: Mapping[str, Any], task: str, messages: list[dict[str, A
     metadata = dict(fields.get("metadata") or {})
     reward = fields.get("reward")
     values = _taken_from(metadata, (*_COLUMNS, *_SCALARS))
+    others, lost = kept(OTHERS, {name: value for name, value in fields.items() if name not in _KNOWN})
+    if lost := [name for name in lost if not isinstance(fields[name], torch.Tensor | bytes)]:
+        _warn_of(tuple(lost))
+    if others[OTHERS]:
+        metadata = others | metadata
     return AgentTrajectory(
         messages=messages,
         reward=None if reward is None else _reward(_fields_of(reward)),
@@ -244,8 +260,15 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**author, **message}
 
 
+@lru_cache
+def _warn_of(names: tuple[str, ...]) -> None:
+    """Warn once of attributes of an unknown kind."""
+    logger.warning("AgentEvolver's rollouts: attributes that are no JSON are kept as texts: %s", ", ".join(names))
+
+
 def _reward(values: Mapping[str, Any]) -> Reward:
     named = {name: values[name] for name in ("outcome", "success_rate", "description", "metadata") if name in values}
-    if values.get("madness"):
-        named["metadata"] = {**(named.get("metadata") or {}), "madness": values["madness"]}
+    others = {name: value for name, value in values.items() if name not in named and value}
+    if others:  # madness, and those of a later version
+        named["metadata"] = {**(named.get("metadata") or {}), **kept(OTHERS, others)[0][OTHERS]}
     return Reward(**named)
