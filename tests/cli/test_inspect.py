@@ -59,7 +59,7 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     assert run.json("inspect", path) == report
     live, shards = format_bytes(report["live_bytes"]), format_bytes(report["shard_bytes"])
     out = run.out("inspect", path)
-    assert re.search(rf"live in shards +{re.escape(live)} of {re.escape(shards)}\n", out)
+    assert re.search(rf"in memory +{re.escape(live)}, in shards {re.escape(shards)}\n", out)
     for expected in (
         "policy versions",
         "10 to 14",

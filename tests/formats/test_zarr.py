@@ -109,7 +109,7 @@ def test_zeros_are_written_and_keep_their_sign(config: str, value: float) -> Non
     steps=st.integers(1, 40),
     width=st.integers(1, 9),
     chunk_bytes=st.integers(1, 300),
-    codec=st.sampled_from(["none", "zstd", "blosc"]),
+    codec=st.sampled_from(["none", "zstd", "blosc", "blosc_zstd"]),
     bounds=st.tuples(st.floats(0, 1), st.floats(0, 1)),
 )
 @settings(max_examples=40, deadline=None)

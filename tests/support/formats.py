@@ -177,11 +177,15 @@ class StoredShard:
 
 def store_shard(shard_format: TrajectoryFormat, flats: Sequence[FlatTrajectory]) -> StoredShard:
     """Encode trajectories with a format, as stored in a directory; equal observations once."""
-    content = ShardContent.of(flats)
-    content = packed(content) if is_packed(content.schema) else folded(content, search=True)
+    content = _content(flats)
     encoded = shard_format.encode(SHARD, content)
     columns = [b"".join(bytes(memoryview(piece)) for piece in pieces) for pieces in content.pieces]
     return StoredShard(flats, columns, manifest_of(encoded, shard_format.name, SHARD, content), contents(encoded))
+
+
+def _content(flats: Sequence[FlatTrajectory]) -> ShardContent:
+    content = ShardContent.of(flats)
+    return packed(content) if is_packed(content.schema) else folded(content, search=True)
 
 
 def contents(encoded: EncodedShard) -> dict[str, bytes]:
@@ -255,7 +259,7 @@ class FormatConformance:
     def test_encoding_again_gives_the_same_bytes(self, format: TrajectoryFormat, case: str) -> None:  # noqa: A002
         flats = SHARDS[case]()
         before = copy.deepcopy([flat.tensors for flat in flats])
-        first, second = (format.encode(SHARD, ShardContent.of(flats)) for _ in range(2))
+        first, second = (format.encode(SHARD, _content(flats)) for _ in range(2))
         assert contents(first) == contents(second)
         assert first.places == second.places
         for flat, tensors in zip(flats, before, strict=True):

@@ -28,6 +28,9 @@ def figures(options: Options) -> Iterator[Figure]:
         buffer.flush()
         tokens = 3_100 * len(rollouts)
         yield Figure("T31", "bytes on disk over tokens, group", _disk(options.folder / "group") / tokens, 4.0)
+        buffer.compact(compress=True)
+    yield Figure("T31", "the same compressed, closed", _disk(options.folder / "group") / tokens, 3.0)
+    sizes: dict[str, int] = {}
     for calls, folder in ((30, "session"), (10, "few"), (200, "many")):
         tokens = 8 * (_FIRST + calls * (_SAMPLED + _OBSERVED) - _OBSERVED)
         with opened(options.folder / folder) as buffer:
@@ -36,13 +39,15 @@ def figures(options: Options) -> Iterator[Figure]:
             buffer.flush()
             added = _disk(options.folder / folder) / tokens
             buffer.compact()
-        nbytes = _disk(options.folder / folder)
+            sizes[folder] = _disk(options.folder / folder)
+            if folder == "session":
+                yield Figure("T31", "bytes on disk over distinct tokens, session, a row for each call", added, None)
+                yield Figure("T31", "the same after compact", sizes[folder] / tokens, 5.0)
+                buffer.compact(compress=True)
         if folder == "session":
-            yield Figure("T31", "bytes on disk over distinct tokens, session, a row for each call", added, None)
-            yield Figure("T31", "the same after compact", nbytes / tokens, 5.0)
-        elif folder == "few":
-            few = nbytes
-    yield Figure("T31", "exponent of space over calls, 10 to 200, compacted", log(nbytes / few) / log(20), 1.0)
+            yield Figure("T31", "the same compressed, closed", _disk(options.folder / folder) / tokens, 4.4)
+    exponent = log(sizes["many"] / sizes["few"]) / log(20)
+    yield Figure("T31", "exponent of space over calls, 10 to 200, a row for each call, compacted", exponent, 1.0)
 
 
 def _disk(folder: Path) -> int:

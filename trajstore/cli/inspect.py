@@ -208,7 +208,8 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("samples", "" if agents else f"{report['samples']:,}"),
         ("  invalid steps", f"{report['invalid_steps']:,}" if report.get("invalid_steps") else ""),
         ("on disk", files),
-        ("  live in shards", _live(report)),
+        ("  in memory", _live(report)),
+        ("  compressed", _compressed(report)),
         ("opened as one", _opened(report)),
         ("earlier states", f"{report['earlier_states']:,}, not counted" if report.get("earlier_states") else ""),
     ]
@@ -243,11 +244,20 @@ def _opened(report: dict[str, Any]) -> str:
 
 
 def _live(report: dict[str, Any]) -> str:
-    """Return the live share of the shards; the rest is headers and evicted data that is still kept."""
+    """Return the bytes of the columns in memory, and of the shards, which also have headers and evicted rows."""
     if "live_bytes" not in report:
         return ""
     live, shards = report["live_bytes"], report["shard_bytes"]
-    return f"{format_bytes(live)} of {format_bytes(shards)}"
+    return f"{format_bytes(live)}, in shards {format_bytes(shards)}"
+
+
+def _compressed(report: dict[str, Any]) -> str:
+    """Return how many shards are compressed, and both sizes."""
+    found = report.get("compressed") or {"shards": 0}
+    if not found["shards"]:
+        return ""
+    sizes = format_bytes(found["bytes"]), format_bytes(found["uncompressed"])
+    return f"{counted(found['shards'], 'shard')}, {sizes[0]} instead of {sizes[1]}"
 
 
 def _mirror(mirror: dict[str, Any] | None) -> str:
@@ -398,8 +408,8 @@ COMMAND = Command(
     summary="show what is in a store, checkpoint, run directory or experience pool",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
-        "'On disk' counts all files, 'live in shards' those bytes of shards that are shown. The difference is file "
-        "headers, and evicted or pinned rows. For a folder, all stores below it are counted. "
+        "'On disk' counts all files, 'in memory' the columns of the trajectories that are shown; shards also have "
+        "headers and evicted or pinned rows. For a folder, all stores below it are counted. "
         "Reads RLinf's directories and experience pools too. A writer may be running. Writes nothing but a reader's "
         "lease "
         "while a writer has the store open. Exit code 1: problems are listed."

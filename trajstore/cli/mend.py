@@ -23,6 +23,11 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
+def _configure_compact(parser: ArgumentParser) -> None:
+    _configure(parser)
+    parser.add_argument("--compress", action="store_true", help="compress all shards with zstd (extra 'zarr')")
+
+
 def _prune(options: Namespace, out: Output) -> int:
     from trajstore.operations.mending import prune
 
@@ -43,7 +48,7 @@ def _prune(options: Namespace, out: Output) -> int:
 def _compact(options: Namespace, out: Output) -> int:
     from trajstore.operations.mending import compact
 
-    done = compact(options.path)
+    done = compact(options.path, compress=options.compress)
     if options.json:
         out.json(done.to_json())
         return int(done.damaged > 0)
@@ -80,7 +85,7 @@ COMPACT = Command(
         "Rewrite the shards of a store, or of each store of a run directory, until no row is dead and no two small "
         "shards are left. No writer may be running. An interrupted command loses nothing: run it again."
     ),
-    configure=_configure,
+    configure=_configure_compact,
     run=_compact,
     continues=True,
 )

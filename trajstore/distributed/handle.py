@@ -289,13 +289,13 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "clear")
         self.refresh()
 
-    def compact(self) -> None:
+    def compact(self, *, compress: bool = False) -> None:
         """Free the disk space of evicted trajectories, see :meth:`TrajectoryReplayBuffer.compact`.
 
         Raises:
             StoreUnreachableError, StoreWriteError: a store failed; the others are compacted.
         """
-        self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "compact")
+        self._stores.call_all(dict.fromkeys(self._all_ranks(), (compress,)), "compact")
 
     @property
     def mirror(self) -> MirrorsOfHandle:

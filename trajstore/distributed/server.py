@@ -315,9 +315,9 @@ class StoreServer:
         """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""
         return self._buffer.sink.history(trajectory_id)
 
-    def compact(self) -> None:
+    def compact(self, compress: bool) -> None:
         """Free the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""
-        self._buffer.compact()
+        self._buffer.compact(compress=compress)
 
     # -- saving -----------------------------------------------------------------------------------
 

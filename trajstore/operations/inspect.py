@@ -63,10 +63,11 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
         ``invalid_steps`` (steps that ``samples`` leaves out, see :class:`~trajstore.Trajectory`),
-        ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not), ``mirror``
-        (state of the mirror, or None), ``readers`` (open readers and their generations), ``waiting`` (late values not
-        applied yet: numbers of waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store
-        is being ``written``; or None), ``saved_points``, ``aside`` (heads set aside by rollbacks), ``pins`` (names),
+        ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not),
+        ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``), ``mirror`` (state of the mirror, or
+        None), ``readers`` (open readers and their generations), ``waiting`` (late values not applied yet: numbers of
+        waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store is being ``written``;
+        or None), ``saved_points``, ``aside`` (heads set aside by rollbacks), ``pins`` (names),
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (only for an
@@ -288,6 +289,7 @@ def _report(
         "generation": catalog.generation,
         "stores": "per_rank" if is_of_rank(directory.url.rstrip("/").rsplit("/", 1)[-1]) else "shared",
         "shards": int(catalog.needed_shards().sum()),
+        "compressed": _compressed(catalog),
         "pinned": len(catalog.pinned),
         **points_report(catalog),
         "waiting": late.to_json(),
@@ -303,6 +305,13 @@ def _report(
         "policy": _policy(index, counted),
         "integrity": integrity,
     }
+
+
+def _compressed(catalog: Catalog) -> dict[str, int]:
+    """Return the number of compressed shards, the bytes of their files, and the bytes without compression."""
+    chosen = catalog.needed_shards() & catalog.shards.compressed()
+    sizes = {"bytes": catalog.shards.nbytes(), "uncompressed": catalog.shards.stored_bytes()}
+    return {"shards": int(chosen.sum()), **{name: int(each[chosen].sum()) for name, each in sizes.items()}}
 
 
 def _columns(catalog: Catalog) -> list[Report]:

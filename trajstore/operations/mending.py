@@ -111,14 +111,19 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
     return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points)
 
 
-def compact(path: str | Path) -> Compacted:
+def compact(path: str | Path, *, compress: bool = False) -> Compacted:
     """Rewrite the shards of a store, or of each store of a run, to remove dead rows and merge small shards.
 
     After an interruption, call it again to do the rest.
 
+    Args:
+        path: path or URL of a store or a run.
+        compress: compress all shards, see :meth:`TrajectoryReplayBuffer.compact`.
+
     Raises:
         StoreNotFoundError: there is no store.
         ConfigurationError: the path is not a store of trajstore.
+        MissingDependencyError: ``compress`` without the extra ``zarr``.
         StoreLockedError: a writer is active; it can call ``buffer.compact()`` itself.
         CorruptStoreError: a store is damaged.
         StoreWriteError: the store cannot be written.
@@ -129,7 +134,7 @@ def compact(path: str | Path) -> Compacted:
     for store in stores_of(place):
         with _written(store) as writer:
             before += writer.get_stats()["shard_bytes"]
-            damaged += writer.sink.compact()
+            damaged += writer.sink.compact(compress=compress)
             stats = writer.get_stats()
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
     by_points = _held_by_points((Catalog.open(store.directory), None) for store in stores_of(place))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +37,7 @@ from trajstore._core.reading.places import check_no_store_above
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.store.run_ids import ids_from
 from trajstore._core.writing.options import WriterOptions
-from trajstore.errors import ConfigurationError, StoreError, listed, trajectories
+from trajstore.errors import ConfigurationError, MissingDependencyError, StoreError, listed, trajectories
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -136,6 +137,10 @@ class TrajectoryReplayBuffer(Reader):
             raise ConfigurationError("auto_save_path: must be given when auto_save is true")
         unused = path if self._warns_of_path else ""
         idle = {f"auto_save_path={path!r}": unused, "writer": writer, "on_commit": on_commit, "store_frames_once": once}
+        if retention is not None and retention.compress_after is not None:
+            idle["retention.compress_after"] = True
+            if find_spec("zarr") is None:
+                raise MissingDependencyError("zarr", "zarr")
         if not auto_save and any(idle.values()):
             arguments = listed(name for name, value in idle.items() if value)
             warnings.warn(f"{arguments} has no effect without auto_save=True: nothing is written", stacklevel=2)
@@ -291,18 +296,23 @@ class TrajectoryReplayBuffer(Reader):
         """Delete all trajectories. Their ids are never given again."""
         self.evict(self.trajectory_ids.tolist())
 
-    def compact(self) -> None:
+    def compact(self, *, compress: bool = False) -> None:
         """Free the disk space of evicted trajectories in shared shards, and merge small shards.
 
         The writer also does this in the background for shards at least half dead, once dead bytes exceed live ones by
         more than 1 MiB. This call continues until no shard has a dead row and at most one is small. It copies live
         rows; others may add and sample meanwhile. Does nothing in memory only.
 
+        Args:
+            compress: compress all shards with zstd (extra ``zarr``). They remain drawable, from the cache or decoded
+                anew each time. ``Retention(compress_after=)`` does this for old shards as they age.
+
         Raises:
+            MissingDependencyError: ``compress`` without the extra ``zarr``.
             StoreWriteError: it could not be written; the store is unchanged.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        self.sink.compact()
+        self.sink.compact(compress=truth("compress", compress))
 
     # -- points, mirror, checkpoints --------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class Retention(Settings):
             the new versions pass theirs, and a warning names both.
         abandoned_after: seconds without a call, after which an open session whose process ended is dropped, with a
             warning.
+        compress_after: shards without any of this many newest trajectories are compressed with zstd (extra ``zarr``)
+            in the background. They remain drawable, slower: choose at least the sampling window.
 
     Raises:
         ConfigurationError: a limit is not a whole number, or too low.
@@ -40,6 +42,7 @@ class Retention(Settings):
     max_bytes: Count | None = None
     max_policy_age: Whole | None = None
     abandoned_after: Seconds | None = None
+    compress_after: Count | None = None
 
     def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
         """Return the positions of the trajectories to evict, oldest first."""

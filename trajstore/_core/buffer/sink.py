@@ -205,7 +205,7 @@ class Sink:
     def take_in_values(self) -> None:
         """Apply the late values in the inbox, from other processes."""
 
-    def compact(self) -> int:
+    def compact(self, *, compress: bool = False) -> int:
         """Free the disk space of evicted trajectories; return the number of damaged shards, which stay as they are."""
         return 0
 
@@ -289,7 +289,8 @@ class StoreSink(Sink):
             return {"trajectory_format": format_name, "seed": draws.seed}
 
         callback = None if on_commit is None else partial(_call_on_commit, weakref.ref(self))
-        self.writer = StoreWriter(directory, trajectory_format, once, options, metadata, view, callback)
+        after = view.retention.compress_after
+        self.writer = StoreWriter(directory, trajectory_format, once, options, metadata, view, after, callback)
         if mirroring is not None:
             self.mirror = mirroring.StoreMirror(self.writer.log, mirror, target, metadata)
         # Releases the lock after an interrupt at any point, unless the writer is closed first.
@@ -437,8 +438,8 @@ class StoreSink(Sink):
         with written(": late values could not be taken in"):
             uninterrupted(self.writer.inbox.take_in)
 
-    def compact(self) -> int:
-        self.writer.compact()
+    def compact(self, *, compress: bool = False) -> int:
+        self.writer.compact(compress=compress)
         return len(self.writer.rewriter.damaged)
 
     def pin(self, name: str, state: Mapping[str, object]) -> int:

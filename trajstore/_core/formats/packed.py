@@ -83,6 +83,11 @@ def _block(spec: ColumnSpec, addresses: IntArray, counts: IntArray) -> list[Buff
     return [memoryview(part) for part in parts]
 
 
+def stored_width(block: Sequence[Buffer]) -> int:
+    """Return the bytes of a stored row of a block of :func:`packed`; 0 for bits."""
+    return abs(int(np.frombuffer(block[0], "<i8", 4)[2]))
+
+
 def _narrowest(low: int, high: int, itemsize: int) -> int:
     """Return the width of integers from ``low`` to ``high``."""
     if low >= 0 and high <= 1:

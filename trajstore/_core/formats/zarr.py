@@ -45,6 +45,7 @@ from trajstore._core.formats.base import (
     rows_from_bytes,
 )
 from trajstore._core.formats.checksums import check_file
+from trajstore._core.formats.packed import is_packed, stored_width
 from trajstore.errors import CorruptStoreError, MissingDependencyError, TrajstoreError
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ if TYPE_CHECKING:
 SHARD_VERSION = 1
 
 _METADATA = "zarr.json"
-_LEVELS = {"none": range(1, 23), "zstd": range(1, 23), "blosc": range(1, 10)}
+_LEVELS = {"none": range(1, 23), "zstd": range(1, 23), "blosc": range(1, 10), "blosc_zstd": range(1, 10)}
+_CNAMES = {"blosc": "lz4", "blosc_zstd": "zstd"}
 _COMPRESSED_CHUNK_BYTES = 1 << 20
 _MAX_NODE_NAME = 150
 _BLOSC_LENGTH = slice(12, 16)  # of the whole chunk, in the header of Blosc 1
@@ -66,9 +68,9 @@ class ZarrFormat(TrajectoryFormat):
 
     Attributes:
         codec: ``"none"`` (default) keeps a column as one raw chunk, which is mapped and sampled in place at
-            memory speed. ``"zstd"`` makes files small, ``"blosc"`` (shuffled LZ4) is faster with larger
-            files; both must be decoded into the cache, which pays off for images and slow disks.
-        level: of the codec, 1 to 22 (zstd) or 1 to 9 (blosc); without effect for ``"none"``.
+            memory speed. ``"zstd"`` and ``"blosc_zstd"`` (shuffled bytes) make files small, ``"blosc"`` (shuffled LZ4)
+            is faster with larger files; all must be decoded into the cache, which pays off for images and slow disks.
+        level: of the codec, 1 to 22 (zstd) or 1 to 9 (others); without effect for ``"none"``.
         chunk_bytes: upper bound of a chunk's uncompressed bytes, but at least one row. None: the whole column if it
             is not compressed, else 1 MiB. Columns of more than one chunk are not mapped.
 
@@ -78,7 +80,7 @@ class ZarrFormat(TrajectoryFormat):
 
     name: ClassVar[str] = "zarr"
 
-    codec: Literal["none", "zstd", "blosc"] = "none"
+    codec: Literal["none", "zstd", "blosc", "blosc_zstd"] = "none"
     level: int = 3
     chunk_bytes: int | None = None
 
@@ -105,7 +107,7 @@ class ZarrFormat(TrajectoryFormat):
                 crcs[column] = content.column_crc32[column]
                 files.append(EncodedFile(f"{node}/c{'.0' * (1 + len(spec.row_shape))}", pieces))
             else:
-                written = _write_array(self, spec, count, pieces)
+                written = _write_array(self, spec, count, pieces, _item_bytes(content, column))
                 files.extend(EncodedFile(f"{node}/{key}", [data]) for key, data in written.items())
         # An empty column is never read, so any mapped place will do.
         anywhere = ColumnPlace(next((place.file for place in mapped.values()), 0), 0)
@@ -169,12 +171,17 @@ def _stored_dtype(spec: ColumnSpec) -> str:
     return spec.dtype
 
 
-def _compressors(shard_format: ZarrFormat) -> Any:
+def _item_bytes(content: ShardContent, column: int) -> int | None:
+    """Return the bytes of a packed column's rows, whose bytes are compressed apart; None for others."""
+    return max(1, stored_width(content.pieces[column])) if is_packed(content.schema) else None
+
+
+def _compressors(shard_format: ZarrFormat, item_bytes: int | None) -> Any:
     codecs = _import_zarr().codecs
     if shard_format.codec == "zstd":
         return codecs.ZstdCodec(level=shard_format.level)
-    if shard_format.codec == "blosc":
-        return codecs.BloscCodec(cname="lz4", clevel=shard_format.level, shuffle="shuffle")
+    if (cname := _CNAMES.get(shard_format.codec)) is not None:
+        return codecs.BloscCodec(cname=cname, clevel=shard_format.level, shuffle="shuffle", typesize=item_bytes)
     return None
 
 
@@ -196,6 +203,7 @@ def _create_array(
     spec: ColumnSpec,
     data: npt.NDArray[Any],
     chunk_rows: int,
+    item_bytes: int | None = None,
     *,
     write_data: bool,
 ) -> dict[str, bytes]:
@@ -212,7 +220,7 @@ def _create_array(
         write_data=write_data,
         chunks=(chunk_rows, *inner),
         filters=None,
-        compressors=_compressors(shard_format),
+        compressors=_compressors(shard_format, item_bytes),
         fill_value=0,
         zarr_format=3,
         attributes=attributes,
@@ -222,9 +230,11 @@ def _create_array(
     return {key: bytes(value.to_bytes()) for key, value in content.items()}
 
 
-def _write_array(shard_format: ZarrFormat, spec: ColumnSpec, rows: int, pieces: Sequence[Buffer]) -> dict[str, bytes]:
+def _write_array(
+    shard_format: ZarrFormat, spec: ColumnSpec, rows: int, pieces: Sequence[Buffer], item_bytes: int | None = None
+) -> dict[str, bytes]:
     data = np.frombuffer(b"".join(pieces), np.dtype(_stored_dtype(spec))).reshape(rows, *spec.row_shape)
-    return _create_array(shard_format, spec, data, shard_format._chunk_rows(spec, rows), write_data=True)
+    return _create_array(shard_format, spec, data, shard_format._chunk_rows(spec, rows), item_bytes, write_data=True)
 
 
 @lru_cache(maxsize=1024)

@@ -179,6 +179,11 @@ class ShardTable:
 
         return self._by_family(0, of)
 
+    def compressed(self) -> npt.NDArray[np.bool_]:
+        """Return, per row, whether the shard is compressed: in the format ``zarr``, with columns that are not raw."""
+        of_family = [family.format == "zarr" and ABSENT in family.column_files for family in self._families]
+        return np.array(of_family, np.bool_)[self._family[: self._count]] if self._count else np.zeros(0, np.bool_)
+
     def stored_bytes(self) -> npt.NDArray[np.int64]:
         """Return, per row, the bytes of the shard's columns."""
         return self._by_family(0, lambda family: family.arrays["nbytes"][: family.count].sum(axis=1))

@@ -21,6 +21,7 @@ from trajstore._core.base import locks
 from trajstore._core.columns.flat import raw_bytes
 from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import Buffer, Directory
+from trajstore._core.formats import get_format
 from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
 from trajstore._core.reading.shard_access import damage_of, reader_of, rows_of
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 _UNPACKED = 16
 """Rows of a new shard may take this many times its bytes in memory: those of rollouts are packed in files."""
+
+COMPRESSED: Mapping[str, Any] = {"codec": "blosc_zstd", "level": 9, "chunk_bytes": 16 << 20}
+"""Options of the format ``zarr`` for compressed shards."""
 
 SLACK_BYTES = 1 << 20
 """Dead bytes allowed beyond the live bytes before any rewrite, so that small stores are left alone."""
@@ -76,6 +80,28 @@ class Usage:
         return int(self.total.sum()) > 2 * int(self.live.sum()) + SLACK_BYTES
 
 
+def choose_cold(
+    usage: Usage, schemas: npt.NDArray[np.int32], limit: int, cold: npt.NDArray[np.bool_], *, everything: bool
+) -> list[int]:
+    """Return shards to compress into one, as rows of the shard table; empty if there are none.
+
+    Args:
+        usage: of all shards.
+        schemas: schema number of each shard.
+        limit: most live bytes to copy; at least one shard is chosen regardless.
+        cold: which shards may be compressed.
+        everything: also choose fewer bytes than half of the limit.
+    """
+    sizes = np.maximum(usage.live, usage.memory // _UNPACKED)
+    candidates = np.flatnonzero(cold & (usage.total > 0))
+    for schema in np.unique(schemas[candidates]).tolist():
+        rows = candidates[schemas[candidates] == schema]
+        if everything or 2 * int(sizes[rows].sum()) >= limit:
+            fitting: list[int] = rows[: max(1, int(np.searchsorted(np.cumsum(sizes[rows]), limit, "right")))].tolist()
+            return fitting
+    return []
+
+
 def choose(
     usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: set[int], *, everything: bool
 ) -> list[int]:
@@ -83,7 +109,7 @@ def choose(
 
     Args:
         usage: of all shards.
-        schemas: schema number of each shard.
+        schemas: kind of each shard; those of one kind can be merged.
         limit: most live bytes to copy; at least one shard is chosen regardless.
         excluded: shards to leave alone.
         everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
@@ -123,6 +149,7 @@ class Rewriter:
         trajectory_format: format of new shards.
         shard_bytes: most bytes of trajectories in a new shard.
         new_shard: assigns and returns a shard number.
+        compress_after: compress shards that have none of this many newest trajectories; None: none.
     """
 
     def __init__(
@@ -132,7 +159,11 @@ class Rewriter:
         trajectory_format: TrajectoryFormat,
         shard_bytes: int,
         new_shard: Callable[[], int],
+        compress_after: int | None = None,
     ) -> None:
+        self._compress_after = compress_after
+        codec = getattr(trajectory_format, "codec", "none")
+        self._compressed = get_format("zarr", **COMPRESSED) if codec == "none" else trajectory_format
         self._directory = directory
         self._log = log
         self._format = trajectory_format
@@ -164,17 +195,20 @@ class Rewriter:
     def run(self) -> None:
         """Rewrite shards when it pays off, at first and whenever enough was evicted, until :meth:`stop`."""
         looked_at = -SLACK_BYTES  # evicted bytes at the last check; forces a first check
-        pause = 0
+        pause, after, next_id = 0, self._compress_after, 0
         while not self._closing:
-            if self._log.evicted_bytes - looked_at <= pause:
+            is_cold = after is not None and self._log.catalog.next_id - next_id > after // 8
+            if self._log.evicted_bytes - looked_at <= pause and not is_cold:
                 held = self._log.garbage.is_waiting
                 self._wait(_LEASES_SECONDS if held else None)
                 if held:
                     self._log.collect_garbage()
                 continue
-            looked_at = self._log.evicted_bytes
+            looked_at, next_id = self._log.evicted_bytes, self._log.catalog.next_id
             try:
                 while not self._closing and self.step():
+                    pass
+                while after is not None and not self._closing and self.step(compress=after):
                     pass
             except StoreClosedError:
                 return
@@ -192,11 +226,12 @@ class Rewriter:
             while True:
                 self._news.get_nowait()
 
-    def step(self, *, everything: bool = False) -> bool:
+    def step(self, *, everything: bool = False, compress: int | None = None) -> bool:
         """Merge several shards into a new one if that pays off; return whether it did.
 
         Args:
             everything: see :func:`choose`.
+            compress: choose shards without these many newest trajectories instead, and compress them.
 
         Raises:
             StoreClosedError: the writer was closed.
@@ -205,7 +240,7 @@ class Rewriter:
         """
         with self._one:
             # Files that are read here are kept, even after eviction.
-            with self._log.keeping_files_for(partial(self._choose, everything)) as chosen:
+            with self._log.keeping_files_for(partial(self._choose, everything, compress)) as chosen:
                 if chosen is None:
                     return False
                 sources = {row: self._open(row, manifest) for row, manifest in chosen.manifests.items()}
@@ -213,7 +248,7 @@ class Rewriter:
                 if len(readable) < len(sources):
                     return True  # choose again, without those that are damaged
                 number, nbytes = self._rewrite(chosen, readable)
-            if len(readable) == 1 and nbytes >= chosen.nbytes:
+            if compress is None and len(readable) == 1 and nbytes >= chosen.nbytes:
                 self._leave(number)
             self._log.collect_garbage()
             return True
@@ -232,16 +267,25 @@ class Rewriter:
             name,
         )
 
-    def _choose(self, everything: bool) -> _Chosen | None:
+    def _choose(self, everything: bool, compress: int | None) -> _Chosen | None:
         """Return the shards to rewrite, if any; called while the log stands still."""
         self._log.check_open()
         catalog = self._log.catalog
         usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
-        rows = choose(usage, schemas, self._shard_bytes, self.damaged, everything=everything)
+        compressed = catalog.shards.compressed()
+        if compress is None:
+            kinds = 2 * schemas + compressed
+            rows = choose(usage, kinds, self._shard_bytes, self.damaged, everything=everything)
+        else:
+            cold = ~compressed
+            cold[[*self.damaged, *catalog.index["shard"][max(0, len(catalog.index) - compress) :].tolist()]] = False
+            rows = choose_cold(usage, schemas, self._shard_bytes, cold, everything=everything)
         if not rows:
             return None
         nbytes = int(catalog.shards.row_bytes()[rows].sum())
-        return _Chosen({row: catalog.shards.manifest(row) for row in rows}, *_entries_in(catalog, rows), nbytes)
+        manifests = {row: catalog.shards.manifest(row) for row in rows}
+        is_compressed = compress is not None or bool(compressed[rows[0]])
+        return _Chosen(manifests, *_entries_in(catalog, rows), nbytes, is_compressed)
 
     def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
         """Return an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
@@ -270,7 +314,8 @@ class Rewriter:
                 pieces[column].append(piece)
         extents = [entry.extent for entry in entries]
         content = ShardContent(schema, extents, pieces)
-        files, manifest = encoded_shard(self._format, shard_name(number), content, entries=chosen.label)
+        form = self._compressed if chosen.compressed else self._format
+        files, manifest = encoded_shard(form, shard_name(number), content, entries=chosen.label)
         self._directory.publish(files)
         with self._log.recording(manifest):
             self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
@@ -286,6 +331,9 @@ class _Chosen:
     label: Mapping[str, Any]
     nbytes: int
     """Bytes of all rows written to the shards."""
+
+    compressed: bool
+    """Whether the new shard is compressed."""
 
 
 @dataclass(frozen=True, slots=True)

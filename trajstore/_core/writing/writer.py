@@ -63,6 +63,7 @@ class StoreWriter:
         options: threads and memory.
         metadata: returns further values of ``metadata.json``.
         listener: called by a pool thread for each commit and eviction, before ``flush`` returns.
+        compress_after: see :class:`~trajstore._core.writing.rewriting.Rewriter`.
         on_commit: called with the ids of each commit in a separate thread, possibly after ``flush`` has returned.
 
     Attributes:
@@ -85,6 +86,7 @@ class StoreWriter:
         options: WriterOptions,
         metadata: Callable[[], Mapping[str, Any]],
         listener: CommitListener,
+        compress_after: int | None = None,
         on_commit: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.directory = directory
@@ -115,7 +117,9 @@ class StoreWriter:
             threading.Thread(target=self._work, name=f"trajstore-writer-{i}", daemon=True)
             for i in range(options.threads)
         ]
-        self.rewriter = Rewriter(directory, self.log, trajectory_format, options.shard_bytes, self.queue.new_shard)
+        self.rewriter = Rewriter(
+            directory, self.log, trajectory_format, options.shard_bytes, self.queue.new_shard, compress_after
+        )
         self._threads.append(threading.Thread(target=self._rewrite, name="trajstore-rewriter", daemon=True))
         self._threads.append(threading.Thread(target=self.inbox.run, name="trajstore-inbox", daemon=True))
 
@@ -190,8 +194,8 @@ class StoreWriter:
         except StoreWriteError as error:
             logger.warning("%s: retention could not be applied: %s", self.directory.url, error)
 
-    def compact(self) -> None:
-        """Rewrite shards until no dead rows and no two small shards are left.
+    def compact(self, *, compress: bool) -> None:
+        """Compress all shards if asked to, and rewrite them until no dead rows and no two small shards are left.
 
         Raises:
             StoreWriteError: writing failed; the store is unchanged.
@@ -200,6 +204,8 @@ class StoreWriter:
         self.flush()
         with written(": a shard could not be rewritten; nothing was moved"):
             try:
+                while compress and self.rewriter.step(everything=True, compress=0):
+                    pass
                 while self.rewriter.step(everything=True):
                     pass
             except CorruptStoreError:
