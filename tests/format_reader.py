@@ -9,6 +9,7 @@ import base64
 import io
 import json
 import pickle
+import struct
 import zipfile
 import zlib
 from dataclasses import dataclass, field, replace
@@ -582,3 +583,58 @@ def read_rows(store: Store, entry: Entry, name: str) -> Column:
 def read_document(columns: dict[str, Column]) -> dict[str, Any]:
     """Return the document in a trajectory's columns; empty if absent."""
     return json.loads(columns["_document"].data) if "_document" in columns else {}
+
+
+def read_sessions(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the sessions of a store that are not over: their ``open`` record, calls and end, by UUID.
+
+    A call has its ``tokens``, ``start``, ``log_probs``, and the other keys of its record.
+    """
+    newest: dict[str, dict[str, Any]] = {}
+    over: set[str] = set()
+    for file in sorted(path.glob("calls/*.calls")):
+        here: dict[int, dict[str, Any]] = {}
+        for record, arrays in _journal(file.read_bytes()):
+            if "open" in record:
+                here[record["s"]] = {**record, "is_whole": not record["turn"], "calls": [], "state": "open"}
+            elif "k" in record:
+                calls = here[record["s"]]["calls"]
+                assert record["k"] == len(calls)
+                calls.append(record | ({} if "gap" in record else _tokens(record, arrays, calls)))
+            elif "over" in record:
+                over.add(record["over"])
+            elif "whole" in record:
+                here[record["s"]]["is_whole"] = True
+            elif "s" in record:
+                here[record["s"]] |= {"state": record.get("state", "finished"), "finish": record.get("finish")}
+        for session in here.values():
+            if session["is_whole"] and session["turn"] >= newest.get(session["open"], {"turn": 0})["turn"]:
+                newest[session["open"]] = session
+    return {
+        name: session
+        for name, session in newest.items()
+        if name not in over and session["state"] not in ("moved", "discarded")
+    }
+
+
+def _journal(data: bytes) -> list[tuple[dict[str, Any], bytes]]:
+    records, at = [], 0
+    while data[at : at + 2] == b"\xcc\xa1" and at + 10 <= len(data):
+        size, crc = struct.unpack_from("<II", data, at + 2)
+        payload = data[at + 10 : at + 10 + size]
+        if len(payload) < size or zlib.crc32(payload) != crc:
+            break
+        head, _, arrays = payload.partition(b"\n")
+        records.append((json.loads(head), arrays))
+        at += 10 + size
+    return records
+
+
+def _tokens(record: dict[str, Any], arrays: bytes, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    prompt, sampled, width = record["n"]
+    base, taken = record.get("b", (None, 0))
+    end = (prompt + sampled) * width
+    own = [int.from_bytes(arrays[at : at + width], "little") for at in range(0, end, width)]
+    log_probs = np.frombuffer(arrays[end:], "<f4").tolist() if record.get("l") else None
+    before = [] if base is None else calls[base]["tokens"][:taken]
+    return {"tokens": before + own, "start": taken + prompt, "log_probs": log_probs}

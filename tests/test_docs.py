@@ -59,6 +59,7 @@ PAGES = [
         )
     ),
     *(f"docs/howto/{name}.md" for name in ("moving", "ranks", "reading", "resume", "retention", "rlinf", "samplers")),
+    "docs/howto/sessions.md",
     "docs/howto/object-store.md",
 ]
 """Each page is one program; one process runs all, as importing torch dominates."""

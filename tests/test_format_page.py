@@ -6,7 +6,9 @@ import itertools
 import json
 import re
 import time
+import uuid
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ import torch
 
 from tests import format_reader
 from tests.pages import blocks
+from tests.sessions.test_processes import begin, in_child
 from tests.stores import LIVE, crashed_store, writer_to
 from tests.support.copies import copy_live
 from tests.support.witness import witness
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward, Sessions, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.formats import FORMATS
 
@@ -228,3 +231,29 @@ def test_the_page_is_enough_to_read_values_that_came_late(tmp_path: Path) -> Non
         expected = {0: {"score": 0.5, "tag": "é"}, 1: {"score": 2.0, "tag": None}}
         assert format_reader.open_store(copy_live(tmp_path / "store", tmp_path / "copy")).notes == expected
     assert format_reader.open_store(tmp_path / "store").notes == expected
+
+
+def test_the_reader_reads_sessions(tmp_path: Path) -> None:
+    TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path).close()
+    for name in "abc":
+        in_child(partial(begin, tmp_path, name, state="finished" if name == "b" else "open"), killed=True)
+    with Sessions(tmp_path) as sessions:
+        session = sessions.session("task", "c")  # from another journal
+        session.add_call([1, 2, 300, 70_000, 1 << 30], [3, 4], [-0.5, -0.25], call_id="far")
+        session.incomplete("gap", "timeout")
+        assert [call.id for call in session.calls()] == ["first", "second", "far", "gap"]
+        found = {one["fields"]["rollout_id"]: one for one in format_reader.read_sessions(tmp_path).values()}
+        assert {name: one["state"] for name, one in found.items()} == {"a": "open", "b": "finished", "c": "open"}
+        for info in sessions.listed():
+            mine = found[info.rollout_id]["calls"]
+            for call, one in zip(mine, sessions.read("task", info.rollout_id), strict=True):
+                assert (call["c"], call.get("v"), call.get("gap")) == (one.id, one.policy_version, one.gap)
+                if one.gap is None:
+                    assert (call["tokens"], call["start"]) == (one.tokens.tolist(), one.start)
+                    assert one.log_probs is not None
+                    assert call["log_probs"] == one.log_probs.tolist()
+    b = found["b"]["open"]
+    TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path).close()
+    assert b not in format_reader.read_sessions(tmp_path)
+    (entry,) = format_reader.open_store(tmp_path).live.values()
+    assert entry.uuid == uuid.uuid5(uuid.UUID(b), "0").hex
