@@ -13,16 +13,21 @@ import torch
 
 from tests.stores import writer_to
 from tests.view.conftest import Serve
+from tests.view.test_bundle import bundled, serve_files  # noqa: F401
 from tests.view.test_server import ask, get, trajectory
+from tools.browser import Page
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.interop.convert import convert_from, convert_to
-from trajstore.loader import ReplayLoader
+from trajstore.interop.rlinf.trajectory import flatten_trajectory
+from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader
 from trajstore.samplers import (
     EpochSampler,
+    Hindsight,
     Priorities,
     Sampler,
     WeightedSampler,
+    sample_hindsight,
     sample_n_step,
     sample_sequences,
 )
@@ -74,7 +79,7 @@ VALID = [
 def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     with writer_to(tmp_path / "store", trajectory_format=request.param) as buffer:
         buffer.add_trajectories(BLOCKS)
-        buffer.flush()
+        buffer.points.pin("both")
     return tmp_path / "store"
 
 
@@ -94,8 +99,12 @@ def colours_of(batch: Any) -> list[int]:
     return seen.tolist()
 
 
-def test_the_page_shows_each_step_of_each_environment(serve: Serve, path: Path) -> None:
-    address = serve(path)
+@pytest.mark.parametrize("pin", [None, "both"])
+def test_the_page_shows_each_step_of_each_environment(serve: Serve, path: Path, pin: str | None) -> None:
+    if pin:
+        with writer_to(path) as writer:
+            writer.evict([0, 1])
+    address = serve(path, pin=pin)
     for number, made in enumerate(BLOCKS):
         header, arrays = trajectory(address, str(number))
         assert torch.equal(torch.from_numpy(arrays["rewards"].copy()), made.rewards)
@@ -112,11 +121,57 @@ def test_the_page_shows_each_step_of_each_environment(serve: Serve, path: Path) 
     assert get(address, "/api/frames?id=0&name=rewards&step=0")[0] == 400
 
 
+def test_a_bundle_has_each_step_of_each_environment(path: Path, tmp_path: Path) -> None:
+    folder = bundled(path, tmp_path / "out")
+    contents = json.loads((folder / "bundle.json").read_bytes())
+    assert contents["overview"]["samples"] == len(VALID)
+    assert contents["sampled"]["reward"]["time"][0]["reward"] == [pytest.approx(np.mean(VALID))]
+    for number in range(2):
+        (pictures,) = [one for one in contents["pictures"][str(number)] if one["name"] == "curr_obs.image"]
+        for environment in range(BATCH):
+            data = (folder / f"{pictures['place']}-{environment}-0.bin").read_bytes()
+            frames = np.frombuffer(data, np.uint8).reshape(STEPS, -1)
+            assert (frames == [[colour(number, step, environment)] for step in range(STEPS)]).all()
+
+
+@pytest.mark.parametrize("bundle", [False, True])
+def test_the_browser_paints_each_step_of_each_environment(
+    path: Path,
+    tmp_path: Path,
+    serve: Serve,
+    serve_files: Serve,  # noqa: F811
+    page: Page,
+    bundle: bool,
+) -> None:
+    address = serve_files(bundled(path, tmp_path / "out")) if bundle else f"{serve(path)}/"
+    page.expected_errors.append("willReadFrequently")  # this test looks at pixels
+    pixels = (
+        "[...document.querySelectorAll('.large')].map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data[0])"
+    )
+    for number in range(2):
+        for environment in range(BATCH):
+            page.open(f"{address}#/trajectory/{number}?environment={environment}")
+            page.until("document.querySelector('[data-curve=rewards] canvas')")
+            for step in range(STEPS):
+                page.run(
+                    "const slider = document.querySelector('input[type=range]'); slider.value = arguments[0];"
+                    "slider.dispatchEvent(new Event('input'))",
+                    step,
+                )
+                here = colour(number, step, environment)
+                page.until(f"{pixels}.join() === arguments[0]", f"{here},{here + BATCH}")
+
+
 def test_the_pages_curves_and_counts_are_those_of_valid_steps(serve: Serve, path: Path) -> None:
-    address = serve(path)
-    curve = ask(address, "sampled", over="time", name="reward")
-    assert curve["reward"] == [pytest.approx(np.mean(VALID))]
-    assert curve["unread"] == 0
+    other = path.with_name("other")
+    with writer_to(other) as writer:
+        writer.add_trajectories(BLOCKS[:1])
+    address = serve(path, compare=other)
+    for run, colours in enumerate((VALID, VALID[:36])):
+        curve = ask(address, "sampled", over="time", name="reward", run=str(run))
+        assert curve["reward"] == [pytest.approx(np.mean(colours))]
+        assert curve["unread"] == 0
+    assert ask(address, "overview")["other"]["samples"] == 36
     assert ask(address, "overview")["samples"] == len(VALID)
     assert [row["samples"] for row in ask(address, "page")["rows"]] == [36, 37]
     assert ask(address, "facts", id="1")["samples"] == 37
@@ -155,6 +210,79 @@ def test_sequences_and_transitions_have_valid_steps_alone(reader: TrajectoryRepl
     steps = sample_n_step(reader, 200, 3, gamma=0.5)
     assert set(steps["curr_obs"]["states"].flatten().long().tolist()) <= set(VALID)
     assert set(steps["curr_obs"]["image"].flatten().tolist()) <= set(VALID)
+
+
+def episode_of(seen: int) -> set[int]:
+    """Return the colours of a step's episode from it on: those before the environment's next invalid step."""
+    number, row = divmod(seen - 1, 100)
+    step, environment = divmod(row, BATCH)
+    invalid = (INVALID, FIRST)[number]
+    end = next((at for at in range(step, STEPS) if (at, environment) in invalid), STEPS)
+    return {colour(number, at, environment) for at in range(step, end)}
+
+
+@pytest.mark.parametrize("strategy", ["future", "final"])
+def test_goals_of_hindsight_are_of_valid_steps_of_the_episode(reader: TrajectoryReplayBuffer, strategy: Any) -> None:
+    arguments: dict[str, Any] = {
+        "goal": "curr_obs.states",
+        "achieved": "next_obs.states",
+        "reward": lambda achieved, goal: (achieved == goal).float(),
+        "strategy": strategy,
+        "share": 1.0,
+    }
+    with ReplayLoader(reader, batch_size=200, rows=Hindsight(**arguments)) as loader:
+        batches = [sample_hindsight(reader, 500, sampler=WeightedSampler(), **arguments), next(loader)]
+    for batch in batches:
+        seen, goals = batch["actions"].flatten().long().tolist(), batch["curr_obs"]["states"].flatten().long() - BATCH
+        assert set(seen) <= set(VALID)
+        assert batch["relabelled"].all()
+        for one, goal in zip(seen, goals.tolist(), strict=True):
+            episode = episode_of(one)
+            assert goal in ({max(episode)} if strategy == "final" else episode)
+
+
+@pytest.mark.parametrize("make", [ReplayBufferDataset, PreloadReplayBufferDataset])
+def test_rlinfs_datasets_have_valid_steps_alone(reader: TrajectoryReplayBuffer, make: Callable[..., Any]) -> None:
+    dataset = make(reader, reader, 64, 1, 1)
+    batches = iter(dataset)
+    seen = {one for _ in range(20) for one in colours_of(next(batches))}
+    dataset.close()
+    assert seen <= set(VALID)
+    assert len(seen) > 60
+    flat = flatten_trajectory(BLOCKS[0])
+    assert flat["actions"].flatten().tolist() == [colour(0, t, b) for t in range(STEPS) for b in range(BATCH)]
+    assert flat["actions"][flat["valid"]].flatten().tolist() == VALID[:36]
+
+
+@pytest.mark.parametrize("path", ["zarr"], indirect=True)
+def test_rows_read_through_ray_are_valid_steps_alone(
+    path: Path, tmp_path: Path, small_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore.distributed import DistributedReplayBuffer, StoreDatasource
+
+    def rows(source: StoreDatasource) -> list[int]:
+        blocks = [block for task in source.get_read_tasks(2) for block in task()]
+        for row in (row for block in blocks for row in block.to_pylist()):
+            assert np.unique(row["curr_obs.image"]).tolist() == row["rewards"] == row["curr_obs.states"]
+        return sorted(int(row["rewards"][0]) for block in blocks for row in block.to_pylist())
+
+    assert rows(StoreDatasource(path)) == rows(StoreDatasource(path, pin="both")) == VALID
+    options: dict[str, Any] = {"actor_options": {"num_cpus": 0.1}, "deadline": 600.0, "patience": 600.0}
+    with DistributedReplayBuffer.create("colours", tmp_path / "run", stores=1, **options) as handle:
+        ids = [number for one in BLOCKS for number in handle.add_trajectories([one]).committed(120)]
+        handle.refresh()
+        assert set(colours_of(handle.sample(500))) <= set(VALID)  # reads the files
+        with monkeypatch.context() as patch, DistributedReplayBuffer.connect("colours") as distant:
+            patch.setattr("trajstore.distributed.reads._open", lambda about: None)
+            assert set(colours_of(distant.sample(500))) <= set(VALID)  # asks the store
+        assert set(colours_of(handle.sample(500, sampler=WeightedSampler()))) <= set(VALID)
+        with ReplayLoader(handle, batch_size=10, sampler=EpochSampler(epochs=1)) as loader:
+            assert sorted(one for batch in loader for one in colours_of(batch)) == VALID
+        table = handle.query("steps").where("valid").table()
+        assert sorted(table["rewards"].to_list()) == VALID
+        for number, made in zip(ids, BLOCKS, strict=True):
+            assert torch.equal(handle.get(number).rewards, made.rewards)
+        handle.stop()
 
 
 def test_a_loaders_epoch_has_each_valid_step_once(path: Path) -> None:

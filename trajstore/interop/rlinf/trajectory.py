@@ -100,7 +100,8 @@ def flatten_trajectory(trajectory: plain.Trajectory) -> dict[str, Any]:
     """Return a trajectory's tensors by field as ``[rows * B, ...]``, as RLinf's ``_flatten_trajectory`` does.
 
     Dones and related fields lose their bootstrap rows; other fields keep all rows: ``actions`` with T + E rows give
-    (T + E) * B.
+    (T + E) * B. Invalid steps, which RLinf does not know, keep their rows (t * B + b), as RLinf's code expects; the
+    field ``valid`` marks them, and ``num_samples`` of the index does not count them.
 
     Raises:
         InvalidTrajectoryError: a field has neither T nor T + E rows.
