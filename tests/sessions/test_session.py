@@ -41,10 +41,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"parent": "first", "prompt_ids": [1, 2, 3, 9]}, "do not begin with the 4 tokens of the parent 'first'"),
     ({"parent": "first", "prompt_ids": [1, 2]}, "do not begin with the 4 tokens of the parent 'first'"),
     ({"messages": "hi"}, "messages: 'hi', must be a list of dicts"),
+    ({"messages": iter([{"role": "user"}])}, "messages: .* must be a list of dicts"),
     ({"messages": [{"role": float("nan")}]}, r"messages\[0\].role: nan has no equal in JSON"),
     ({"metadata": {"a": object()}}, "metadata.a: a object has no equal in JSON"),
     ({"policy_version": 1.5}, "policy_version"),
-    ({"call_id": "\ud800"}, "half of a surrogate pair"),
+    ({"call_id": "\ud800"}, r"call \\ud800: .*half of a surrogate pair"),
 ]
 
 
@@ -101,6 +102,28 @@ def test_a_repeated_call_does_nothing_and_another_one_is_refused(tmp_path: Path,
             session.incomplete("a")
         assert session.calls() == [call]
         assert len(records(tmp_path)) == 3
+
+
+def test_names_without_value_and_odd_ones(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        assert buffer.session(None, "a") is buffer.session("", "a")  # type: ignore[arg-type]
+        with pytest.raises(
+            errors.InvalidCallError, match=r"session t/\\ud800: field rollout_id: .*half"
+        ):
+            buffer.session("t", "\ud800")
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.StoreNotFoundError):
+        Sessions(tmp_path / "file")
+
+
+def test_messages_with_arrays_are_those_of_the_call_before(tmp_path: Path) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "arrays")
+        said = [{"role": "user", "content": np.arange(3)}]
+        session.add_call([1], [2], messages=said)
+        call = session.add_call([1, 2], [3], messages=[*said, {"role": "assistant", "content": "x"}])
+        assert call.messages == [{"role": "assistant", "content": "x"}]
+        assert call.conversation[0] == {"role": "user", "content": [0, 1, 2]}
 
 
 def test_a_gap_is_closed_by_the_call_itself(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ class Session:
     # -- inside -----------------------------------------------------------------------------------
 
     def _refusals(self, call_id: str | None) -> _Named:
-        return _Named(f"session {self.task_id}/{self.rollout_id}" + (f", call {call_id}" if call_id else ""))
+        return named(self.task_id, self.rollout_id, call_id)
 
     def _settle(self) -> int:
         """Forget records that are durable, and undo those that failed; return the journal's number of failures."""
@@ -361,6 +361,12 @@ class Session:
         )
 
 
+def named(task_id: str, rollout_id: str, call_id: str | None = None) -> _Named:
+    """Return a context that names a session, and a call, in refusals."""
+    name = f"session {task_id}/{rollout_id}" + (f", call {call_id}" if call_id else "")
+    return _Named(name.encode("utf8", "backslashreplace").decode())  # half of a surrogate pair cannot be printed
+
+
 class _Named:
     """Names session and call in refusals, all of which become :class:`InvalidCallError`."""
 
@@ -395,11 +401,14 @@ def _new_messages(
     if messages is None:
         return 0 if parent is None else parent.kept + len(parent.messages), []
     before = [] if parent is None else parent.conversation
-    if isinstance(messages, str | bytes | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not (is_list and all(isinstance(message, Mapping) for message in messages)):
         raise InvalidCallError(f"messages: {shown(messages)}, must be a list of dicts")
-    kept = 0
-    while kept < min(len(before), len(messages)) and before[kept] == messages[kept]:
-        kept += 1
+    try:
+        kept = next((at for at, pair in enumerate(zip(before, messages, strict=False)) if pair[0] != pair[1]), None)
+    except ValueError:  # an array of numpy compares its items
+        return _new_messages(parent, plain({"messages": [dict(message) for message in messages]})["messages"])
+    kept = min(len(before), len(messages)) if kept is None else kept
     spoken: list[dict[str, Any]] = plain({"messages": [dict(message) for message in messages[kept:]]})["messages"]
     return kept, spoken
 

@@ -18,14 +18,13 @@ from trajstore._core.files.opening import open_directory
 from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.journal import CallJournal
 from trajstore._core.sessions.records import encode_call, frame, plain
-from trajstore._core.sessions.session import Session, check_metadata
+from trajstore._core.sessions.session import Session, check_metadata, named
 from trajstore._core.sessions.tree import Call, CallTree
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.opening import check_not_mirror
 from trajstore.errors import (
     ConfigurationError,
     InvalidCallError,
-    InvalidTrajectoryError,
     StoreClosedError,
     StoreLockedError,
     StoreNotFoundError,
@@ -56,7 +55,7 @@ class Sessions:
         local = local_directory(directory)
         try:
             metadata = parse_metadata(local.read(METADATA_NAME), f"{local.url}/{METADATA_NAME}")
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreNotFoundError(
                 f"{local.url}: no store; the process that writes it creates it: TrajectoryReplayBuffer(auto_save=True)"
             ) from error
@@ -102,10 +101,9 @@ class Sessions:
         for name, value in texts.items():
             check_kind(name, value, str, "a text")
         check_kind("metadata", metadata, Mapping, "a dict")
-        try:
-            fields = plain({**texts, "metadata": dict(metadata or {})})
-        except InvalidTrajectoryError as error:
-            raise InvalidCallError(f"session {task_id}/{rollout_id}: {error}") from error
+        with named(task_id, rollout_id):
+            fields = plain({name: value or "" for name, value in texts.items()} | {"metadata": dict(metadata or {})})
+        task_id, rollout_id = fields["task_id"], fields["rollout_id"]
         check_metadata(fields["metadata"])
         self._check_process()
         with self._lock:
