@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from tools.crash.verl.layout import rollouts_path
 from trainer_hooks.verl.arrival import recorded_rollouts
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, ledger
 from trajstore.errors import StoreNotFoundError
-from trajstore.ledger import ROW, LedgerContents, TrainedStep
+from trajstore.ledger import LedgerContents, TrainedStep
 
 TOLERANCE = 1e-4
 """Of two trainings: rows arrive in any order, and float32 sums depend on the order."""
@@ -26,11 +23,6 @@ class Trained:
 
     contents: LedgerContents
     rollouts: Mapping[int, AgentTrajectory]
-
-    def identities(self, step: TrainedStep) -> list[tuple[str, int | None, str]]:
-        """Return each row's rollout by task, policy version and session, which equal trainings share."""
-        rollouts = [self.rollouts[number] for number in step.rows["trajectory"].tolist()]
-        return [(one.task_id, one.policy_version, one.rollout_id.split("_")[1]) for one in rollouts]
 
 
 def trained_of(folder: Path) -> Trained:
@@ -99,39 +91,9 @@ def compare(folder: Path, other: Path, report: Callable[[str], None]) -> int:
         other: of another one from the same model and data.
         report: gets the first step that differs.
     """
-    one, two = trained_of(folder), trained_of(other)
-    shared = [number for number in one.contents.steps if number in two.contents.steps]
-    for number in shared:
-        if unlike := _differences(one, two, number):
-            report(f"step {number} differs from that of an undisturbed training: {'; '.join(unlike)}")
-            break
+    one, two = _contents(folder), _contents(other)
+    shared = [number for number in one.steps if number in two.steps]
+    same = (dataclasses.replace(of, steps={number: of.steps[number] for number in shared}) for of in (one, two))
+    if (unlike := ledger.first_difference(*same, tolerance=TOLERANCE)) is not None:
+        report(f"step {unlike.step} differs from that of an undisturbed training: {unlike}")
     return len(shared)
-
-
-def _differences(one: Trained, two: Trained, number: int) -> list[str]:
-    """Return what two trainings have different in a step."""
-    mine, its = one.contents.steps[number], two.contents.steps[number]
-    found = [
-        f"{name} is {getattr(mine, name)}, not {getattr(its, name)}"
-        for name in ("tasks", "data", "seeds", "policy_before", "policy_after")
-        if getattr(mine, name) != getattr(its, name)
-    ]
-    if mine.loss.keys() != its.loss.keys():
-        found.append(f"loss has {[*mine.loss]}, not {[*its.loss]}")
-    else:
-        found += [
-            f"loss {name} is {value}, not {its.loss[name]}"
-            for name, value in mine.loss.items()
-            if not math.isclose(value, its.loss[name], rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-        ]
-    if one.identities(mine) != two.identities(its):
-        return [*found, "its rows are of other rollouts"]
-    for name in ROW.names or ():
-        if name == "trajectory":  # each training numbers its own
-            continue
-        a, b = mine.rows[name], its.rows[name]
-        close = np.isclose(a, b, TOLERANCE, TOLERANCE, equal_nan=True) if a.dtype.kind == "f" else a == b
-        if not close.all():
-            row = int((~close).argmax())
-            found.append(f"{name} of row {row} is {a[row]}, not {b[row]}")
-    return found
