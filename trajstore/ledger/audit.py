@@ -191,9 +191,9 @@ def config_difference(
 def matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
     """Return the numbers of matching rows of two steps, ``[n, 2]``, by the first one's."""
     names = [name for name in MATCHED if name not in (*mine.unknown, *its.unknown)]
+    if [*mine.tasks] == [*its.tasks] and np.array_equal(mine.rows[[*names, "group"]], its.rows[[*names, "group"]]):
+        return np.repeat(np.arange(len(mine.rows))[:, None], 2, axis=1)
     rows = [step.rows[names].tolist() for step in (mine, its)]
-    if rows[0] == rows[1] and [*mine.tasks] == [*its.tasks] and (mine.rows["group"] == its.rows["group"]).all():
-        return np.repeat(np.arange(len(rows[0]))[:, None], 2, axis=1)
     keys = [[(row, row[:3], row[:2], ()) for row in of_step] for of_step in rows]
     groups: list[dict[int, list[int]]] = [{}, {}]
     for step, members in zip((mine, its), groups, strict=True):
