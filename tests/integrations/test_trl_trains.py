@@ -129,6 +129,16 @@ class Worker:
         return made
 
 
+def noted(take: Any, delivered: list[Any]) -> Any:
+    """Return a function that also appends what ``take`` returns to a list."""
+
+    def get(*given: Any, **named: Any) -> Any:
+        delivered.append(take(*given, **named))
+        return delivered[-1]
+
+    return get
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from trl.experimental.async_grpo import async_grpo_trainer, packing
@@ -139,7 +149,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_asynchronous_trainer_trains_what_is_stored(tmp_path: Path) -> None:
+def test_asynchronous_trainer_trains_what_is_stored_also_after_a_restart(tmp_path: Path) -> None:
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -160,7 +170,7 @@ def test_asynchronous_trainer_trains_what_is_stored(tmp_path: Path) -> None:
         terms = []
         for sample in samples:
             rollout = stored[tuple(sample.input_ids.tolist())]
-            assert rollout.policy_version == sample.model_version
+            assert rollout.policy_version == sample.model_version + recording.rollout_buffer.recording.before
             start = rollout.response_start
             ratio = (log_probs_of(model, rollout.input_ids)[start - 1 :] - rollout.rollout_log_probs).exp()
             advantage = rollout.metadata["trl"]["advantage"]
@@ -177,29 +187,32 @@ def test_asynchronous_trainer_trains_what_is_stored(tmp_path: Path) -> None:
     )  # fmt: skip
     quiet = SimpleNamespace(**dict.fromkeys(("init_weight_transfer", "pause", "resume", "destroy"), lambda: None))
     quiet.send_weights = lambda iterator: [None for _ in iterator]
-    worker = Worker()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        recording = RecordingWorker(worker, buffer, replay=0.25, max_staleness=args.max_staleness)
-        take = recording.rollout_buffer.get
-        recording.rollout_buffer.get = lambda *given, **named: (delivered.append(take(*given, **named)), delivered[-1])[
-            1
-        ]
-        trainer = Trainer(
-            str(assets.model), train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "2"}]}]),
-            reward_funcs=[lambda **_: [0.0]], args=args, rollout_worker=recording, weight_transfer=quiet,
-        )  # fmt: skip
-        worker.trainer = trainer
-        trainer.train()
-    replayed = [sample for sample in delivered if "replay/reward" in sample.metrics]
-    assert len(losses) == STEPS
-    assert [trained for trained, _ in losses] == pytest.approx([kept for _, kept in losses], rel=1e-4, abs=1e-6)
-    assert 0.2 < len(replayed) / len(delivered) <= 0.25
-    assert {sample.metrics["replay/staleness"] for sample in replayed} == {1.0, 2.0, 3.0}
-    log = [line for line in trainer.state.log_history if "replay/reward" in line]
-    assert len(log) > STEPS - 5
-    assert max(line["ratio"] for line in log) != pytest.approx(1, abs=1e-3)
-    assert not any("sample/dropped_stale_total" in line for line in trainer.state.log_history)
-    assert not worker.running
+    for process in range(2):  # TRL counts the versions of each from 0
+        delivered, losses, steps = [], [], itertools.count()
+        worker = Worker()
+        worker.generator.manual_seed(5 + process)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+            recording = RecordingWorker(worker, buffer, replay=0.25, max_staleness=args.max_staleness)
+            recording.rollout_buffer.get = noted(recording.rollout_buffer.get, delivered)
+            trainer = Trainer(
+                str(assets.model), train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "2"}]}]),
+                reward_funcs=[lambda **_: [0.0]], args=args, rollout_worker=recording, weight_transfer=quiet,
+            )  # fmt: skip
+            worker.trainer = trainer
+            trainer.train()
+            versions = [rollout.policy_version for rollout in map(buffer.get, buffer.trajectory_ids.tolist())]
+        replayed = [sample for sample in delivered if "replay/reward" in sample.metrics]
+        assert len(losses) == STEPS
+        assert [trained for trained, _ in losses] == pytest.approx([kept for _, kept in losses], rel=1e-4, abs=1e-6)
+        assert 0.2 < len(replayed) / len(delivered) <= 0.25
+        assert {sample.metrics["replay/staleness"] for sample in replayed} == {1.0, 2.0, 3.0}
+        log = [line for line in trainer.state.log_history if "replay/reward" in line]
+        assert len(log) > STEPS - 5
+        assert max(line["ratio"] for line in log) != pytest.approx(1, abs=1e-3)
+        assert not any("sample/dropped_stale_total" in line for line in trainer.state.log_history)
+        assert not worker.running
+        assert sorted(set(versions)) == [*range(1, max(versions) + 1)]
+        assert max(versions) == (process + 1) * (trainer.model_version - 1)
 
 
 @pytest.mark.usefixtures("on_cpu")
