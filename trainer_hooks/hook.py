@@ -46,7 +46,7 @@ from trainer_hooks.replay.entry import with_reward_fingerprint
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
-from trainer_hooks.replay.store import RecordedStore
+from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.trained import StepRecorder
 from trajstore._core.base.arguments import finite, path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
@@ -146,7 +146,7 @@ class ReplayHook(Closing, Generic[Task]):
             if not config.enable:
                 return
             if self._recorder is not None and self._recorder.buffer is not None:
-                self._store = RecordedStore(self._recorder.buffer, self._recorder.ids)
+                self._store = BufferStore(self._recorder.buffer, self._recorder.ids)
             manager = ExperienceManager(
                 rules,
                 store=self._store,

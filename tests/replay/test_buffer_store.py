@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -15,20 +16,21 @@ import torch
 from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.store import RecordedStore
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
+from trajstore.trajectory import AgentTrajectory
 from trajstore.view.shown import OfReader
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2)
 
 
-def train(manager: ExperienceManager, number: int) -> None:
-    """Run one step on one of five tasks; every tenth step solves its task."""
+def train(manager: ExperienceManager, number: int, record: Callable[[list[AgentTrajectory]], object] = len) -> None:
+    """Run one step on one of five tasks, whose rollouts are recorded first; every tenth step solves its task."""
     manager.global_steps = number
     outcomes = [1.0, 1.0, float(number % 10 == 9)]
     batch = rollouts(f"t{number % 5}", outcomes, first=10 * number)
+    record(batch)
     step(manager, batch, [float((7 * number + i) % 11) for i in range(3)])
 
 
@@ -53,20 +55,26 @@ def test_a_pool_is_found_again_in_its_directory(tmp_path: Path, kind: str) -> No
     store.close()
 
 
-def train_until_killed(path: Path, pipe: Connection) -> None:
-    manager = ExperienceManager(RULES, store=BufferStore.open(path))
+def train_until_killed(path: Path, is_recorded: bool, pipe: Connection) -> None:
+    buffer, ids = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path), {}
+
+    def record(made: list[AgentTrajectory]) -> None:
+        names = [(one.task_id, one.rollout_id) for one in made]
+        ids.update(zip(names, buffer.add_trajectories(made), strict=True))
+
+    manager = ExperienceManager(RULES, store=BufferStore(buffer, ids if is_recorded else None))
     for number in range(10**6):
-        train(manager, number)
+        train(manager, number, record if is_recorded else len)
         if number % 7 == 0:
             manager.flush()
             pipe.send(number)
 
 
-@pytest.mark.parametrize("promised", [1, 19])
-def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promised: int) -> None:
+@pytest.mark.parametrize(("promised", "is_recorded"), [(1, False), (19, False), (7, True)])
+def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promised: int, is_recorded: bool) -> None:
     path = tmp_path / "pool"
     heard, sender = multiprocessing.Pipe(duplex=False)
-    child = forking().Process(target=train_until_killed, args=(path, sender))
+    child = forking().Process(target=train_until_killed, args=(path, is_recorded, sender))
     child.start()
     flushed = [heard.recv() for _ in range(promised)][-1]
     child.kill()
@@ -75,6 +83,9 @@ def test_a_killed_process_leaves_at_least_what_it_flushed(tmp_path: Path, promis
     manager = ExperienceManager(RULES, store=store)
     state = view(manager)
     reached = manager.global_steps
+    recorded = {store.get(number).rollout_id for number in store.ids()}
+    for number in range(flushed + 1) if is_recorded else ():
+        assert {f"t{number % 5}/{10 * number + place}" for place in range(3)} <= recorded
 
     # Steps are deterministic: the pool found must be one seen at or after the last flush, or within the next step.
     reference = ExperienceManager(RULES)
@@ -249,7 +260,7 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         names = [(one.task_id, one.rollout_id) for one in recorded]
         ids = dict(zip(names, buffer.add_trajectories(recorded), strict=True))
         ids["b", "b/7"] = 99  # evicted
-        manager = ExperienceManager(RULES, store=RecordedStore(buffer, ids))
+        manager = ExperienceManager(RULES, store=BufferStore(buffer, ids))
         assert manager.save_trajectories_to_memory([replace(recorded[0], entropy=2.0), build("b", 7)]) == 2
         other = build("a", 1, entropy=3.0, old_log_probs=torch.tensor([-0.5, -9.0, -0.25, -2.0]))
         assert manager.save_trajectories_to_memory([other]) == 1
@@ -263,7 +274,7 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         assert view(manager) == before
         assert len(buffer.trajectory_ids) == 5
         manager.flush()
-        again = ExperienceManager(RULES, store=RecordedStore(buffer, ids))
+        again = ExperienceManager(RULES, store=BufferStore(buffer, ids))
         assert view(again) == before
         with closing(OfReader(tmp_path, None, copied=False)) as shown:
             assert shown.pool is not None
@@ -273,3 +284,8 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         buffer.points.save(1000, {})
         with pytest.raises(StoreNotFoundError, match="without an experience pool"):
             again.load_state_dict({**state, "point": buffer.points.saved[-1].name})
+    with closing(BufferStore.open(tmp_path)) as opened:  # as an import does
+        manager = ExperienceManager(RULES, store=opened)
+        assert manager.rerate(lambda one: 0.0) == 0
+        manager.flush()
+        assert opened.ids() == [0, 1, 2, 3, 4], "rollouts that are recorded are not evicted"

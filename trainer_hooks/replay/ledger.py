@@ -28,7 +28,7 @@ from trainer_hooks.replay.state import (
     set_generator_state,
     warn_of_unreadable,
 )
-from trainer_hooks.replay.store import BufferStore, PoolStore, RecordedStore
+from trainer_hooks.replay.store import BufferStore, PoolStore
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, trajectories
 from trajstore.trajectory import AgentTrajectory
 
@@ -69,7 +69,7 @@ class PoolLedger:
         recovered = recover(self.store)
         if recovered.generator is not None:
             set_generator_state(self.generator, recovered.generator)
-        elif (others := self.store.ids()) and not isinstance(self.store, RecordedStore):
+        elif (others := self.store.ids()) and not (isinstance(self.store, BufferStore) and self.store.is_recording):
             logger.warning(
                 "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give"
                 " the pool its own directory",

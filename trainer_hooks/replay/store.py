@@ -213,19 +213,31 @@ class BufferStore(Closing):
 
     The buffer belongs to the pool. With a capacity, the pool's oldest trajectories are evicted first.
 
+    If the buffer has all rollouts of a trainer (``recorded``, now or before), the pool only chooses among them: nothing
+    is copied or evicted, and going to a point changes the choice, not the buffer's contents.
+
     Args:
         buffer: a buffer with ``auto_save=True``.
+        recorded: ids of the trainer's rollouts in it by task and rollout id, read at each admission. The trainer closes
+            the buffer.
 
     Raises:
         ConfigurationError: the buffer is in memory only.
     """
 
-    def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
+    _recorded: Mapping[tuple[str, str], int] | None = None
+    is_recording = False
+    """Whether the buffer has all rollouts of a trainer."""
+    _resumed: PoolPoint | None = None
+    """The point that was gone to in such a buffer; ``None`` = the newest."""
+
+    def __init__(self, buffer: TrajectoryReplayBuffer, recorded: Mapping[tuple[str, str], int] | None = None) -> None:
         if not hasattr(buffer, "auto_save"):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
         if not buffer.auto_save:
             raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
         self._buffer = buffer
+        self._recorded, self.is_recording = recorded, recorded is not None
         self.store_id = str(buffer.store_id)
         self.before_close: Callable[[], object] | None = None
         """Called by :meth:`close`: saves the pool."""
@@ -261,7 +273,7 @@ class BufferStore(Closing):
         )
 
     def close(self) -> None:
-        """Save the pool, and close the buffer. Idempotent.
+        """Save the pool, and close the buffer unless it is a trainer's. Idempotent.
 
         Raises:
             StoreWriteError: something did not reach the disk.
@@ -271,11 +283,26 @@ class BufferStore(Closing):
             if save is not None:
                 save()
         finally:
-            self._buffer.close()
+            if self._recorded is None:
+                self._buffer.close()
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """As :meth:`PoolStore.add_trajectories`."""
-        return self._buffer.add_trajectories(trajectories)
+        """As :meth:`PoolStore.add_trajectories`; recorded ones have their ids, and only others are added."""
+        found = list(map(self._find, trajectories))
+        new = [trajectory for trajectory, number in zip(trajectories, found, strict=True) if number is None]
+        added = iter(self._buffer.add_trajectories(new) if new else ())
+        return [next(added) if number is None else number for number in found]
+
+    def _find(self, trajectory: AgentTrajectory) -> int | None:
+        """Return the id of a recorded trajectory with the same names, tokens and log-probs."""
+        number = (self._recorded or {}).get((trajectory.task_id, trajectory.rollout_id))
+        try:
+            record = None if number is None else self.get(number)
+        except (StoreError, TrajectoryUnavailableError):  # damaged, or evicted
+            return None
+        names = ("input_ids", "old_log_probs")
+        pairs = [(getattr(trajectory, name), getattr(record, name, None)) for name in names]
+        return number if all(one is other is None or _equal(one, other) for one, other in pairs) else None
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         """As :meth:`PoolStore.get`."""
@@ -288,7 +315,8 @@ class BufferStore(Closing):
 
     def ids(self) -> list[int]:
         """As :meth:`PoolStore.ids`."""
-        return [int(trajectory_id) for trajectory_id in self._buffer.trajectory_ids]
+        ids: list[int] = self._buffer.trajectory_ids.tolist()
+        return ids
 
     def outcomes_given(self) -> Mapping[int, float]:
         """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
@@ -311,16 +339,19 @@ class BufferStore(Closing):
         self._buffer.flush()
 
     def evict(self, ids: Sequence[int], /) -> None:
-        """As :meth:`PoolStore.evict`."""
-        kept = set(self.ids())
+        """As :meth:`PoolStore.evict`. A trainer's rollouts stay recorded."""
+        kept = set() if self.is_recording else set(self.ids())
         known = [trajectory_id for trajectory_id in ids if trajectory_id in kept]
         if known:
             self._buffer.evict(known)
 
     def newest_point(self) -> PoolPoint | None:
         """As :meth:`PoolStore.newest_point`."""
+        if self._resumed is not None:
+            return self._resumed
         point = newest_point(self._catalog())
         self._is_kept = point is None or point.document["kept"]
+        self.is_recording |= point is not None and bool(point.document.get(RECORDED))
         return point
 
     def _catalog(self) -> Catalog:
@@ -339,14 +370,23 @@ class BufferStore(Closing):
         pinned = max((snapshot.generation for snapshot in points.snapshots if snapshot.kind == "pin"), default=-1)
         # A pin is shown with the newest point that led to it.
         number = saved[-1].step + (self._is_kept or pinned >= saved[-1].generation) if saved else 0
-        text = orjson.dumps({**document, "kept": keep}, option=orjson.OPT_NON_STR_KEYS).decode()
+        state = {**document, "kept": keep} | ({RECORDED: True} if self.is_recording else {})
+        text = orjson.dumps(state, option=orjson.OPT_NON_STR_KEYS).decode()
         name = points.save(number, {POOL_KEY: text}, keep=None).name
-        self._is_kept = keep
+        self._is_kept, self._resumed = keep, None
         return name
 
     def go_to(self, name: str, /) -> None:
-        """As :meth:`PoolStore.go_to`; the state before stays, as a snapshot, until :meth:`hold` removes it."""
-        self._buffer.points.go_to(name)
+        """As :meth:`PoolStore.go_to`; the state before stays, as a snapshot, until :meth:`hold` removes it.
+
+        A trainer's rollouts stay as they are, with late values, and the pool chooses as at the point.
+        """
+        if not self.is_recording:
+            self._buffer.points.go_to(name)
+        elif (point := _point_of(self._catalog(), name)) is not None:
+            self._resumed = point
+        else:
+            raise StoreNotFoundError(f"{name}: a saved point without an experience pool; resume from another")
 
     def hold(self, names: Collection[str], /) -> None:
         """As :meth:`PoolStore.hold`. Pins of users stay, each with the newest point that led to it."""
@@ -363,64 +403,6 @@ class BufferStore(Closing):
             unneeded += [snapshot.name for snapshot in snapshots if snapshot.kind == "aside"]
         for name in unneeded:
             points.remove(name)
-
-
-class RecordedStore(BufferStore):
-    """The store of a trainer's rollouts, among which the pool chooses. Nothing is copied, moved or evicted.
-
-    Args:
-        buffer: in which the trainer records its rollouts; closed by the trainer.
-        ids: of the recorded rollouts by task and rollout id; read at each admission.
-    """
-
-    def __init__(self, buffer: TrajectoryReplayBuffer, ids: Mapping[tuple[str, str], int]) -> None:
-        super().__init__(buffer)
-        self._ids = ids
-        self._point: PoolPoint | None = None
-        """The point at which the pool resumed; ``None`` = the newest."""
-
-    def close(self) -> None:
-        """Save the pool. Idempotent."""
-        save, self.before_close = self.before_close, None
-        if save is not None:
-            save()
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """Return the ids under which trajectories are recorded; others, such as demonstrations, are added."""
-        found = list(map(self._find, trajectories))
-        new = [trajectory for trajectory, number in zip(trajectories, found, strict=True) if number is None]
-        added = iter(super().add_trajectories(new) if new else ())
-        return [next(added) if number is None else number for number in found]
-
-    def _find(self, trajectory: AgentTrajectory) -> int | None:
-        """Return the id of a recorded trajectory with the same names, tokens and log-probs."""
-        number = self._ids.get((trajectory.task_id, trajectory.rollout_id))
-        try:
-            record = None if number is None else self.get(number)
-        except (StoreError, TrajectoryUnavailableError):  # damaged, or evicted
-            return None
-        names = ("input_ids", "old_log_probs")
-        pairs = [(getattr(trajectory, name), getattr(record, name, None)) for name in names]
-        return number if all(one is other is None or _equal(one, other) for one, other in pairs) else None
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        """Do nothing: what leaves the pool stays recorded."""
-
-    def newest_point(self) -> PoolPoint | None:
-        """As :meth:`PoolStore.newest_point`; after :meth:`go_to` that point, until another is saved."""
-        return super().newest_point() if self._point is None else self._point
-
-    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
-        """As :meth:`PoolStore.save`."""
-        self._point = None
-        return super().save({**document, RECORDED: True}, keep=keep)
-
-    def go_to(self, name: str, /) -> None:
-        """Choose the trajectories of a point again; those recorded since stay, and so do late values."""
-        point = _point_of(self._catalog(), name)
-        if point is None:
-            raise StoreNotFoundError(f"{name}: a saved point without an experience pool; resume from another")
-        self._point = point
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
