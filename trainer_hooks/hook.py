@@ -466,7 +466,7 @@ class ReplayHook(Closing, Generic[Task]):
             StoreWriteError: the pool's store could not write.
         """
         check_lengths(task_ids=task_ids, is_experience_replay=is_experience_replay, policy_versions=policy_versions)
-        replay, done = self._replay, whole_sessions(done)
+        replay, done = self._replay, whole_sessions(done, strict=False)
         if replay is None:
             return {}
         with replay.figures.times.measure("step_done"):

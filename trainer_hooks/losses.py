@@ -61,6 +61,7 @@ def het_compute_token_on_off_policy_loss(
     off_policy_shaping: float | None = None,
     drop_negative_off_policy: bool = False,
     clip_off_policy: bool = True,
+    rollouts: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the policy-gradient loss of a mixed batch, and figures about it.
 
@@ -90,6 +91,8 @@ def het_compute_token_on_off_policy_loss(
         drop_negative_off_policy: off-policy tokens with A < 0 give 0. They stay in every denominator, so that the
             weight of the other tokens doesn't depend on how many were dropped.
         clip_off_policy: False: ``-A r`` on off-policy tokens, without clip range and c.
+        rollouts: [B] int64, the rollout of each row (``Batch.rollouts``): its rows are one sequence in ``pg_loss``.
+            ``None``: each row is one.
 
     Returns:
         Scalars, except those marked [B, R]. With gradient: ``pg_loss``; ``pg_losses`` [B, R], 0 outside
@@ -134,7 +137,7 @@ def het_compute_token_on_off_policy_loss(
     pg_losses: Tensor = _WithDerivative.apply(log_prob, terms.losses, terms.derivative)  # type: ignore[no-untyped-call]
     on_pg_losses, off_pg_losses = pg_losses * on, pg_losses * off
     return {
-        "pg_loss": aggregate_loss(pg_losses, valid, loss_agg_mode),
+        "pg_loss": aggregate_loss(pg_losses, valid, loss_agg_mode, rollouts),
         "pg_losses": pg_losses,
         "on_pg_losses": on_pg_losses,
         "off_pg_losses": off_pg_losses,
@@ -149,7 +152,9 @@ def het_compute_token_on_off_policy_loss(
     }
 
 
-def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode) -> Tensor:
+def aggregate_loss(
+    losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAggMode, rollouts: Tensor | None = None
+) -> Tensor:
     """Reduce token losses that are 0 outside ``response_mask`` to one number.
 
     ``token-mean``: mean over all tokens. ``token-sum``: their sum. ``seq-mean-token-sum``: sum over each row's tokens,
@@ -157,10 +162,19 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
     ``seq-mean-token-sum-norm``: ``seq-mean-token-sum`` divided by R, as in verl 0.9. AgentEvolver's is larger by the
     number of rows that have tokens: it divides the sum over all tokens by R. An empty mean is 0.
 
+    With ``rollouts``, the rows of a rollout (of an agent session, for example) are one sequence. With S rollouts that
+    have tokens, T_s tokens in all rows of rollout s, and L_s the sum of their losses::
+
+        token-mean           sum of L_s / sum of T_s     as without
+        token-sum            sum of L_s                  as without
+        seq-mean-token-sum   (sum of L_s) / S            R is still that of a row in ``seq-mean-token-sum-norm``
+        seq-mean-token-mean  (sum of L_s / T_s) / S      GRPO's 1/|o_i| with the whole rollout as o_i (arXiv 2402.03300)
+
     Args:
         losses: [B, R].
         response_mask: [B, R], bool.
         loss_agg_mode: one of the five names, with verl's meaning.
+        rollouts: [B] int64, the rollout of each row; ``None``: each row is one.
 
     Raises:
         ConfigurationError: the mode is unknown.
@@ -171,7 +185,11 @@ def aggregate_loss(losses: Tensor, response_mask: Tensor, loss_agg_mode: LossAgg
     if loss_agg_mode == "token-sum":
         return losses.sum()
     tokens = _as_numbers(response_mask, losses.dtype).sum(dim=-1)
-    rows = tokens.clamp(max=1).sum().clamp_(min=1)
+    counted = tokens.clamp(max=1)
+    if rollouts is not None:
+        same = (rollouts[:, None] == rollouts).to(tokens)
+        counted, tokens = counted / (same @ counted).clamp(min=1), same @ tokens
+    rows = counted.sum().clamp_(min=1)
     if loss_agg_mode == "seq-mean-token-mean":
         return (losses.sum(dim=-1) / tokens.clamp(min=1)).sum() / rows
     mean = losses.sum() / rows

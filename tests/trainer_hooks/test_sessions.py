@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
+from trainer_hooks.integrations.rollouts import Recording
+from trainer_hooks.losses import LossAggMode, aggregate_loss, het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.rows import rows_of, whole_sessions
@@ -94,13 +96,16 @@ def test_a_session_that_is_not_whole_is_named(damage: Any, message: str) -> None
     hook: ReplayHook[str] = ReplayHook(ExperienceReplayConfig(), n_rollout=2, get_task=str)
     for call in (
         lambda: whole_sessions(rows),
-        lambda: manager.admit(rows),
         lambda: manager.update_skip_uid_set_and_filter_trajectories(rows),
         lambda: hook.batch_rows([PlannedTask("a", 1, ())], rows),
     ):
         with pytest.raises(InvalidTrajectoryError, match=message):
             call()
     assert manager.difficulty2task_dict == {}
+    neighbours = [build("a", 1), build("a", 2, 0.0)]
+    worthy = [row for row in rows if row.reward == Reward(outcome=1.0)]
+    assert manager.admit([*scored(rows), *neighbours]) == (len(worthy) + 1, len(worthy)), "its neighbours are kept"
+    assert manager.refused == {"malformed": len(worthy)}
 
 
 def advantages_by_hand(rows: Sequence[AgentTrajectory]) -> list[float]:
@@ -217,3 +222,68 @@ def test_samplers_of_groups_draw_whole_sessions(tmp_path: Path) -> None:
             drawn(least=4)
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
         assert "two" not in {row.rollout_id for row in reader.sample_trajectories(2, sampler=GroupSampler())}  # type: ignore[union-attr]
+
+
+def test_groups_with_a_place_for_each_row_get_no_part_of_a_session(caplog: pytest.LogCaptureFixture) -> None:
+    with TrajectoryReplayBuffer() as buffer:
+        recording = Recording(buffer, by_task=True)
+        recording.record(two_groups())
+        for _ in range(2):
+            drawn = recording.draw_into_groups(["a"] * 8, 2, 7)
+            assert {rollout.rollout_id for rollout in drawn.values()} == {"single"}, "a session of one row is drawn"
+    assert len([message for message in caplog.messages if "its place in a group one" in message]) == 1
+
+
+MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_loss_takes_a_session_for_one_sequence(mode: LossAggMode) -> None:
+    """Of rows in any order, some without a trained token; the value and the gradient follow the formula."""
+    rows = two_groups()
+    for name in ("loss_mask", "response_mask"):
+        setattr(rows[0], name, torch.zeros_like(getattr(rows[0], name)))
+    batch = build_batch([BatchRow(trajectory=row, group_id=ord(row.task_id)) for row in rows], 0)
+    mask = batch.tensors["response_mask"]
+    random = torch.Generator().manual_seed(0)
+    log_prob = -torch.rand(mask.shape, generator=random, dtype=torch.float64)
+    advantages = torch.randn(mask.shape, generator=random, dtype=torch.float64)
+    old = log_prob.clone()
+    log_prob.requires_grad_()
+    loss = het_compute_token_on_off_policy_loss(
+        old,
+        log_prob,
+        advantages,
+        mask,
+        torch.zeros_like(mask),
+        cliprange=0.2,
+        loss_agg_mode=mode,
+        rollouts=batch.rollouts,
+    )
+    loss["pg_loss"].backward()  # type: ignore[no-untyped-call]
+
+    tokens: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = (row.task_id, row.rollout_id)
+        tokens[key] = tokens.get(key, 0) + sum(row.response_mask.tolist())
+    width = mask.shape[1]
+    total = 0.0
+    for number, row in enumerate(rows):
+        held = tokens[row.task_id, row.rollout_id]
+        weight = {
+            "token-mean": 1 / sum(tokens.values()),
+            "token-sum": 1.0,
+            "seq-mean-token-sum": 1 / len(tokens),
+            "seq-mean-token-mean": 1 / (held * len(tokens)),
+            "seq-mean-token-sum-norm": 1 / (len(tokens) * width),
+        }[mode]
+        for at, counts in enumerate(mask[number].tolist()):
+            wanted = -float(advantages[number, at]) * weight * counts
+            total += wanted
+            assert float(log_prob.grad[number, at]) == pytest.approx(wanted, abs=1e-12)
+    assert float(loss["pg_loss"].detach()) == pytest.approx(total, abs=1e-12)
+
+    losses = torch.where(mask.bool(), -advantages, 0.0)
+    plain = aggregate_loss(losses, mask.bool(), mode)
+    each = aggregate_loss(losses, mask.bool(), mode, torch.arange(len(rows)))
+    torch.testing.assert_close(each, plain, msg="each row a rollout of its own: as without")

@@ -17,6 +17,7 @@ import torch
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, path_or_url, whole_or_none
 from trajstore._core.buffer.reader import Reader
+from trajstore._core.columns.facts import session_of
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError, StoreNotFoundError
@@ -210,7 +211,8 @@ class _Earlier(Sampler):
 class Recording:
     """Records rollouts in a buffer, and draws recorded ones of earlier policy versions.
 
-    Rollouts that cannot be trained are not drawn: without a trained token, or without a finite log-prob of each. The
+    Rollouts that cannot be trained are not drawn: without a trained token, or without a finite log-prob of each. Agent
+    sessions of several rows are not drawn either, with one warning, because a place of a group takes one row. The
     window of the buffer (``sample_window_size``) does not limit draws.
 
     Args:
@@ -241,6 +243,7 @@ class Recording:
         """Policy versions of earlier processes, for trainers that count those of each process from 0."""
         self.newest = 0
         """The newest policy version that was recorded in this process."""
+        self._told = False
         self._sampler = _Earlier(whole_or_none("max_staleness", max_staleness, 0), by_task=by_task)
 
     def count_from(self, steps: int, first: int) -> None:
@@ -323,6 +326,11 @@ class Recording:
 
     def _can_be_trained(self, rollout: AnyTrajectory) -> bool:
         if not isinstance(rollout, AgentTrajectory) or rollout.response_mask is None or rollout.metadata.get(LACKS):
+            return False
+        if (session := session_of(rollout.metadata)) and session[2] > 1:
+            if not self._told:
+                self._told = True
+                logger.warning("session %s is not replayed: it has %d rows, its place in a group one", *session[::2])
             return False
         if self._needs_reward and (rollout.reward is None or rollout.reward.outcome is None):
             return False

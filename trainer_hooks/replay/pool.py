@@ -879,7 +879,7 @@ class ExperienceManager:
 
         Rows of a session become one trajectory. Values that AgentEvolver keeps in ``metadata`` become fields.
         """
-        trajectories = whole_sessions(list(map(with_fields_of_metadata, trajectories)))
+        trajectories = whole_sessions(list(map(with_fields_of_metadata, trajectories)), strict=False)
         if self._tokenizer is None or all(trajectory.input_ids is not None for trajectory in trajectories):
             return trajectories
         result = tokenized(trajectories, self._tokenizer)

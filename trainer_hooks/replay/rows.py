@@ -43,34 +43,46 @@ def members_of(rows: Sequence[AgentTrajectory]) -> list[list[int]]:
     return list(places.values())
 
 
-def whole_sessions(rows: Sequence[AgentTrajectory]) -> list[AgentTrajectory]:
+def whole_sessions(rows: Sequence[AgentTrajectory], *, strict: bool = True) -> list[AgentTrajectory]:
     """Return rollouts with the rows of each session as one trajectory (:func:`pack_rows`), at the place of its first.
 
     ``policy_version`` is the oldest of the rows', unknown if one of them is.
 
+    Args:
+        rows: of rollouts, in any order.
+        strict: refuse sessions with a :func:`session_problem`; False leaves their rows as they are.
+
     Raises:
         InvalidTrajectoryError: rows of a session lack, occur twice, or differ in their reward; names it.
     """
-    return [_session([rows[place] for place in places]) for places in members_of(rows)]
+    result: list[AgentTrajectory] = []
+    for places in members_of(rows):
+        held = [rows[place] for place in places]
+        problem = session_problem(held)
+        if problem and strict:
+            raise InvalidTrajectoryError(problem)
+        result += held if problem or len(held) == 1 else [_session(held)]
+    return result
 
 
-def _session(rows: Sequence[AgentTrajectory]) -> AgentTrajectory:
-    """Return the rows of one rollout as one trajectory."""
+def session_problem(rows: Sequence[AgentTrajectory]) -> str:
+    """Return why the rows of one rollout are not those of a whole session; empty if they are, or of none."""
     session = session_of(rows[0].metadata)
     if session is None:
-        return rows[0]
-    ordered = sorted(rows, key=lambda row: int(row.metadata[SESSION]["path"]))
-    paths = [row.metadata[SESSION]["path"] for row in ordered]
-    rewards = [(known_outcome(row), None if row.reward is None else row.reward.metadata) for row in ordered]
+        return ""
     problem = ""
+    paths = sorted(row.metadata[SESSION]["path"] for row in rows)
+    rewards = [(known_outcome(row), None if row.reward is None else row.reward.metadata) for row in rows]
     if paths != list(range(session[2])):
         problem = f"has the paths {paths} here, must have each of its {session[2]} once; pass all rows of a session"
     elif any(reward != rewards[0] for reward in rewards):
         problem = f"its rows have different rewards (outcomes {[outcome for outcome, _ in rewards]}); correct all rows"
-    if problem:
-        raise InvalidTrajectoryError(f"session {session[0]} of task {shown(rows[0].task_id)}: {problem}")
-    if len(ordered) == 1:
-        return ordered[0]
+    return problem and f"session {session[0]} of task {shown(rows[0].task_id)}: {problem}"
+
+
+def _session(rows: Sequence[AgentTrajectory]) -> AgentTrajectory:
+    """Return the rows of a session as one trajectory."""
+    ordered = sorted(rows, key=lambda row: int(row.metadata[SESSION]["path"]))
     names = dict.fromkeys(name for row in ordered for name in row.metadata)
     own = [name for name in names if any(row.metadata.get(name) != ordered[0].metadata.get(name) for row in ordered)]
     versions = [row.policy_version for row in ordered if row.policy_version is not None]

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import torch
 
-from trainer_hooks.replay.rows import row_count, rows_of
+from trainer_hooks.replay.rows import row_count, rows_of, session_problem
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.schema import dtypes
@@ -48,8 +48,8 @@ def field_problem(trajectory: AgentTrajectory) -> str:
 def record_problem(trajectory: AgentTrajectory) -> str:
     """Return why no store could keep a rollout, or why its rows cannot be separated; empty if neither applies.
 
-    Reasons are columns of different lengths, numbers of more than 64 bits, and metadata or messages that JSON cannot
-    represent.
+    Reasons are columns of different lengths, numbers of more than 64 bits, metadata or messages that JSON cannot
+    represent, and a row of a session that could not be joined with the others.
 
     Args:
         trajectory: without a :func:`field_problem`.
@@ -60,7 +60,8 @@ def record_problem(trajectory: AgentTrajectory) -> str:
         rows_of(trajectory)
     except InvalidTrajectoryError as error:
         return str(error)
-    return ""
+    problem = session_problem([trajectory])
+    return problem and f"field metadata.session: {problem}"
 
 
 def as_recorded(trajectory: AgentTrajectory, entropy: float | None) -> AgentTrajectory:
