@@ -32,6 +32,7 @@ class LossRow:
     advantages: torch.Tensor
     exp_mask: torch.Tensor
     log_probs: torch.Tensor
+    session: int
     micro_batch: MicroBatch
 
     @property
@@ -51,7 +52,7 @@ class Witness:
         for path in sorted(self.folder.glob("*.pt"), key=lambda path: path.stat().st_mtime_ns):
             seen = torch.load(path, weights_only=True)
             names = ("uid", "prompts", "responses", "response_mask", "old_log_probs", "advantages", "exp_mask")
-            columns = zip(*(seen[name] for name in (*names, "log_probs")), strict=True)
+            columns = zip(*(seen[name] for name in (*names, "log_probs", "session")), strict=True)
             micro_batch = MicroBatch(seen["loss"], seen["batch_tokens"])
             rows += [LossRow(*values, micro_batch) for values in columns]
             path.unlink()

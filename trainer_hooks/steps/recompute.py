@@ -318,6 +318,10 @@ def _weights(inputs: StepInputs) -> Check:
         weights = row_means(mask, advantages=stored)[1].numpy()
     elif _correction(inputs).get("rollout_is"):
         weights[:] = np.nan
+    elif _is_of_verl(inputs) and inputs.step.options["loss"]["loss_agg_mode"] == "seq-mean-token-mean":
+        rollouts, tokens = inputs.tensors["rollouts"], (mask != 0).sum(dim=1).double()
+        of_session = (rollouts[:, None] == rollouts).double() @ tokens  # all its rows are one sequence
+        weights = (tokens / of_session.clamp(min=1)).numpy()
     weights = np.where(rows["tokens"] > 0, weights, 1.0)
     drops = inputs.step.options.get("loss", {}).get("drop_negative_off_policy", False)
     weights = np.where((rows["replayed"] != 0) & (rows["advantage"] < 0) & drops, 0.0, weights)

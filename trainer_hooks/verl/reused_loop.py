@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import hydra
@@ -15,12 +16,14 @@ from verl.experimental.agent_loop.agent_loop import (
     register,
 )
 
+from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import restored
 from trainer_hooks.replay.compact import with_usual_columns
-from trainer_hooks.replay.rows import rows_of
+from trainer_hooks.replay.rows import rows_of, whole_sessions
 from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished
 from trainer_hooks.verl.rows import REUSE, ROUTES
+from trajstore._core.columns.facts import SESSION, session_of
 from trajstore.attachments import attached
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
 from trajstore.trajectory import AgentTrajectory
@@ -61,6 +64,37 @@ def outputs_of(rollout: AgentTrajectory) -> list[AgentLoopOutput]:
     return [_output_of(row) for row in rows_of(rollout)]
 
 
+def session_outputs(rows: Sequence[AgentTrajectory]) -> list[AgentLoopOutput]:
+    """Return the rows of one finished agent session as what an agent loop returns: one output for each row.
+
+    ``policy_version`` of its calls is verl's training step, the step whose weights sampled. A session without a reward
+    is scored by verl, by its last output.
+
+    Args:
+        rows: the rollouts of the session.
+
+    Raises:
+        InvalidTrajectoryError: they are not all rows of one session, or a call lacks its policy version.
+    """
+    rollouts = whole_sessions(rows)
+    session = session_of(rows[0].metadata) if len(rollouts) == 1 else None
+    if session is None:
+        raise InvalidTrajectoryError(f"rows: of {len(rollouts)} rollouts, must be those of one agent session")
+    outputs = outputs_of(rollouts[0])
+    for output in outputs:
+        versions = [call.get("policy_version") for call in output.extra_fields[SESSION]["calls"]]
+        if None in versions:
+            raise InvalidTrajectoryError(
+                f"session {session[0]}: a call has no policy_version; pass verl's training step"
+            )
+        output.extra_fields |= {"min_global_steps": min(versions) - 1, "max_global_steps": max(versions) - 1}
+        if output.reward_score is None and (score := score_of(rollouts[0])) is not None:
+            output.reward_score = score
+            output.extra_fields["reward_extra_info"] = {}
+        del output.extra_fields[REUSE]
+    return outputs
+
+
 def _output_of(row: AgentTrajectory) -> AgentLoopOutput:
     row, metadata = with_usual_columns(row), row.metadata
     ids, start, mask, log_probs = row.input_ids, row.response_start, row.response_mask, row.rollout_log_probs
@@ -85,6 +119,7 @@ def _output_of(row: AgentTrajectory) -> AgentLoopOutput:
             **{name: metadata.get(name, []) for name in ("turn_scores", "tool_rewards")},
             **{name: metadata.get(name) for name in ("min_global_steps", "max_global_steps")},
             **({"reward_extra_info": dict(reward.get("extra", {}))} if rated else {}),
+            **({SESSION: metadata[SESSION]} if session_of(metadata) else {}),
             REUSE: True,
         },
     )

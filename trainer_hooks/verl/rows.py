@@ -28,6 +28,8 @@ from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
 from trainer_hooks.verl.tokens import Tokens, scores_of, tokens_of
+from trajstore._core.columns.facts import SESSION
+from trajstore._core.columns.facts import session_of as agent_session_of
 from trajstore.attachments import ATTACHED, FILLED, attach, attached
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -92,7 +94,7 @@ NOT_GUIDED = "not_guided"
 SAMPLING = "sampling"
 """Key of ``metadata``: digest of the options that a rollout depends on."""
 
-_OF_ONE_OUTPUT = ("token_scores", ATTACHED, FILLED)
+_OF_ONE_OUTPUT = ("token_scores", SESSION, ATTACHED, FILLED)
 """Keys of ``metadata`` with a value per output of a session."""
 
 _OF_THIS_SAMPLE = (ROUTES, "teacher_ids", "teacher_logprobs")
@@ -141,6 +143,7 @@ def trajectories_of(
     - ``trained``: False for groups that the sampler dropped, which have no log-probs of the actor;
     - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, ``extra_fields`` with all
       other fields of the agent loop, and ``columns`` with all other columns;
+    - ``session``: which row of an agent session it is, if the agent loop returned one; per row;
     - ``attached``: tensors, arrays, bytes and images of these, by dotted name (:func:`trajstore.attached`); their
       place in ``extra_fields``, ``columns`` and ``messages`` has ``{"trajstore.attached": name}``;
     - after an offer: ``guidance``, the experience shown, or ``not_guided``, the reason for showing none.
@@ -238,6 +241,8 @@ def _trajectory_of(
     identity = _identity(row, step)
     lags = identity["policy_version"] < step and of_engine is not None and tokens.old_log_probs is not None
     values: dict[str, Any] = {}
+    agent = {SESSION: plain(extra[SESSION])} if agent_session_of(extra) else {}
+    rest = {name: value for name, value in extra.items() if name not in agent}
     metadata = {
         "run": run,
         "step": step,
@@ -245,7 +250,8 @@ def _trajectory_of(
         "min_global_steps": row.tag.get("min_global_steps"),
         "max_global_steps": row.tag.get("max_global_steps"),
         "token_scores": [[place, plain(score)] for place, score in tokens.scores],
-        **_told_by_the_loop(columns, extra, values),
+        **_told_by_the_loop(columns, rest, values),
+        **agent,
         **_told_of_guidance(Report.of(extra)),
     }
     messages = messages_of(columns.get("raw_prompt"), values)

@@ -40,6 +40,7 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.trained import loss_terms, options_of
 from trainer_hooks.verl.versions import check_verl
+from trainer_hooks.verl.weights import weigh_sessions
 from trajstore.errors import ConfigurationError
 
 
@@ -80,6 +81,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         check_verl()
         self._block = ReplayBlock.from_config(config)
         check_tracker(config)
+        self._told: set[str] = set()
         mode = config.trainer.v1.trainer_mode
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.base_mode
@@ -206,6 +208,11 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_old_log_prob(batch, metrics)
         metrics.update(self._session.scored(batch, self.global_steps))
+        return batch
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
+        batch = super()._compute_advantage(batch, metrics)
+        weigh_sessions(batch, self.config, self._told)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:

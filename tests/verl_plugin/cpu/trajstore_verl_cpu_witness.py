@@ -29,7 +29,7 @@ def _witness(config: Any, model_output: Any, data: Any, dp_group: Any = None) ->
             for name in ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
         }
         seen["exp_mask"] = list(call.exp_mask.clone())
-        seen["uid"] = list(data["uid"])
+        seen["uid"], seen["session"] = list(data["uid"]), [int(number) for number in data["session_id"]]
         # A token's log-prob is stored at the previous token.
         starts, whole = [len(values) for values in seen["prompts"]], model_output["log_probs"].unbind()
         seen["log_probs"] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from trainer_hooks.guidance import Guidance
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.replay.rows import rows_of
 from trainer_hooks.transfer_queue import Row
+from trainer_hooks.verl.dataplane import write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.offers import OFFER
 from trainer_hooks.verl.sampler import ReplaySampler
+from trainer_hooks.verl.trained import WEIGHTS
+from trainer_hooks.verl.weights import weigh_sessions
 
 # ---- filtered groups ----
 
@@ -201,3 +205,41 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
         assert plane.column(joined, "extra_fields")[history].get(OFFER) is None, (
             "the group has another prompt than the history"
         )
+
+
+# ---- weights of sessions of several outputs ----
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "estimator"), [("seq-mean-token-mean", "grpo"), ("seq-mean-token-mean", "rloo"), ("token-mean", "grpo")]
+)
+def test_a_session_of_several_outputs_is_one_sequence_of_the_loss(
+    compose_verl: Any, caplog: pytest.LogCaptureFixture, mode: str, estimator: str, given: bool
+) -> None:
+    config = compose_verl([f"actor_rollout_ref.actor.loss_agg_mode={mode}", f"algorithm.adv_estimator={estimator}"])
+    outputs = [fresh_row("u", 1, response=3 + output, output=output, seed=output) for output in range(3)]
+    batch = plane.put([fresh_row("u", 0, response=5), *outputs])
+    batch.fields = ["response_mask"]
+    masks, before = plane.column(batch, "response_mask"), dict.fromkeys(batch.keys, 1.0)
+    if given:  # by verl's rollout correction
+        before = {key: 0.5 + place for place, key in enumerate(batch.keys)}
+        columns = [torch.full((len(masks[key]),), before[key]) for key in batch.keys]
+        write_column(batch.keys, TRAINING, WEIGHTS, columns)
+    told: set[str] = set()
+    for _ in range(2):
+        weigh_sessions(alone := plane.batch_of([fresh_row("u", 0, response=5)]), config, told)
+        assert alone.fields is None
+    weigh_sessions(batch, config, told)
+    assert len([message for message in caplog.messages if "adv_estimator=rloo counts" in message]) == (
+        estimator == "rloo"
+    )
+    if mode == "token-mean":
+        assert batch.fields == ["response_mask"]
+        return
+    weights, tokens = plane.column(batch, WEIGHTS), {key: int(mask.sum()) for key, mask in masks.items()}
+    session = sum(count for key, count in tokens.items() if key.startswith("u_1"))
+    for key, weight in weights.items():
+        share = tokens[key] / session if key.startswith("u_1") else 1.0
+        assert weight.tolist() == pytest.approx([share * before[key]] * len(masks[key]))
+    assert batch.fields == ["response_mask", WEIGHTS]
