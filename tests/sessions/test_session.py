@@ -107,9 +107,7 @@ def test_a_repeated_call_does_nothing_and_another_one_is_refused(tmp_path: Path,
 def test_names_without_value_and_odd_ones(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
         assert buffer.session(None, "a") is buffer.session("", "a")  # type: ignore[arg-type]
-        with pytest.raises(
-            errors.InvalidCallError, match=r"session t/\\ud800: field rollout_id: .*half"
-        ):
+        with pytest.raises(errors.InvalidCallError, match=r"session t/\\ud800: field rollout_id: .*half"):
             buffer.session("t", "\ud800")
     (tmp_path / "file").touch()
     with pytest.raises(errors.StoreNotFoundError):
