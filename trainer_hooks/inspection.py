@@ -14,7 +14,14 @@ import orjson
 from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry
 from trainer_hooks.replay.facts import POOL_FACTS
 from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
-from trainer_hooks.replay.persistence import BUCKETS_FILE, TRAJECTORIES_FILE, read_buckets, read_pool, saved_pools
+from trainer_hooks.replay.persistence import (
+    BUCKETS_FILE,
+    TRAJECTORIES_FILE,
+    newest_pool,
+    read_buckets,
+    read_pool,
+    saved_pools,
+)
 from trainer_hooks.replay.state import recover
 from trainer_hooks.replay.store import PoolPoint, newest_point
 from trajstore._core.columns.schema import DOCUMENT
@@ -166,10 +173,7 @@ class Support:
     verify_files = staticmethod(verify_files)
     records = Records
 
-    @staticmethod
-    def newest_files(folder: Path) -> Path | None:
-        pools = saved_pools(folder)
-        return pools[max(pools)] if pools else None
+    newest_files = staticmethod(newest_pool)
 
     @staticmethod
     def of_files(base: Path, newest: Path) -> tuple[SeenPool, str | None]:

@@ -106,22 +106,20 @@ def test_saving_again_replaces_and_a_failure_leaves_what_was(tmp_path: Path) -> 
         assert sorted(path.name for path in tmp_path.iterdir()) == ["dry", "step_3"]
 
 
-def test_resume_takes_the_newest_whole_step_not_after_the_resumed_one(tmp_path: Path) -> None:
+def test_the_newest_whole_step_is_found(tmp_path: Path) -> None:
     manager = ExperienceManager(RULES)
     for number in (9, 10, 100):
         manager.save_experience_pool_to_disk(tmp_path / f"step_{number}")
-    (tmp_path / "step_50").mkdir()
-    (tmp_path / "step_50" / "skip_uid_set.json").write_text("[]")
-    (tmp_path / "step_60.123.tmp").mkdir()
-    newest = {limit: newest_pool(tmp_path, limit) for limit in (None, 100, 99, 10, 9, 8)}
-    names = {limit: path.name if path else None for limit, path in newest.items()}
-    assert names == {None: "step_100", 100: "step_100", 99: "step_10", 10: "step_10", 9: "step_9", 8: None}
+    (tmp_path / "step_500").mkdir()
+    (tmp_path / "step_500" / "skip_uid_set.json").write_text("[]")
+    (tmp_path / "step_600.123.tmp").mkdir()
+    assert newest_pool(tmp_path) == tmp_path / "step_100"
     assert newest_pool(tmp_path / "absent") is None
 
 
 def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtures: Path, tmp_path: Path) -> None:
     base = shared_fixtures / "experience_pool"
-    folder = newest_pool(base, 120)
+    folder = newest_pool(base)
     assert folder.name == "step_120"
     contents = read_pool(folder)
     assert contents.difficulty2task_dict == {1: ["task_0"], 3: ["task_1", "task_4"], 5: ["task_2", "task_3"]}

@@ -78,16 +78,9 @@ class PoolContents:
         return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
 
 
-def newest_pool(base: str | Path, not_after: int | None = None) -> Path | None:
-    """Return the newest complete ``step_N`` below ``base`` with N <= ``not_after``; ``None`` if there is none.
-
-    Args:
-        base: the ``experience_pool`` folder; need not exist.
-        not_after: the resumed step; ``None`` = no limit.
-    """
-    pools = saved_pools(base)
-    steps = [step for step in pools if not_after is None or step <= not_after]
-    return pools[max(steps)] if steps else None
+def newest_pool(base: str | Path) -> Path | None:
+    """Return the newest complete ``step_N`` below the folder ``base``; ``None`` if there is none."""
+    return next(reversed(saved_pools(base).values()), None)
 
 
 def saved_pools(base: str | Path) -> dict[int, Path]:
