@@ -112,15 +112,15 @@ def main(arguments: list[str] | None = None) -> int:
         PAGE.write_text(written(PAGE.read_text()))
         return 0
     sources, failed = dict(text.split("=", 1) for text in given.source), False
+    if wrong := [name for name, folder in sources.items() if name not in PEERS or not Path(folder).is_dir()]:
+        parser.error(f"--source {', '.join(wrong)}: no such peer or folder; peers are {', '.join(PEERS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        for name, peer in PEERS.items():
-            version, folder = "source", Path(sources.get(name, f"{scratch}/{name}"))
-            if not sources and "package" in peer:
-                version = _newest(peer["package"], folder)
-            found = list(differences(peer, folder)) if folder.is_dir() else []
+        for name in sources or [name for name in PEERS if "package" in PEERS[name]]:
+            folder = Path(sources.get(name, f"{scratch}/{name}"))
+            version = "source" if sources else _newest(PEERS[name]["package"], folder)
+            found = list(differences(PEERS[name], folder))
             failed = failed or bool(found)
-            state = "; ".join(found) or ("as in fields.json" if folder.is_dir() else "needs --source")
-            sys.stdout.write(f"{name:<14} {version:<9} {state}\n")
+            sys.stdout.write(f"{name:<14} {version:<9} {'; '.join(found) or 'as in fields.json'}\n")
     return int(failed)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from tests.interop.test_formats import read_all
 from tests.interop.test_sources import rollout
 from tests.stores import stored
-from trajstore import AgentTrajectory, Trajectory
+from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore.errors import CorruptStoreError
 from trajstore.interop.convert import convert_from, convert_to
 
@@ -118,3 +119,57 @@ def test_nanoseconds_are_kept_and_years_after_9999_are_named(tmp_path: Path) -> 
     ]
     assert [one["took"] for one in found][2:] == ["-1 day, 23:59:59.999999999", "19675 days, 22:13:20.123456789"]
     assert [one["day"] for one in found] == ["00:00:00", "00:00:00.000001", "00:00:00.000001001", "23:59:59.999999999"]
+
+
+def test_a_program_that_cannot_read_what_it_wrote_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Minari 0.5.4 cannot read infos of one number per step in its own Arrow and Parquet files."""
+    store, out = steps(tmp_path), tmp_path / "out-v0"
+    monkeypatch.setitem(sys.modules, "minari", SimpleNamespace(MinariDataset=Claims))  # type: ignore[arg-type]
+    monkeypatch.setattr("trajstore.interop.minari.version", lambda _: "9.9")
+    convert_to(store, out, "minari")
+    monkeypatch.setattr(Claims, "change", staticmethod(lambda columns: int("")))
+    done = convert_from(out, tmp_path / "back", "minari", check=True)
+    assert (done.checked, done.checked_by) == (2, ())
+    assert "2 of 2 items checked by trajstore alone, because Minari 9.9 cannot read them: " in caplog.text
+    with pytest.raises(CorruptStoreError, match="Minari cannot read episode 0"):
+        convert_to(store, tmp_path / "again-v0", "minari", check=True)
+
+
+def test_actions_that_are_texts_come_back(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer.open(steps(tmp_path)) as reader:
+        one = reader.get(0)
+    words = ["look", "", "take \u202e key"]
+    one.actions, one.forward_inputs = None, {"actions": words}
+    convert_to(stored(tmp_path / "words", [one]), tmp_path / "words-v0", "minari", check=True)
+    convert_from(tmp_path / "words-v0", tmp_path / "back", "minari", check=True)
+    (back,) = read_all(tmp_path / "back")
+    assert isinstance(back, Trajectory)
+    assert (back.actions, back.forward_inputs["actions"]) == (None, words)
+
+
+@pytest.mark.parametrize(
+    ("space", "shape"),
+    [
+        ({"type": "MultiBinary", "n": [2, 3]}, (2, 3)),
+        ({"type": "MultiBinary", "n": 6}, (6,)),
+        ({"type": "MultiDiscrete", "dtype": "int64", "nvec": [[3, 4, 2], [2, 2, 2]]}, (2, 3)),
+        ({"type": "MultiDiscrete", "dtype": "int64", "nvec": [3, 4, 2, 2, 2, 2]}, (6,)),
+        ({"type": "Box", "dtype": "float32", "shape": [3, 2], "low": 0, "high": 1}, (3, 2)),
+    ],
+)
+def test_rows_have_the_shape_of_their_space(space: dict[str, Any], shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Minari writes flat rows of Arrow and Parquet."""
+    values, ends = torch.rand(3, 1, 6).round(), torch.tensor([0, 0, 1]).bool()[:, None, None]
+    one = Trajectory(actions=values, rewards=values[..., :1], terminations=ends, truncations=ends & False, dones=ends)
+    one.curr_obs, one.next_obs = {"states": values}, {"states": torch.cat([values[1:], values[:1]])}
+    convert_to(stored(tmp_path / "store", [one]), tmp_path / "out-v0", "minari")
+    metadata = json.loads((tmp_path / "out-v0/data/metadata.json").read_text())
+    metadata |= {"observation_space": json.dumps(space), "action_space": json.dumps(space)}
+    (tmp_path / "out-v0/data/metadata.json").write_text(json.dumps(metadata))
+    convert_from(tmp_path / "out-v0", tmp_path / "back", "minari")
+    (back,) = read_all(tmp_path / "back")
+    assert isinstance(back, Trajectory)
+    assert back.curr_obs["states"].shape == back.actions.shape == (3, 1, *shape)
+    assert torch.equal(back.actions.reshape(values.shape), values)

@@ -65,6 +65,9 @@ def test_new_and_lost_names_are_told(entry: dict[str, Any], expected: list[str],
 def test_the_command_compares_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--source", f"slime={tmp_path}"]) == 1
     assert "slime/utils/types: Sample is not there" in capsys.readouterr().out
+    for wrong in (f"slim={tmp_path}", f"slime={tmp_path / 'absent'}"):
+        with pytest.raises(SystemExit):
+            main(["--source", wrong])
 
 
 def test_the_page_has_the_table() -> None:

@@ -49,7 +49,7 @@ _STATES = "states"
 """Key of observations that are arrays, as in ``trajstore.interop.gymnasium``."""
 
 _ACTIONS = "actions"
-"""Key of actions that are dicts, in ``forward_inputs``."""
+"""Key of actions that are dicts or texts, in ``forward_inputs``."""
 
 _PADDED = "trajstore_padded"
 """Metadata of an episode: names of infos without a value after the last step."""
@@ -344,9 +344,11 @@ def _shaped(value: Any, space: Mapping[str, Any], jpeg: bool) -> Any:
         return {
             key: _shaped(item, {str(k): v for k, v in named.items()}.get(key, {}), jpeg) for key, item in value.items()
         }
-    shape = space.get(
-        "shape", [space["n"]] if isinstance(space.get("n"), int) and space["type"] == "MultiBinary" else None
-    )
+    shape = space.get("shape")
+    if space.get("type") == "MultiBinary":
+        shape = [space["n"]] if isinstance(space["n"], int) else space["n"]
+    elif space.get("type") == "MultiDiscrete":
+        shape = np.shape(space["nvec"])
     encoded = jpeg and shape and len(shape) > 1 and not isinstance(value, list) and value.ndim == 2
     if encoded and value.dtype == np.uint8 and bool((value[:, :2] == _JPEG).all()):
         value = [bytes(item) for item in value]  # HDF5 has an array of bytes if all images have as many
@@ -397,12 +399,12 @@ def _trajectory(
     flags = {name: _tensors(columns[name].astype(bool), slice(None))[..., None] for name in _NEEDED[1:]}
     return Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,
-        actions=None if isinstance(actions, dict) else actions[..., None] if actions.dim() == 2 else actions,
+        actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
         rewards=_tensors(columns["rewards"], slice(None))[..., None],
         dones=flags["terminations"] | flags["truncations"],
         curr_obs=_tensors(observations, slice(0, steps)),
         next_obs=_tensors(observations, slice(1, None)),
-        forward_inputs=inputs | ({_ACTIONS: actions} if isinstance(actions, dict) else {}),
+        forward_inputs=inputs | ({_ACTIONS: actions} if isinstance(actions, dict | list) else {}),
         **flags,
     )
 
@@ -430,10 +432,10 @@ def _by_minari(path: Path) -> Second:
         observations, actions = columns["observations"], _tensors(columns["actions"], slice(None))
         observations = observations if isinstance(observations, dict) else {_STATES: observations}
         return Trajectory(
-            actions=None if isinstance(actions, dict) else actions[..., None] if actions.dim() == 2 else actions,
+            actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
             curr_obs=_tensors(observations, slice(0, steps)),
             next_obs=_tensors(observations, slice(1, None)),
-            forward_inputs={_ACTIONS: actions} if isinstance(actions, dict) else {},
+            forward_inputs={_ACTIONS: actions} if isinstance(actions, dict | list) else {},
             **{name: _tensors(columns[name], slice(None))[..., None] for name in _NEEDED},
         )
 
