@@ -30,6 +30,7 @@ LEFT_OUT = {
 
 OTHERWISE = {
     "add_trajectories": "returns a receipt",
+    "session": "its add_call returns the id of the call",
     "mirror.wait": "asks other machines, so it has a timeout",
     "refresh": "returns nothing: stores are asked anyway",
     "save_checkpoint": "in the layout of trajstore",

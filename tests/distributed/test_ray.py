@@ -243,6 +243,19 @@ def test_learners_beside_retention(cluster: Cluster, tmp_path: Path, rate: int) 
         handle.stop()
 
 
+def test_sessions_through_a_handle(shared: Path) -> None:
+    with emptied() as handle:
+        sessions = [handle.session("task", str(number)) for number in range(2)]
+        for session in sessions:
+            session.add_call([1, 2], [3], [-0.5])
+            session.add_call([1, 2, 3, 4], [5], [-0.25])
+        ids = [number for session in sessions for number in session.finish()]
+        assert len({number % 1024 for number in ids}) == 1  # a group is in one store
+        handle.refresh()
+        assert handle.query().where("session_calls = 2").ids().tolist() == ids
+        assert [call.id for call in handle.session("task", "0").calls()] == []
+
+
 def test_late_values_through_a_handle(shared: Path) -> None:
     with emptied() as handle, emptied() as learner:
         assert not len(learner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,9 +24,13 @@ from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, unpack
 from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
+from trajstore.distributed.sessions import RemoteSession
 from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import (
+    CallConflictError,
     ConfigurationError,
+    InvalidCallError,
+    SessionFinishedError,
     StoreWriteError,
 )
 from trajstore.trajectory import AnyTrajectory
@@ -305,3 +310,59 @@ def test_what_is_held_is_saved_and_nothing_else(tmp_path: Path) -> None:
         assert [path.name for path in folder.iterdir()] == ["rank_0"]
         with TrajectoryReplayBuffer.open(folder) as reader:
             assert len(reader) == 0
+
+
+class OneStore:
+    """The store of a handle, without Ray: each call may be sent to a store that was opened anew."""
+
+    name = "one"
+    all_ranks = (0,)
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.server = server(path)
+
+    def call(self, rank: int, *asked: Any) -> Any:
+        method, *arguments = pickle.loads(pickle.dumps(asked))
+        return pickle.loads(pickle.dumps(getattr(self.server, method)(*arguments)))
+
+    def restart(self) -> None:
+        self.server.close()
+        self.server = server(self.path)
+
+
+def test_a_session_through_a_handle_goes_on_after_a_restart(tmp_path: Path) -> None:
+    store: Any = OneStore(tmp_path)
+    fields = {"task_id": "task", "rollout_id": "a", "query": "q"}
+    session = RemoteSession(store, fields)
+    first = session.add_call([1, 2], [3], [-0.5], policy_version=3)
+    store.restart()
+    assert session.add_call([1, 2], [3], [-0.5], policy_version=3, call_id=first) == first
+    session.add_call([1, 2, 3, 4], torch.tensor([5]), [-0.25], call_id="b", parent=first, messages=[{"role": "user"}])
+    session.incomplete("gap", "timeout")
+    with pytest.raises(InvalidCallError, match=r"session task/a: log_probs: has 1 entry"):
+        session.add_call([1], [2, 3], [-0.5])
+    with pytest.raises(CallConflictError, match="session task/a, call b"):
+        session.add_call([1], [2], call_id="b")
+    assert [call.id for call in session.calls()] == [first, "b", "gap"]
+    assert [[call.id for call in path] for path in session.paths()] == [[first, "b"]]
+    assert RemoteSession(store, fields).id == session.id
+    session.freeze()
+    assert session.state == "frozen"
+    ids = session.finish(Reward(outcome=1.0), is_terminated=True)
+    for _ in range(2):  # a lost answer: asked again, of the same process and of another one
+        assert session.finish(Reward(outcome=1.0), is_terminated=True) == ids
+        assert session.state == "finished"
+        store.restart()
+    with pytest.raises(SessionFinishedError):
+        session.add_call([1], [2])
+    (row,) = store.server.trajectories(ids)
+    assert row is not None
+    assert row.input_ids.tolist() == [1, 2, 3, 4, 5]
+    other = RemoteSession(store, fields)
+    assert other.id != session.id
+    other.discard()
+    store.restart()
+    other.discard()
+    assert other.state == "discarded"
+    store.server.close()

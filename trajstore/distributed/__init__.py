@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from trajstore.distributed.handle import DistributedReplayBuffer
     from trajstore.distributed.receipts import Receipt
     from trajstore.distributed.rows import trajectory_of
+    from trajstore.distributed.sessions import RemoteSession
 
 __all__ = [
     "Channel",
     "DistributedReplayBuffer",
     "Receipt",
+    "RemoteSession",
     "StoreDatasource",
     "read_store",
     "receive",
@@ -29,6 +31,7 @@ _MODULES = {
     "Channel": "channel",
     "DistributedReplayBuffer": "handle",
     "Receipt": "receipts",
+    "RemoteSession": "sessions",
     "StoreDatasource": "dataset",
     "read_store": "dataset",
     "receive": "channel",

@@ -23,6 +23,7 @@ from trajstore.distributed.receipts import Outbox, Receipt
 from trajstore.distributed.routes import Routes
 from trajstore.distributed.saving import RestorableHandle
 from trajstore.distributed.server import MOST_STORES
+from trajstore.distributed.sessions import RemoteSession
 from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.distributed.values import ValuesOfHandle
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError, trajectories
@@ -183,6 +184,37 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
     def _send_runs(self, runs: Sequence[FlatTrajectories]) -> Receipt:
         self._check_open()
         return self._outbox.send(runs)
+
+    def session(
+        self,
+        task_id: str,
+        rollout_id: str = "",
+        *,
+        query: str = "",
+        data_id: str = "",
+        tokenizer_fingerprint: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> RemoteSession:
+        """Open a session in a store, or continue an open one; see :meth:`TrajectoryReplayBuffer.session`.
+
+        All sessions of a task are in one store. Processes of this machine record faster with ``trajstore.Sessions``.
+
+        Args:
+            task_id: its task: rollouts of one task are a group.
+            rollout_id: its name within the task; empty for a new session.
+            query: the user's request.
+            data_id: row of a dataset.
+            tokenizer_fingerprint: identifies tokenizer and chat template.
+            metadata: any JSON, for its rollouts; all but the key ``session``.
+
+        Raises:
+            StoreUnreachableError: the store has not answered.
+            InvalidCallError, StoreLockedError, StoreWriteError: see :meth:`trajstore.Sessions.session`.
+        """
+        self._check_open()
+        about = {"query": query, "data_id": data_id, "tokenizer_fingerprint": tokenizer_fingerprint}
+        fields = {"task_id": task_id, "rollout_id": rollout_id, **about, "metadata": metadata}
+        return RemoteSession(self._stores, fields)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added by this handle survives the kill of any process.

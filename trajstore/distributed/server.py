@@ -22,6 +22,8 @@ from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
 from trajstore._core.sampling.base import IntArray
+from trajstore._core.sessions.records import encode_call
+from trajstore._core.sessions.session import Session
 from trajstore._core.store.given import Said
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
@@ -31,7 +33,7 @@ from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.distributed.roll import News, Roll
-from trajstore.errors import ConfigurationError, TrajectoryUnavailableError, written
+from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
 from trajstore.trajectory import AnyTrajectory
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 
 MOST_STORES = 1024
 """Store r assigns ids that equal r modulo this number, so an id identifies its store."""
+
+_MOST_PATHS = 1 << 12
+"""Most rollouts of a session whose ids are looked up after a restart."""
 
 _GIVEN = frozenset({"auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"})
 
@@ -116,6 +121,7 @@ class StoreServer:
         self._known = Known()
         self._era = 0
         """Number of rollbacks in this process."""
+        self._sessions: dict[str, Session] = {}
         self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
         self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
@@ -193,6 +199,57 @@ class StoreServer:
         ids = [number for number in known if number is not None]
         began = f"{self._about.began}/{era}"
         return Answer(ids if len(ids) == len(known) else None, began, self._buffer.points.committed)
+
+    def session(
+        self,
+        fields: Mapping[str, Any],
+        session_id: str | None,
+        method: str,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+    ) -> Any:
+        """Call a method of a session, which this opens or continues.
+
+        Args:
+            fields: arguments of :meth:`TrajectoryReplayBuffer.session`.
+            session_id: its UUID; None for the first call.
+            method: its name.
+            arguments: its arguments.
+            options: its keyword arguments.
+
+        Raises:
+            SessionFinishedError: an earlier process of this store finished or discarded it.
+        """
+        with self._hold.changing():
+            session = self._sessions.get(session_id or "")
+            if session is None:
+                if session_id is not None and not self._has_open(session_id):
+                    return self._after_the_end(session_id, method)
+                session = self._buffer.session(**fields)
+                self._sessions[session.id] = session
+            if method in ("id", "state"):
+                return getattr(session, method)
+            result = getattr(session, method)(*arguments, **options)
+        if method == "calls":
+            return b"".join(encode_call(call, 0) for call in result)
+        if method == "finish":
+            self._buffer.wait(result)
+            return result
+        return None  # a call refers to all before it
+
+    def _has_open(self, session_id: str) -> bool:
+        states = {session.id: session.state for session in self._buffer.sink.sessions.listed()}
+        return states.get(session_id) in ("open", "frozen")
+
+    def _after_the_end(self, session_id: str, method: str) -> Any:
+        """Answer for a session that ended before this process began; its first attempt may have ended it."""
+        self._buffer.flush()
+        ids = self._buffer.sink.sessions.row_ids(session_id, _MOST_PATHS)
+        if method == "state":
+            return "finished" if ids else "discarded"
+        if (method == "finish") == bool(ids) and method in ("finish", "discard"):
+            return ids or None
+        raise SessionFinishedError(f"session {session_id}: was finished or discarded; open a new one")
 
     def flush(self) -> None:
         """Wait until everything added before survives a crash."""

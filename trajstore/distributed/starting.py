@@ -30,7 +30,7 @@ _GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
 
 _METHODS = {
     "add": ("add",),
-    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release"),
+    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
         *("history", "saved_points", "snapshot_names", "commits"),

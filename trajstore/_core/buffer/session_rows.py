@@ -118,12 +118,16 @@ class BufferSessions(Sessions):
             with self._lock:
                 calls = self._folder.files[session.journal].calls(session)
             count = len([*CallTree(calls).leaves()])
-            self._ids[session.id] = self._sink.ids_of(row_uuids(session.id, count))
+            self._ids[session.id] = self.row_ids(session.id, count)
             self._add(session.id, calls, session.fields, session.finish)
         except (CorruptStoreError, InvalidTrajectoryError) as error:
             self._damaged.add(session.id)
             self._ids.pop(session.id, None)
             logger.warning("%s: no rollout was made of a session, whose calls stay: %s", self._root.path, error)
+
+    def row_ids(self, session_id: str, count: int) -> list[int]:
+        """Return the ids of those of the first ``count`` rollouts of a session that the store has."""
+        return self._sink.ids_of(row_uuids(session_id, count))
 
     def _settle(self) -> None:
         """Record the sessions whose rollouts are durable, and delete journals that nothing needs."""

@@ -1,0 +1,106 @@
+"""Sessions of agents through a handle: the calls go to the actor of one store, whose journal has them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+from trajstore._core.sessions.checks import sampled_log_probs, token_ids
+from trajstore._core.sessions.records import decode_call, scan
+from trajstore._core.sessions.tree import Call, CallTree
+from trajstore.distributed.actors import Stores
+from trajstore.errors import InvalidCallError, StoreUnreachableError
+
+
+class RemoteSession:
+    """A session in a store of a handle; as :class:`trajstore.Session`, unless a method says otherwise. Thread-safe.
+
+    All sessions of a task are in one store. Every call may be sent again after the actor was lost: it is recorded once.
+
+    Attributes:
+        id: UUID, 32 hex digits.
+        task_id: its task.
+        rollout_id: its name within the task.
+    """
+
+    def __init__(self, stores: Stores, fields: Mapping[str, Any]) -> None:
+        ranks = stores.all_ranks
+        if not ranks:
+            raise StoreUnreachableError(f"{stores.name}: has no store")
+        self._stores = stores
+        self._rank = ranks[crc32(str(fields["task_id"]).encode(errors="replace")) % len(ranks)]
+        named = str(fields["rollout_id"] or uuid.uuid4().hex)
+        self._fields = {**fields, "rollout_id": named}
+        self.task_id: str = fields["task_id"]
+        self.rollout_id = named
+        self.id: str = self._ask("id")
+
+    def add_call(
+        self,
+        prompt_ids: Any,
+        sampled_ids: Any,
+        log_probs: Any = None,
+        *,
+        call_id: str | None = None,
+        parent: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        policy_version: int | None = None,
+        finish_reason: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Add a call of the model, and return its id when it is durable; see :meth:`trajstore.Session.add_call`.
+
+        Raises:
+            StoreUnreachableError: the store has not answered. Add the call again, under the same ``call_id``.
+        """
+        try:
+            prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
+            probs = sampled_log_probs(log_probs, len(sampled))
+        except InvalidCallError as error:
+            raise InvalidCallError(f"session {self.task_id}/{self.rollout_id}: {error}") from error
+        call_id = call_id or uuid.uuid4().hex[:12]  # so that a repeated attempt is recognized
+        options: dict[str, Any] = {"parent": parent, "messages": messages, "policy_version": policy_version}
+        options |= {"finish_reason": finish_reason, "metadata": metadata}
+        self._ask("add_call", prompt, sampled, probs, call_id=call_id, **options)
+        return call_id
+
+    def incomplete(self, call_id: str, reason: str = "", *, metadata: Mapping[str, Any] | None = None) -> None:
+        """Record that a call happened whose tokens are unknown."""
+        self._ask("incomplete", call_id, reason, metadata=metadata)
+
+    def freeze(self) -> None:
+        """Refuse further calls, durably."""
+        self._ask("freeze")
+
+    def discard(self) -> None:
+        """End the session without rollouts, durably."""
+        self._ask("discard")
+
+    def finish(
+        self, reward: Any = None, *, is_terminated: bool | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Freeze the session, durably, and return the ids of its rollouts when they survive a crash."""
+        found: list[int] = self._ask("finish", reward, is_terminated=is_terminated, metadata=metadata)
+        return found
+
+    @property
+    def state(self) -> str:
+        """``open``, ``frozen``, ``finished`` or ``discarded``."""
+        return str(self._ask("state"))
+
+    def calls(self) -> list[Call]:
+        """Return its calls as added."""
+        calls: list[Call] = []
+        for record in scan(self._ask("calls"))[0]:
+            calls.append(decode_call(record, calls))
+        return calls
+
+    def paths(self) -> list[list[Call]]:
+        """Return its paths, each from a root to a call that no other continues."""
+        return [leaf.line for leaf in CallTree(self.calls()).leaves()]
+
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
+        known = getattr(self, "id", None)
+        return self._stores.call(self._rank, "session", self._fields, known, method, arguments, options)
