@@ -373,6 +373,21 @@ def test_rows_in_another_order_are_matched_and_the_real_difference_is_named(
     assert f"  {shown} ({rows} row" in out
 
 
+def test_rows_without_digests_are_matched_in_order(tmp_path: Path) -> None:
+    """As those of loaders, whose batches have an order."""
+    for name in ("one", "other"):
+        rows = np.zeros(64, ROW)
+        rows["trajectory"], rows["row"] = np.arange(64) // 4, np.arange(64) % 8
+        if name == "other":
+            rows["trajectory"] += 7
+            rows["row"][5], rows["trajectory"][5] = 6, 9
+        with Ledger(tmp_path / name) as ledger:
+            ledger.record(TrainedStep(1, rows))
+    found = first_difference(read(tmp_path / "one"), read(tmp_path / "other"))
+    assert found is not None
+    assert (found.row, found.rows, [*found.columns]) == (5, 1, ["row", "trajectory"])
+
+
 def test_rows_that_only_one_ledger_has_are_counted_and_their_tasks_named(tmp_path: Path) -> None:
     one, other = with_tokens(1, "abc"), with_tokens(1, "abd")
     for name, made in (("one", one), ("other", other)):

@@ -20,7 +20,7 @@ TOLERANCE = 1e-5
 """Largest difference of floats that count as equal: sums over rows in another order differ by about 1e-6."""
 
 MATCHED = ("replayed", "row", "token_digest", "mask_digest")
-"""Columns by which rows of a group are matched; without the digests, the first two and the order."""
+"""Columns by which rows of a group are matched; without the tokens' digests, only their order."""
 
 _ORDER = sorted(ROW.names or (), key=lambda name: (name == "ratio") - (name in MATCHED))
 
@@ -190,7 +190,8 @@ def config_difference(
 
 def matched_rows(mine: TrainedStep, its: TrainedStep) -> npt.NDArray[np.int64]:
     """Return the numbers of matching rows of two steps, ``[n, 2]``, by the first one's."""
-    names = [name for name in MATCHED if name not in (*mine.unknown, *its.unknown)]
+    known = "token_digest" not in (*mine.unknown, *its.unknown)
+    names = [name for name in MATCHED if known and name not in (*mine.unknown, *its.unknown)]
     if [*mine.tasks] == [*its.tasks] and np.array_equal(mine.rows[[*names, "group"]], its.rows[[*names, "group"]]):
         return np.repeat(np.arange(len(mine.rows))[:, None], 2, axis=1)
     rows = [step.rows[names].tolist() for step in (mine, its)]
