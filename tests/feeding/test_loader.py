@@ -301,6 +301,24 @@ def test_batches_that_are_ready_lose_what_is_evicted_as_they_do_when_resumed(
         assert [rewards(next(resumed)) for _ in range(8)] == live
 
 
+def test_rows_are_looked_up_again_only_after_a_trajectory_has_left(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer, looked = store(), list[int]()
+    genuine = buffer.sampling.readable
+    monkeypatch.setattr(buffer.sampling, "readable", lambda drawn: looked.append(len(drawn)) or genuine(drawn))
+    with ReplayLoader(buffer, 16, prefetch=2) as loader:
+        ready(loader, 2)
+        looked.clear()
+        for number in range(9):
+            buffer.add_trajectories([block(20 + number)])
+            next(loader)
+        assert looked == []
+        buffer.evict([0])
+        next(loader)
+        assert looked
+
+
 def test_batches_that_are_ready_lose_what_a_rollback_takes_back(store: Store) -> None:
     buffer = store()
     buffer.points.save(1)

@@ -333,6 +333,12 @@ class Sampling:
 
         return self._view.locked(look)
 
+    def revision(self) -> Any:
+        """Return a value that changes whenever a trajectory is evicted or becomes unavailable, or after a load."""
+        return self._view.locked(
+            lambda found: (found.index, found.index.revision, found.index.first, found.unavailable)
+        )
+
     def token_rows(self, trajectory_ids: IntArray, columns: Sequence[str] | None = None) -> TokenRows:
         """Return the token columns of agent trajectories, ready to be copied into batches of tokens.
 

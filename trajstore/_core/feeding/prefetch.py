@@ -86,6 +86,7 @@ class Prefetcher(Generic[D, T]):
         self._error: BaseException | None = None
         self._stopping = False
         self._thread: threading.Thread | None = None
+        self._revision: Any = None  # of the buffers when the batches under way were last found current
         self.redrawn = 0
         """Number of batches redrawn because a trajectory was evicted before they were returned."""
 
@@ -109,9 +110,10 @@ class Prefetcher(Generic[D, T]):
             Exception: the error that ended the thread; repeated by every further call.
         """
         made = self._wait_for_batch(timeout)
-        if not self._source.is_current(made.drawn):
-            self._make_again()
-            made = self._wait_for_batch(timeout)
+        if (revision := self._source.revision()) != self._revision:  # far cheaper than looking up each batch's rows
+            if self._made_again():
+                made = self._wait_for_batch(timeout)
+            self._revision = revision
         if record is not None:
             record(self._batches + 1, made.batch)
         with self._changed:
@@ -121,15 +123,18 @@ class Prefetcher(Generic[D, T]):
             self._changed.notify_all()
         return made.drawn, made.batch
 
-    def _make_again(self) -> None:
-        """Drop the batches under way, and make them again in their order, with other rows for those that are gone."""
+    def _made_again(self) -> bool:
+        """Make the batches under way again, with other rows for those that are gone; return False if none are."""
         with self._changed:
             drawn = [made.drawn for made in self._made] + ([] if self._making is None else [self._making])
+            current = [self._source.is_current(rows) for rows in drawn]
+            if all(current):
+                return False
             self._made.clear()
             self._making = None
-            again = [rows if self._source.is_current(rows) else self._mended(rows) for rows in drawn]
-            self._resume(again)
+            self._resume([rows if still else self._mended(rows) for rows, still in zip(drawn, current, strict=True)])
             self._changed.notify_all()
+            return True
 
     def _resume(self, drawn: Sequence[D | None]) -> None:
         """Make batches before all others; needs the lock."""

@@ -92,6 +92,10 @@ class Source(ABC, Generic[D]):
         """
 
     @abstractmethod
+    def revision(self) -> Any:
+        """Return a value that changes whenever a trajectory leaves a buffer."""
+
+    @abstractmethod
     def is_current(self, drawn: D) -> bool:
         """Return whether all rows of a batch can still be drawn."""
 
@@ -317,6 +321,9 @@ class BatchSource(Source[DrawnBatch]):
             )
         return drawn
 
+    def revision(self) -> Any:
+        return [*map(revision_of, self._buffers)]
+
     def is_current(self, drawn: DrawnBatch) -> bool:
         return all(are_there(buffer, part) for buffer, part in zip(self._buffers, drawn, strict=True))
 
@@ -511,6 +518,11 @@ def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
     given = {"weight": drawn.weights, "probability": drawn.probabilities}
     known = {name: values for name, values in given.items() if values is not None}
     return {"trajectory": drawn.ids, "row": row, "version": version, **known}
+
+
+def revision_of(buffer: Replay) -> Any:
+    """Return a value that changes whenever a trajectory leaves a buffer; of a handle, always 0."""
+    return buffer.sampling.revision() if isinstance(buffer, Reader) else 0
 
 
 def are_there(buffer: Replay, drawn: Drawn) -> bool:

@@ -33,7 +33,7 @@ from trajstore._core.feeding.options import (
     share_of_batch,
 )
 from trajstore._core.feeding.packing import Room, lay_out
-from trajstore._core.feeding.source import Source, are_there, columns_of, still_there, unfilled
+from trajstore._core.feeding.source import Source, are_there, columns_of, revision_of, still_there, unfilled
 from trajstore._core.sampling.base import Drawn, IntArray
 from trajstore._core.sampling.states import array_in, check_state, tensor_of, whole_in
 from trajstore._core.store.run_ids import shown_id
@@ -203,6 +203,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             logger.warning("trajectory %s: %s; it is skipped, as are others like it", shown_id(number), problem)
         self._skipped += 1
         return False
+
+    def revision(self) -> Any:
+        return revision_of(self._buffer)
 
     def is_current(self, drawn: tuple[Drawn, ...]) -> bool:
         return all(are_there(self._buffer, pack) for pack in drawn)
