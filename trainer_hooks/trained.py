@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,13 +102,12 @@ def trained_step(
                 f"step {step}: row {row} is of task {task!r}, but its group {uids[row]!r} is of task {tasks[group]!r}"
             )
     numbers: dict[Hashable, int] = {}
-    rows_so_far: list[int] = []
+    rows_so_far: Counter[tuple[int, int | None]] = Counter()
     rows = np.zeros(count, ROW)
     for row, (rollout, trajectory) in enumerate(zip(of_rollout, ids, strict=True)):
         number = numbers.setdefault(rollout, len(numbers))
-        rows_so_far += [0] * (number == len(rows_so_far))
-        rows["row"][row] = rows_so_far[number]
-        rows_so_far[number] += 1
+        rows["row"][row] = rows_so_far[number, trajectory]
+        rows_so_far[number, trajectory] += 1
         rows["trajectory"][row] = -1 - number if trajectory is None else trajectory
     rows["group"] = group_of_row
     rows["version"] = [-1 if version is None else version for version in versions]

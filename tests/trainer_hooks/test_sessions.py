@@ -22,9 +22,13 @@ from trainer_hooks.integrations.rollouts import Recording
 from trainer_hooks.losses import LossAggMode, aggregate_loss, het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.exchange import import_pool
 from trainer_hooks.replay.rows import rows_of, whole_sessions
+from trainer_hooks.steps import recompute, step_inputs
+from trainer_hooks.trained import trained_step
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.errors import EmptyBufferError, InvalidTrajectoryError
+from trajstore.ledger import Ledger
 from trajstore.samplers import GroupSampler
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -191,6 +195,50 @@ def test_the_pool_counts_keeps_and_draws_whole_sessions(tmp_path: Path, entropys
             assert same(replace(row, metadata=other.metadata), other)
             assert row.metadata["session"] == other.metadata["session"]
         assert history.entropy == 1.0
+
+
+def test_the_rows_of_a_store_are_imported_as_sessions(tmp_path: Path) -> None:
+    """Also if the calls of a session were made by several policies."""
+    rows = scored(two_groups())
+    for number, row in enumerate(rows):
+        row.policy_version = 1 + number % 3
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories(rows)
+    done = import_pool(tmp_path / "pool", tmp_path / "store", RULES, same_run=True)
+    assert (done.entered, dict(done.refused)) == (2, {})
+    with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
+        held = ExperienceManager(RULES, store=store).task2trajectories
+        assert {task: [len(rows_of(one)) for one in several] for task, several in held.items()} == {"a": [2], "b": [1]}
+
+
+def test_a_step_on_rows_of_a_store_is_recomputed_by_sessions(tmp_path: Path) -> None:
+    """For a trainer that draws the rows of sessions from a store, and records its steps itself."""
+    rows = scored(two_groups())
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        ids = buffer.add_trajectories(rows)
+    batch = build_batch([BatchRow(trajectory=row, group_id=ord(row.task_id)) for row in rows], 0)
+    mask = batch.tensors["response_mask"]
+    advantages = torch.tensor(advantages_by_hand(rows))[:, None] * mask
+    for rollouts in (None, batch.rollouts.tolist()):
+        step = trained_step(
+            1 + (rollouts is not None),
+            uids=[row.task_id for row in rows],
+            task_ids=[row.task_id for row in rows],
+            mask=mask,
+            advantages=advantages,
+            ratios=torch.ones(mask.shape),
+            versions=[row.policy_version for row in rows],
+            replayed=[False] * len(rows),
+            trajectories=ids,
+            rollouts=rollouts,
+            options={"pad_token_id": 0, "advantages": {"estimator": "grpo"}},
+        )
+        assert step.rows["row"].tolist() == [0] * len(rows)
+        with contextlib.closing(Ledger(tmp_path / "ledger")) as ledger:
+            ledger.record(step)
+        report = recompute(step_inputs(tmp_path, step.step))
+        (check,) = (check for check in report.checks if check.name == "advantages")
+        assert (report.problems, check.left_out, check.values) == ((), "", len(rows))
 
 
 def test_samplers_of_groups_draw_whole_sessions(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.outcomes import asked_for, is_replayed, known_outcome
 from trainer_hooks.replay.persistence import newest_pool
 from trainer_hooks.replay.pool import ExperienceManager
+from trainer_hooks.replay.rows import whole_sessions
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
 from trainer_hooks.replay.store import BufferStore
@@ -260,12 +261,12 @@ class _Reader(BufferStore):
         return self._absent + len(self._damaged)
 
     def rollouts(self) -> list[AgentTrajectory]:
-        """Return all readable rollouts in order of their policy versions, unknown ones first."""
+        """Return all readable rollouts in order of their policy versions, unknown ones first; sessions as one each."""
         readable = []
         for number in self.ids():
             with suppress(CorruptStoreError):  # counted in `unreadable`
                 readable.append(self.get(number))
-        return sorted(readable, key=_step_of)
+        return sorted(whole_sessions(readable, strict=False), key=_step_of)
 
     def close(self) -> None:
         self._buffer.close()

@@ -16,7 +16,7 @@ from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.plan import rows_of_rollout
 from trainer_hooks.replay.late_values import SCORE, with_training
 from trajstore._core.buffer.reader import Reader
-from trajstore._core.columns.facts import GIVEN, RECORDED
+from trajstore._core.columns.facts import GIVEN, RECORDED, session_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajectoryUnavailableError, counted
 from trajstore.ledger import LEDGER_FOLDER, TrainedStep, read
 from trajstore.trajectory import AgentTrajectory
@@ -111,7 +111,7 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
     facts: list[dict[str, Any]] = []
     of_score = record.options.get("advantages", {}).get("reward") == "score"
     times: dict[tuple[int, int], int] = {}
-    numbers: dict[tuple[int, int], int] = {}
+    numbers: dict[tuple[int | str, int], int] = {}
     rollouts: list[int] = []
     for place, (trajectory, part, group, replayed) in enumerate(
         record.rows[["trajectory", "row", "group", "replayed"]].tolist()
@@ -124,7 +124,9 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
             )
         row = parts[part]
         times[trajectory, part] = times.get((trajectory, part), -1) + 1  # replayed twice in a step: two rollouts
-        rollouts.append(numbers.setdefault((trajectory, times[trajectory, part]), len(numbers)))
+        session = session_of(row.trajectory.metadata)  # whose rows may be trajectories of their own
+        name = trajectory if session is None else session[0]
+        rollouts.append(numbers.setdefault((name, times[trajectory, part]), len(numbers)))
         rows.append(
             BatchRow(
                 trajectory=row.trajectory,
