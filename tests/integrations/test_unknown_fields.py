@@ -146,3 +146,29 @@ def test_samples_of_slime_come_again_only_if_they_are_exact(
     again = [sample for group in source.get_samples(2) for sample in group if sample.status.value != "pending"]
     assert [sample.label for sample in again] == ([VALUES[kind]] * 2 if kind in EXACT else [])
     assert (not caplog.messages) == (kind in EXACT)
+
+
+def test_what_a_rollout_func_returns_passes_as_it_is(tmp_path: Path) -> None:
+    """Log-probs are not rounded to ``float32``, and those that are not known stay None; also beside replayed ones."""
+
+    def made(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        count = len(prompts)
+        columns = {"prompt_ids": [[1]] * count, "completion_ids": [[2, 3]] * count}
+        return columns | {"logprobs": [[-0.1, -0.3] if at % 2 == 0 else None for at in range(count)]}
+
+    with trl.store(tmp_path) as buffer:
+        rollouts = RecordingRollouts(made, buffer, replay=1)
+        assert rollouts(["a"] * 3, trl.trainer(0))["logprobs"] == [[-0.1, -0.3], None, [-0.1, -0.3]]
+        again = rollouts(["a"] * 3, trl.trainer(1))
+        assert again["logprobs"][:2] == [[-0.1, -0.3], None]
+        assert again["logprobs"][2] == pytest.approx([-0.1, -0.3])
+        assert again["trajectory_ids"][2] is None
+
+
+@pytest.mark.parametrize("reward", [np.array([0.0, 0.25, 0.5]), torch.tensor([0.0, 0.25, 0.5]), np.float32(0.75), 0.75])
+def test_rewards_of_skyrl_may_be_arrays_and_stop_reasons_unknown(reward: Any, tmp_path: Path) -> None:
+    generator = skyrl.Generator(rewards=lambda count: [reward] * count, stop_reasons=lambda count: [None] * count)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        skyrl.run(RecordingGenerator(generator, buffer), (1,))
+        stored = buffer.get(0)
+    assert (stored.reward.outcome, stored.is_terminated) == (0.75, None)

@@ -136,6 +136,8 @@ def _task(output: Mapping[str, Any], row: int) -> str:
 def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> AgentTrajectory:
     reward, reason, log_probs = output["rewards"][row], output.get("stop_reasons"), output.get("rollout_logprobs")
     ids, rows = output.get("trajectory_ids"), len(output["response_ids"])
+    reward = reward.tolist() if hasattr(reward, "tolist") else reward
+    ended = reason[row] if reason else None
     others = {
         name: row_of(values, row, rows)
         for name, values in output.items()
@@ -150,8 +152,8 @@ def _recorded(output: Mapping[str, Any], row: int, task: str, version: int) -> A
         version=version,
         task_id=task,
         rollout_id=ids[row].to_string() if ids else "",
-        is_terminated=reason[row] != "length" if reason else None,
-        metadata=kept(SKYRL, others | {"reward": json_of(reward), "stop_reason": reason[row] if reason else None})[0],
+        is_terminated=None if ended is None else ended != "length",
+        metadata=kept(SKYRL, others | {"reward": json_of(reward), "stop_reason": ended})[0],
     )
 
 

@@ -253,10 +253,7 @@ class RecordingRollouts:
             _check_prompts([keys[at] for at in fresh], output["prompt_ids"])
         made = [_of_output(output, place, keys[at], prompts[at], version) for place, at in enumerate(fresh)]
         ids = dict(zip(fresh, self.recording.record(made), strict=True))
-        rollouts = dict(zip(fresh, made, strict=True)) | replayed
-        return _joined(output, [rollouts[at] for at in range(len(prompts))], fresh) | {
-            IDS: [ids.get(at) for at in range(len(prompts))]
-        }
+        return _joined(output, replayed, fresh) | {IDS: [ids.get(at) for at in range(len(prompts))]}
 
     def scored(self, reward_func: Callable[..., Any], name: str = "outcome") -> Callable[..., Any]:
         """Wrap a reward function to record its rewards as late values; None and NaN are not recorded.
@@ -343,27 +340,34 @@ def _of_output(output: Mapping[str, Any], place: int, key: str, prompt: Any, ver
     )
 
 
-def _joined(output: Mapping[str, Any], rollouts: Sequence[AgentTrajectory], fresh: Sequence[int]) -> dict[str, Any]:
-    """Return rollouts as the output of a ``rollout_func``, which has those at the places ``fresh``."""
-    made = {at: place for place, at in enumerate(fresh)}
-    masks = [_list(rollout.response_mask) for rollout in rollouts]
+def _joined(output: Mapping[str, Any], replayed: Mapping[int, AgentTrajectory], fresh: Sequence[int]) -> dict[str, Any]:
+    """Return the output of a ``rollout_func``, which has the rollouts at the places ``fresh``, with replayed ones.
+
+    Raises:
+        ConfigurationError: a list has another length, so nothing says whose values it has.
+    """
     joined = dict(output)
-    for name, values in output.items():
-        if name not in _OUTPUTS and isinstance(values, list) and len(fresh) < len(rollouts):
-            if len(values) != len(fresh):
-                raise ConfigurationError(
-                    f"replay: rollout_func returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
-                )
-            joined[name] = [
-                values[made[at]] if at in made else rollout.metadata[TRL].get(name)
-                for at, rollout in enumerate(rollouts)
-            ]
-    joined["prompt_ids"] = [_list(rollout.input_ids)[: rollout.response_start] for rollout in rollouts]
-    joined["completion_ids"] = [_list(rollout.input_ids)[rollout.response_start :] for rollout in rollouts]
-    if output["logprobs"] is not None:
-        joined["logprobs"] = [_list(rollout.rollout_log_probs) for rollout in rollouts]
-    if "env_mask" in output or not all(map(all, masks)):
-        joined["env_mask"] = masks
+    if not all(all(_list(rollout.response_mask)) for rollout in replayed.values()) and "env_mask" not in joined:
+        joined["env_mask"] = [[1] * len(ids) for ids in output["completion_ids"]]
+    made = {at: place for place, at in enumerate(fresh)}
+
+    def of_replayed(name: str, rollout: AgentTrajectory) -> Any:
+        ids, start = _list(rollout.input_ids), rollout.response_start
+        own = {"prompt_ids": ids[:start], "completion_ids": ids[start:]}
+        own |= {"logprobs": _list(rollout.rollout_log_probs), "env_mask": _list(rollout.response_mask)}
+        return own[name] if name in own else rollout.metadata[TRL].get(name)
+
+    for name, values in joined.items():
+        if not replayed or values is None or not (name in _OUTPUTS or isinstance(values, list)):
+            continue
+        if len(values) != len(fresh):
+            raise ConfigurationError(
+                f"replay: rollout_func returns {len(values)} {name} for {len(fresh)} rollouts; set replay to 0"
+            )
+        joined[name] = [
+            values[made[at]] if at in made else of_replayed(name, replayed[at])
+            for at in range(len(fresh) + len(replayed))
+        ]
     return joined
 
 
