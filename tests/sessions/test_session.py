@@ -13,6 +13,7 @@ import pytest
 from tests.stores import opened
 from tests.support.faults import FaultPlan, failing_disk
 from trajstore import Reward, Sessions, TrajectoryReplayBuffer, errors
+from trajstore._core.sessions import journal
 from trajstore._core.sessions.records import scan
 
 MESSAGES = [{"role": "user", "content": "Sort 3 1 2."}, {"role": "assistant", "content": "1 2 3"}]
@@ -112,6 +113,20 @@ def test_names_without_value_and_odd_ones(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(errors.StoreNotFoundError):
         Sessions(tmp_path / "file")
+
+
+def test_a_journal_takes_so_many_sessions_and_goes_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_FULL_SESSIONS", 2)
+    with opened(tmp_path) as buffer:
+        sessions = [buffer.session("task", str(number)) for number in range(5)]
+        for session in sessions:
+            session.add_call([1], [2])
+        assert len([*tmp_path.glob("calls/*.calls")]) == 3
+        for session in sessions:
+            session.finish()
+        buffer.flush()
+        assert len(buffer) == 5
+        assert len([*tmp_path.glob("calls/*.calls")]) == 1  # that for new sessions
 
 
 def test_messages_with_arrays_are_those_of_the_call_before(tmp_path: Path) -> None:

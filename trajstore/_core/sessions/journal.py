@@ -18,6 +18,10 @@ from trajstore.errors import StoreClosedError, StoreWriteError
 _LONGEST = 1.0
 """Seconds after which a waiting thread looks again: an interrupt may have swallowed its wake-up."""
 
+_FULL_BYTES = 64 << 20
+_FULL_SESSIONS = 1_000
+"""Of the larger journals: opening a session looks at all sessions of the journals."""
+
 
 class Entry:
     """A record that waits to be written.
@@ -95,6 +99,11 @@ class CallJournal:
             )
         if not self._file.is_open:
             raise StoreClosedError(f"{self._root.path}: the sessions were closed; open them again")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether new sessions go to another journal."""
+        return self.size >= _FULL_BYTES or self._opened >= _FULL_SESSIONS
 
     def next_number(self) -> int:
         """Return the number of a new session in it."""

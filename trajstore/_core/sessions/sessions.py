@@ -32,9 +32,6 @@ from trajstore.errors import (
     written,
 )
 
-_ROTATE = 64 << 20
-"""Size in bytes of a journal from which new sessions go to another."""
-
 
 class Sessions:
     """The sessions of a store, for processes that do not write it themselves: gateways, workers. Thread-safe.
@@ -114,8 +111,10 @@ class Sessions:
             with written(": the session was not opened"), self._folder.locked():
                 self._folder.refresh()
                 found = self._find(task_id, rollout_id, ("open", "frozen")) if rollout_id else None
+                had = len(self._journals)
                 session = self._opened(fields) if found is None else self._continued(found, fields)
-                self._tidy()
+                if found is not None or len(self._journals) > had:
+                    self._tidy()
             self._known[session.task_id, session.rollout_id] = session
             return session
 
@@ -132,7 +131,7 @@ class Sessions:
     def _journal(self) -> CallJournal:
         """Return the journal for new sessions; the caller holds the locks."""
         for journal in self._journals.values():
-            if journal.size < _ROTATE:
+            if not journal.is_full:
                 journal.check()
                 return journal
         journal = CallJournal(self._root, self._store_id)
@@ -180,7 +179,7 @@ class Sessions:
             removed = False
             for file in self._folder.removable():
                 own = self._journals.get(file.name)
-                if file.is_held() if own is None else not (closing or own.size >= _ROTATE):
+                if file.is_held() if own is None else not (closing or own.is_full):
                     continue
                 if own is not None:
                     self._journals.pop(file.name).close()
