@@ -20,7 +20,7 @@ from trainer_hooks.integrations.gateway import restored, shortened, task_of
 from trainer_hooks.integrations.nemo_gym import TokenStore
 from trainer_hooks.integrations.rllm import SessionTraceStore
 from trajstore import Reward, TrajectoryReplayBuffer
-from trajstore.errors import CallConflictError, InvalidCallError
+from trajstore.errors import CallConflictError, InvalidCallError, StoreClosedError
 
 
 @pytest.fixture
@@ -156,6 +156,7 @@ def test_odd_traces_are_kept_or_refused_by_name(
             await store.store_trace(f"w{number}", "s", trace)
             assert await store.get_trace(f"w{number}") == trace
             assert "trace t7: logprobs: not a number of at most 0 for each of 2 tokens" in caplog.messages.pop()
+            assert not caplog.messages
         await store.store_trace("t1", "s", {"msg": "b"})
         assert await store.get_trace("t1") == {"msg": "b"}
         assert len(await store.get_session_traces("s")) == len(odd) + 2
@@ -167,7 +168,10 @@ def test_odd_traces_are_kept_or_refused_by_name(
         assert (await store.delete_session("s"), await store.delete_session("s")) == (len(odd) + 2, 0)
         assert await store.get_session_traces("s") == []
         await store.flush()
-        await store.close()
+        for _ in range(2):
+            await store.close()
+        with pytest.raises(StoreClosedError):
+            await store.store_trace("t", "s", {})
 
     asyncio.run(run())
     assert buffer.sink.sessions.listed() == []

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trajstore import Call, Reward, Session, Sessions, TrajectoryReplayBuffer
-from trajstore.errors import SessionFinishedError, TrajectoryUnavailableError
+from trajstore.errors import SessionFinishedError, StoreClosedError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Gateway:
     def __init__(self, store: str | Path | TrajectoryReplayBuffer, *, task_of: Callable[[str], str] = task_of) -> None:
         self._sessions = store.sink.sessions if isinstance(store, TrajectoryReplayBuffer) else Sessions(store)
         self._is_own = not isinstance(store, TrajectoryReplayBuffer)
+        self._is_closed = False
         self._task_of = task_of
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="trajstore-calls")
 
@@ -95,11 +96,18 @@ class Gateway:
         return len(calls)
 
     async def waited(self, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Return what a function returns, called in a thread."""
+        """Return what a function returns, called in a thread.
+
+        Raises:
+            StoreClosedError: after :meth:`close`.
+        """
+        if self._is_closed:
+            raise StoreClosedError("the gateway's store was closed; make another")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def close(self) -> None:
         """Wait for running calls, and release the store; open sessions stay in it."""
+        self._is_closed = True
         await asyncio.to_thread(self._pool.shutdown)
         if self._is_own:
             self._sessions.close()

@@ -50,7 +50,7 @@ class SessionTraceStore(Gateway):
 
     def _store(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         session = self.session(session_id)
-        copies = _copies(data)
+        copies, log_probs = _values(data)
         metadata = {RLLM: shortened(data, copies)}
         if not copies:
             _add_without_tokens(session, trace_id, metadata)
@@ -59,7 +59,7 @@ class SessionTraceStore(Gateway):
             session.add_call(
                 copies["prompt"],
                 copies["sampled"],
-                _log_probs_in(data),
+                log_probs,
                 call_id=trace_id,
                 messages=[*copies["messages"], copies["answer"]] if has_messages else None,
                 policy_version=data.get("weight_version"),
@@ -130,17 +130,18 @@ class SessionTraceStore(Gateway):
         """Do nothing: stored traces are durable."""
 
 
-def _copies(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a trace that its call has, too; none if it has no tokens."""
+def _values(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[float] | None]:
+    """Return the values of a trace that its call has, too, none if it has no tokens; and its log-probs."""
     prompt, sampled = data.get("prompt_token_ids"), data.get("completion_token_ids")
     if not (isinstance(prompt, list) and isinstance(sampled, list) and prompt and sampled):
-        return {}
+        return {}, None
     messages, answer = data.get("messages"), data.get("response_message")
     if not (isinstance(messages, list) and isinstance(answer, dict) and messages and answer):
         messages, answer = [], {}
-    log_probs = _log_probs_in(data) or []
-    exact = log_probs if is_exact(log_probs) else []
-    return {"prompt": prompt, "sampled": sampled, "log_probs": exact, "messages": messages, "answer": answer}
+    log_probs = _log_probs_in(data)
+    exact = log_probs if log_probs and is_exact(log_probs) else []
+    copies = {"prompt": prompt, "sampled": sampled, "log_probs": exact, "messages": messages, "answer": answer}
+    return copies, log_probs
 
 
 def _log_probs_in(data: Mapping[str, Any]) -> list[float] | None:
