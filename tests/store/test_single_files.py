@@ -87,6 +87,7 @@ def shown(path: Path | str, pin: str | None = None, *, time: bool = True) -> Sta
                 **facts[number],
                 "content": values.tolist(),
                 "metadata": getattr(content, "metadata", 0),
+                "rows": {name: values.tolist() for name, values in content.notes.items()},
             }
             if not time:
                 state[str(uuid)].pop("committed")
@@ -106,7 +107,7 @@ def without(state: State, lost: set[int]) -> State:
 
 def by_number(state: State) -> State:
     """Return a state without its values by row, and the history of values."""
-    return {uuid: entry | {"per_step": 0, "metadata": 0} for uuid, entry in state.items()}
+    return {uuid: entry | {"per_step": 0, "metadata": 0, "rows": {}} for uuid, entry in state.items()}
 
 
 def truncate(file: Path) -> None:
