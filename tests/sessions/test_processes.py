@@ -11,6 +11,7 @@ import pytest
 
 from tests.stores import opened
 from trajstore import Reward, Sessions, errors
+from trajstore._core.sessions import journal
 
 
 def in_child(work: Callable[[], object], *, killed: bool = False) -> None:
@@ -197,3 +198,28 @@ def test_a_forked_child_makes_its_own(store: Path) -> None:
     session.add_call([1], [2])
     assert [(one.rollout_id, one.owner is None) for one in sessions.listed()] == [("a", False), ("b", True)]
     sessions.close()
+
+
+@pytest.mark.parametrize("name", ["_FULL_BYTES", "_WORTH_BYTES"])
+def test_a_journal_of_a_live_process_goes_when_its_sessions_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(journal, "_WORTH_BYTES", 1)
+    monkeypatch.setattr(journal, name, 1)
+    with opened(tmp_path) as buffer:
+        first = buffer.session("task", "first")
+        call = first.add_call([1], [2], call_id="a")
+        second = buffer.session("task", "second")
+        assert len(journals(tmp_path)) == (2 if name == "_FULL_BYTES" else 1)
+        ids = first.finish()
+        second.discard()
+        buffer.flush()
+        buffer.session("task", "third").add_call([1], [2])
+        assert len(journals(tmp_path)) <= 2  # of the third one, and of what is over
+        assert first.finish() == ids
+        assert first.add_call([1], [2], call_id="a") is call
+        with pytest.raises(errors.SessionFinishedError, match="was finished"):
+            first.add_call([1], [3])
+        with pytest.raises(errors.SessionFinishedError, match="was discarded"):
+            second.finish()
+    assert len(journals(tmp_path)) == 1

@@ -18,9 +18,12 @@ from trajstore.errors import StoreClosedError, StoreWriteError
 _LONGEST = 1.0
 """Seconds after which a waiting thread looks again: an interrupt may have swallowed its wake-up."""
 
-_FULL_BYTES = 64 << 20
+_FULL_BYTES = 16 << 20
 _FULL_SESSIONS = 1_000
 """Of the larger journals: opening a session looks at all sessions of the journals."""
+
+_WORTH_BYTES = 64 << 10
+"""From which a journal whose sessions are all over is deleted while its process lives."""
 
 
 class Entry:
@@ -91,12 +94,16 @@ class CallJournal:
             root.unlink(self.name)
             raise
 
-    def check(self) -> None:
-        """Raise :class:`StoreClosedError` in a forked child, and after :meth:`close`."""
+    def check_process(self) -> None:
+        """Raise :class:`StoreClosedError` in a forked child."""
         if os.getpid() != self._pid:
             raise StoreClosedError(
                 f"{self._root.path}: this session belongs to the parent process; open it with trajstore.Sessions here"
             )
+
+    def check(self) -> None:
+        """Raise :class:`StoreClosedError` in a forked child, and after :meth:`close`."""
+        self.check_process()
         if not self._file.is_open:
             raise StoreClosedError(f"{self._root.path}: the sessions were closed; open them again")
 
@@ -104,6 +111,11 @@ class CallJournal:
     def is_full(self) -> bool:
         """Whether new sessions go to another journal."""
         return self.size >= _FULL_BYTES or self._opened >= _FULL_SESSIONS
+
+    @property
+    def is_worth_deleting(self) -> bool:
+        """Whether it is deleted before its process closes, if its sessions are all over."""
+        return self.is_full or self.size >= _WORTH_BYTES
 
     def next_number(self) -> int:
         """Return the number of a new session in it."""

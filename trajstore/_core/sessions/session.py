@@ -104,7 +104,7 @@ class Session:
             StoreWriteError: it could not be written, and was not added; the next call may succeed.
             StoreClosedError: the sessions were closed, or belong to the parent process.
         """
-        self._journal.check()
+        self._check()
         with self._refusals(call_id):
             prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
             if not len(prompt):
@@ -155,7 +155,7 @@ class Session:
             SessionFinishedError: the session was finished or discarded.
             StoreWriteError, StoreClosedError: as :meth:`add_call`.
         """
-        self._journal.check()
+        self._check()
         text("call_id", call_id)
         check_kind("reason", reason, str, "a text")
         check_kind("metadata", metadata, Mapping, "a dict")
@@ -204,7 +204,7 @@ class Session:
             SessionFinishedError: it was finished with other arguments.
             StoreWriteError: it could not be written. If this was recorded, the writer tries again to add the rollouts.
         """
-        self._journal.check()
+        self._check()
         entry: Entry | None
         with self._refusals(None):
             check_kind("metadata", metadata, Mapping, "a dict")
@@ -233,7 +233,7 @@ class Session:
             SessionFinishedError: it was discarded.
             StoreWriteError, StoreClosedError: as :meth:`add_call`.
         """
-        self._journal.check()
+        self._check()
         if (entry := self._change("frozen")) is not None:
             self._journal.wait(entry)
 
@@ -244,7 +244,7 @@ class Session:
             SessionFinishedError: it was finished.
             StoreWriteError, StoreClosedError: as :meth:`add_call`.
         """
-        self._journal.check()
+        self._check()
         if (entry := self._change("discarded")) is not None:
             self._journal.wait(entry)
         self._add_rows(self)
@@ -275,6 +275,12 @@ class Session:
         return [leaf.line for leaf in CallTree(self.calls()).leaves()]
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Refuse a forked child, and a session that was closed before its end."""
+        self._journal.check_process()
+        if self.state in ("open", "frozen"):  # the journal of a session that is over may be deleted
+            self._journal.check()
 
     def _refusals(self, call_id: str | None) -> _Named:
         return named(self.task_id, self.rollout_id, call_id)

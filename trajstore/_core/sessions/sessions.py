@@ -179,7 +179,7 @@ class Sessions:
             removed = False
             for file in self._folder.removable():
                 own = self._journals.get(file.name)
-                if file.is_held() if own is None else not (closing or own.is_full):
+                if file.is_held() if own is None else not (closing or own.is_worth_deleting):
                     continue
                 if own is not None:
                     self._journals.pop(file.name).close()
