@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.stores import writer_to
 from tools.browser import Page
 from trajstore import AgentTrajectory, Reward
 from trajstore.ledger import LEDGER_FOLDER, ROW, Ledger, TrainedStep
 
 PROMPT = 4
+
+HOSTILE_CALL = "<img src=x onerror='window.stolen = 1'>"
 
 
 def text_of(page: Page, selector: str) -> str:
@@ -76,3 +79,17 @@ def trained_in(store: Path, steps: int, rows: int = 4) -> None:
             ledger.record(
                 TrainedStep(step, made, tasks, policy_before=step, policy_after=step + 1, loss={"pg": step / 4})
             )
+
+
+def session_in(store: Path, extra: int = 0) -> None:
+    """Record a session of two paths that share four tokens, one of them without log-probs, and further paths."""
+    with writer_to(store) as writer:
+        writer.add_trajectories([rollout(0)])
+        session = writer.session("task", "it's one")
+        session.add_call([1, 2, 3], [4], [-0.5], call_id="plan", policy_version=3)
+        session.add_call([1, 2, 3, 4, 5, 6], [7, 8], [-0.5, -0.25], call_id=HOSTILE_CALL, policy_version=4)
+        session.add_call([1, 2, 3, 4, 9], [10], call_id="search")
+        for number in range(extra):
+            session.add_call([1, 2, 100 + number], [5], call_id=f"extra-{number}")
+        session.incomplete("lost", "timeout")
+        session.finish(Reward(outcome=1.0))

@@ -14,7 +14,7 @@ import pytest
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from tests.view.conftest import Serve
-from tests.view.rollouts import opened, rollout, text_of, trained_in
+from tests.view.rollouts import opened, rollout, session_in, text_of, trained_in
 from tools.browser import Page
 
 CONTROLS = {
@@ -58,7 +58,9 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
     stored(tmp_path / "rollouts", [rollout(number) for number in range(40)])
     stored(tmp_path / "blocks", [witness(7), witness(8)])
     trained_in(tmp_path / "rollouts", 3)
+    session_in(tmp_path / "session")
     rollouts, blocks = serve(tmp_path / "rollouts", who="anna"), serve(tmp_path / "blocks")
+    session = serve(tmp_path / "session")
     prefer(page, theme)
     page.expected_errors += ["status of 400", "status of 404"]
     violations = []
@@ -73,6 +75,7 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         (f"{rollouts}/#/group?task=task-1", "document.querySelectorAll('.sibling').length === 4"),
         (f"{rollouts}/#/training", "document.querySelectorAll('.curves canvas').length === 7"),
         (f"{rollouts}/#/step/2", "document.querySelectorAll('table.trained tbody tr').length === 4"),
+        (f"{session}/#/trajectory/2", "document.querySelectorAll('.session td .to-token').length === 2"),
         (f"{blocks}/#/trajectory/0", "document.querySelector('[data-drawn]')"),
         (f"{blocks}/#/beside/0?other=1", "document.querySelectorAll('.episodes .large').length >= 2"),
         (f"{blocks}/#/table", "document.querySelectorAll('.row').length === 2"),

@@ -20,7 +20,7 @@ import pytest
 from tests.stores import files_of as files_below
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
-from tests.view.rollouts import clicked, opened, rollout, text_of
+from tests.view.rollouts import clicked, opened, rollout, session_in, text_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from tools.crash.forked import forking
@@ -130,6 +130,14 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     assert "advantage in group -0.866" in text_of(page, ".sibling")
     page.open(f"{address}#/trajectory/99")
     page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
+
+
+def test_a_session_has_its_paths(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+    session_in(tmp_path / "store")
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
+    shared = "document.querySelector('[aria-label=\"Other paths\"] td:last-child')?.textContent"
+    opened(page, f"{address}#/trajectory/2", f"{shared} === 'first 4 tokens shared'")
+    clicked(page, ".session p a", f"{ROWS}.join() === '1,2'")
 
 
 def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serve_files: Serve, page: Page) -> None:

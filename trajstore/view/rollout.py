@@ -7,7 +7,7 @@ little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore._core.columns.facts import SESSION, session_of
 from trajstore._core.columns.fields import join_name, walk
 from trajstore.attachments import summarized
 from trajstore.operations.statistics import sampled_rows
@@ -100,6 +101,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
     arrays += _noted(trajectory, total)
     ids = trajectory.input_ids
     texts = None if ids is None or decode is None else texts_of(ids.tolist(), decode)
+    session, unplaced = _session(trajectory, total)
     answer = {
         "kind": "agent",
         "query": trajectory.query,
@@ -110,9 +112,50 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
         "tokens": total,
         "parts": [[part["part"], part["first"], part["tokens"]] for part in token_parts(trajectory)],
         "texts": texts,
-        "left_out": left_out,
+        "session": session,
+        "left_out": left_out + unplaced,
     }
     return body_of(answer, arrays)
+
+
+def _session(trajectory: AgentTrajectory, total: int) -> tuple[Answer | None, list[str]]:
+    """Return the session that a rollout is a row of, and the calls that cannot be shown, as text.
+
+    The session is ``{"id", "path", "paths", "calls", "incomplete"}``, None of another rollout. A call is ``{"id",
+    "start", "stop", "version", "trained"}`` in the order of the row: its sampled tokens are ``[start, stop)``, and
+    ``trained`` says whether the loss mask has any of them (None without masks).
+    """
+    found = session_of(trajectory.metadata)
+    if found is None:
+        return None, []
+    recorded = trajectory.metadata[SESSION]
+    mask, first = trajectory.loss_mask, 0
+    if mask is None and (mask := trajectory.response_mask) is not None:
+        first = first_token(len(mask), total, trajectory.response_start)
+    calls, unplaced = [], []
+    for number, call in enumerate(_listed(recorded, "calls")):
+        match call:
+            case {"start": int(start), "stop": int(stop)} if 0 <= start <= stop <= total:
+                version = call.get("policy_version")
+                trained = None if mask is None else bool(mask[max(0, start - first) : max(0, stop - first)].any())
+                named = {"id": str(call.get("id", number)), "version": None if version is None else str(version)}
+                calls.append({**named, "start": start, "stop": stop, "trained": trained})
+            case _:
+                unplaced.append(
+                    f"metadata.{SESSION}.calls[{number}]: not shown, because its start and stop are not among the "
+                    f"{total:,} tokens of the row"
+                )
+    gaps = [
+        {"id": str(gap.get("id")), "reason": str(gap.get("reason"))}
+        for gap in _listed(recorded, "incomplete")
+        if isinstance(gap, Mapping)
+    ]
+    return dict(zip(("id", "path", "paths"), found, strict=True)) | {"calls": calls, "incomplete": gaps}, unplaced
+
+
+def _listed(recorded: Mapping[str, Any], name: str) -> Sequence[Any]:
+    values = recorded.get(name)
+    return values if isinstance(values, list | tuple) else ()
 
 
 def first_token(length: int, total: int, response_start: int | None) -> int:

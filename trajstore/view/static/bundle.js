@@ -43,6 +43,7 @@ const CONDITIONS = [
   [/^not readable$/, (row) => row.readable === false],
   [/^kind = 'agent' and outcome is null$/, (row) => row.kind === "agent" && row.outcome === null],
   [/^version_high is null$/, (row) => row.version_high === null],
+  [/^session = '((?:[^']|'')*)'$/, (row, session) => row.session === session.replaceAll("''", "'")],
   [/^task = '((?:[^']|'')*)'(?: and version_high = (-?\d+))?$/, (row, task, version) => row.task === task.replaceAll("''", "'") && (version === undefined || row.version_high === Number(version))],
 ];
 

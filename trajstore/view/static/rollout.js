@@ -4,13 +4,14 @@ import { showConversation } from "./conversation.js";
 import { showFinding } from "./find.js";
 import { fill, longText, make } from "./dom.js";
 import { count } from "./numbers.js";
+import { showSession } from "./session.js";
 import { placesOf, showTokens } from "./tokens.js";
 
 /** Returns a link to a token of a rollout, null if there is none. */
 export const tokenLink = (id, token, click = null) => (typeof token === "number"
   ? make("a", { class: "to-token", href: `#/trajectory/${id}?token=${token}`, title: "Show its tokens", click }, `token ${count(token)}`) : null);
 
-export function showRollout(place, told, { parameters, keep, id }) {
+export function showRollout(place, told, { parameters, keep, signal, id }) {
   const conversation = make("section", { class: "conversation", "aria-label": "Conversation" });
   const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
   const both = make("div", { class: "both" }, conversation, tokens);
@@ -28,19 +29,22 @@ export function showRollout(place, told, { parameters, keep, id }) {
         window.dispatchEvent(new Event("resize"));
       },
     }, title)));
-  fill(place, tabs, both);
+  const session = told.session ? make("section", { class: "session", "aria-label": "Session" }) : null;
+  fill(place, session, tabs, both);
   choose(part);
 
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
   let leaveFinding = () => {};
   let view = null; // of the tokens
   const places = told.tokens ? placesOf(told) : [];
-  const linkOf = (number) => tokenLink(id, places[number], (event) => {
+  const linkTo = (token) => tokenLink(id, token, (event) => {
     event.preventDefault();
-    view.go(places[number]);
+    view.go(token);
     choose("tokens");
     keep({ show: "tokens" });
   });
+  const linkOf = (number) => linkTo(places[number]);
+  if (session) showSession(session, told, { linkOf: linkTo, signal });
   if (told.messages.length) {
     const messages = make("div", {});
     leaveFinding = showFinding(conversation, messages, told.messages, { parameters, keep });

@@ -265,7 +265,9 @@ export function showTokens(place, told, { parameters, keep }) {
     }
     const values = columns.filter((one) => valueAt(one, at) !== undefined).map((one) => make("span", { class: one === column ? "pair chosen" : "pair" },
       make("span", { class: "quiet" }, nameOf(one.name)), " ", make("b", {}, exactAt(one, at))));
+    const call = told.session?.calls.find(({ start, stop }) => start <= at && at < stop);
     fill(panel, make("span", { class: "pair" }, make("b", {}, `token ${count(at)}`), " ", make("span", { class: "quiet" }, PARTS[partOf(at)])),
+      call ? make("span", { class: "pair" }, make("span", { class: "quiet" }, "call"), " ", make("b", {}, call.id)) : null,
       isText ? make("code", { class: "text" }, JSON.stringify(visible(texts[at].slice(0, 400)))) : null, values);
   }
 
