@@ -168,7 +168,11 @@ def test_odd_traces_are_kept_or_refused_by_name(
         assert await store.get_trace("bad") is None
         assert (await store.delete_session("s"), await store.delete_session("s")) == (len(odd) + 2, 0)
         assert await store.get_session_traces("s") == []
-        await store.flush()
+        storing = asyncio.create_task(store.store_trace("now", "s", {}))
+        await asyncio.sleep(0)  # the task begins
+        assert await store.get_session_traces("s") == [{}]  # the gateway does not wait for it either
+        await storing
+        assert await store.delete_session("s") == 1
         for _ in range(2):
             await store.close()
         with pytest.raises(StoreClosedError):

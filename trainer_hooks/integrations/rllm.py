@@ -5,6 +5,7 @@ Written for rllm-model-gateway 0.1, whose interface is in ``rllm_model_gateway.s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +39,7 @@ class SessionTraceStore(Gateway):
     def __init__(self, store: Any, **options: Any) -> None:
         super().__init__(store, **options)
         self._session_of: dict[str, str] = {}  # by trace
+        self._storing: set[asyncio.Future[None]] = set()  # the gateway reads what it does not wait for
 
     async def store_trace(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         """Return when a trace is durable. The same trace again does nothing.
@@ -46,7 +48,10 @@ class SessionTraceStore(Gateway):
             CallConflictError: the trace was stored with tokens and other content.
             TrajstoreError: it could not be added.
         """
-        await self.waited(self._store, trace_id, session_id, data)
+        storing = asyncio.ensure_future(self.waited(self._store, trace_id, session_id, data))
+        self._storing.add(storing)
+        storing.add_done_callback(self._storing.discard)
+        await storing
 
     def _store(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         session = self.session(session_id)
@@ -70,6 +75,7 @@ class SessionTraceStore(Gateway):
 
     async def get_trace(self, trace_id: str) -> dict[str, Any] | None:
         """Return a trace, or None."""
+        await self.flush()
         return await self.waited(self._trace, trace_id)
 
     def _trace(self, trace_id: str) -> dict[str, Any] | None:
@@ -89,6 +95,7 @@ class SessionTraceStore(Gateway):
             since: seconds since 1970; those stored before are left out.
             limit: most traces.
         """
+        await self.flush()
         traces = await self.waited(self._traces, session_id)
         found = [call for call in traces.values() if since is None or call.time >= since * 1e6]
         return [_trace_of(call) for call in found[:limit]]
@@ -99,6 +106,7 @@ class SessionTraceStore(Gateway):
 
     async def delete_session(self, session_id: str) -> int:
         """Discard the traces of a session that is not finished; return their number."""
+        await self.flush()
         return await self.waited(self._delete, session_id)
 
     def _delete(self, session_id: str) -> int:
@@ -114,6 +122,7 @@ class SessionTraceStore(Gateway):
             since: seconds since 1970; sessions whose first trace is older are left out.
             limit: most sessions.
         """
+        await self.flush()
         return (await self.waited(self._listed, since))[:limit]
 
     def _listed(self, since: float | None) -> list[dict[str, Any]]:
@@ -127,7 +136,10 @@ class SessionTraceStore(Gateway):
         return sorted(found, key=lambda about: about["first_trace_at"], reverse=True)
 
     async def flush(self) -> None:
-        """Do nothing: stored traces are durable."""
+        """Return when the traces that this event loop is storing are durable, or were refused."""
+        here = asyncio.get_running_loop()
+        if storing := [each for each in self._storing if each.get_loop() is here]:
+            await asyncio.wait(storing)
 
 
 def _values(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[float] | None]:
