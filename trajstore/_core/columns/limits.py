@@ -39,7 +39,7 @@ RANGES: Mapping[str, tuple[int, int]] = {
     "max_episode_length": (0, _INT64.max),
     "version_low": (UNKNOWN_VERSION, _INT64.max),
     "version_high": (UNKNOWN_VERSION, _INT64.max),
-    "committed": (UNKNOWN_TIME, 1 << 62),
+    "committed": (UNKNOWN_TIME, 253_402_300_799_999_999),  # the end of the year 9999: datetime has no later one
     "start_samples": (0, _INT64.max),
     "start_extra": (0, _INT64.max),
     "start_document": (0, _INT64.max),

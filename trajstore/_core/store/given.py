@@ -75,7 +75,7 @@ class Said:
                 raise TypeError("who, source, refused or values")
             ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
             given = {name: tuple(items) for name, items in values.items()}
-            said = cls(ids, given, who, natural(value["time"]), source, refused)
+            said = cls(ids, given, who, natural(value["time"], RANGES["committed"][1]), source, refused)
             said.check()
         except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
             raise CorruptStoreError(f"not values of trajectories: {error}") from error
