@@ -18,7 +18,14 @@ from .runs import GROUP, PROMPTS, REPLAY, Train
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("token-mean", marks=pytest.mark.campaign),
+        "seq-mean-token-mean",
+        pytest.param("seq-mean-token-sum", marks=pytest.mark.campaign),
+    ],
+)
 def test_a_step_on_sessions_is_that_of_a_recount(train: Train, tmp_path: Path, mode: str) -> None:
     loop = tmp_path / "loop.yaml"
     loop.write_text("- name: branches\n  _target_: trajstore_verl_cpu_branches.Branches\n", encoding="utf-8")

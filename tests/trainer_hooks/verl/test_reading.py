@@ -169,6 +169,11 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
         row = rated(fresh_row(f"{number:032x}", prompt=prompt, response=response, seed=number))
         rows.append(Row(row.key, row.tag, row.columns))
     made = trajectories_of(rows, OutcomeRule(), step=5, run="f" * 32, fingerprint="f" * 16)
+    drawn = torch.Generator().manual_seed(0)
+    for rollout in made:
+        rollout.input_ids = torch.randint(0, 151_000, rollout.input_ids.shape, dtype=torch.int32, generator=drawn)
+        for name in ("old_log_probs", "rollout_log_probs", "entropys"):
+            setattr(rollout, name, -torch.rand(rollout.response_mask.shape, generator=drawn))
     Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).introduce(made)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder) as buffer:
         buffer.add_trajectories(made)
@@ -178,6 +183,6 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
 def test_what_a_token_costs_on_disk(tmp_path: Path) -> None:
     """Checks the how-to's figures."""
     size = bytes_of_a_rollout(tmp_path / "a", 300, 700)
-    assert bytes_of_a_rollout(tmp_path / "b", 1300, 700) - size == pytest.approx(5 * 1000, rel=0.02)
-    assert bytes_of_a_rollout(tmp_path / "c", 300, 1700) - size == pytest.approx(18 * 1000, rel=0.02)
-    assert size - 5 * 300 - 18 * 700 < 1300
+    assert bytes_of_a_rollout(tmp_path / "b", 1300, 700) - size == pytest.approx(3 * 1000, rel=0.02)
+    assert bytes_of_a_rollout(tmp_path / "c", 300, 1700) - size == pytest.approx(15 * 1000, rel=0.02)
+    assert size - 3 * 300 - 15 * 700 < 1300
