@@ -16,7 +16,7 @@ import torch
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_turn, ratio, seconds
-from trajstore._core import sampling
+from trajstore import samplers
 from trajstore.samplers import Additions, Priorities, Sampler, WeightedSampler
 
 BATCH = 1024
@@ -27,13 +27,13 @@ WINDOWS = (None, 100, 10_000, 500_000)
 
 SAMPLERS: Mapping[str, Callable[[], Sampler]] = {
     "uniform by tree": WeightedSampler,
-    "recency": lambda: WeightedSampler([sampling.Recency(1000)]),
-    "staleness": lambda: WeightedSampler([sampling.Staleness(5)]),
-    "uses with a pause": lambda: WeightedSampler([sampling.UseLimit(cooldown=1)]),
+    "recency": lambda: WeightedSampler([samplers.Recency(1000)]),
+    "staleness": lambda: WeightedSampler([samplers.Staleness(5)]),
+    "uses with a pause": lambda: WeightedSampler([samplers.UseLimit(cooldown=1)]),
     "priorities per trajectory": lambda: WeightedSampler(priorities=Priorities(per="trajectory")),
     "priorities per transition": lambda: WeightedSampler(priorities=Priorities()),
-    "epochs": sampling.EpochSampler,
-    "groups of 10": lambda: sampling.GroupSampler(most=10),
+    "epochs": samplers.EpochSampler,
+    "groups of 10": lambda: samplers.GroupSampler(most=10),
 }
 
 

@@ -107,7 +107,7 @@ def _check_calls(catalog: Catalog, result: Verification) -> None:
         calls = sum(session.calls for session in sessions)
         result.notes.append(
             f"{counted(len(sessions), 'session', 'is', 'are')} not in the store yet, with {counted(calls, 'call')}: "
-            "trajstore list --open shows them"
+            "`trajstore list --open` shows them"
         )
 
 
