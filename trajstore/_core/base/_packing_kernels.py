@@ -273,6 +273,27 @@ def _same(one: int, other: int, itemsize: int) -> Any:
 
 
 @_called
+def _repetition(first: int, at: int, count: int, itemsize: int, least: int) -> tuple[int, int]:
+    """Return where the next ``least`` or more equal elements begin and end; the count twice if there are none."""
+    begin = at
+    if itemsize == 8:
+        last = _load8(first + at * 8)
+        for k in range(at + 1, count):
+            value = _load8(first + k * 8)
+            if value != last:
+                if k - begin >= least:
+                    return begin, k
+                begin, last = k, value
+    else:
+        for k in range(at + 1, count):
+            if not _same(first + k * itemsize - itemsize, first + k * itemsize, itemsize):
+                if k - begin >= least:
+                    return begin, k
+                begin = k
+    return (begin, count) if count - begin >= least else (count, count)
+
+
+@_called
 def _common(one: int, other: int, nbytes: int) -> Any:
     """Return how many bytes at the beginning are the same."""
     at = 0
@@ -367,40 +388,32 @@ def pack_rows(
                 done += lengths[used]
                 used += 1
                 run += 1
-        literal = at = done
-        while at <= count:
-            end = count
-            if least and at < count:
-                end = at + 1
-                while end < count and _same(first + at * itemsize, first + end * itemsize, itemsize):
-                    end += 1
-            repeats = least > 0 and end - at >= least
+        at = done
+        while at < count:
+            begin, end = _repetition(first, at, count, itemsize, least) if least else (count, count)
             if used + 2 > len(lengths):
                 lengths, sources = _grown(lengths), _grown(sources)
-            if (repeats or end == count) and (stop := at if repeats else count) > literal:
-                _put(stored, rows, first + literal * itemsize, stop - literal, width, itemsize)
+            if begin > at:
+                _put(stored, rows, first + at * itemsize, begin - at, width, itemsize)
                 if used > begins[own] and sources[used - 1] >= 0 and sources[used - 1] + lengths[used - 1] == rows:
-                    lengths[used - 1] += stop - literal
+                    lengths[used - 1] += begin - at
                 else:
-                    lengths[used], sources[used] = stop - literal, rows
+                    lengths[used], sources[used] = begin - at, rows
                     used += 1
-                rows += stop - literal
-            if repeats:
-                known = -1
+                rows += begin - at
+            if end > begin:
+                element, known = first + begin * itemsize, -1
                 for k in range(min(repeated, 4)):
-                    if _same(recent[k, 0], first + at * itemsize, itemsize):
+                    if _same(recent[k, 0], element, itemsize):
                         known = recent[k, 1]
                 if known < 0:
-                    _put(stored, rows, first + at * itemsize, 1, width, itemsize)
-                    recent[repeated % 4] = first + at * itemsize, rows
+                    _put(stored, rows, element, 1, width, itemsize)
+                    recent[repeated % 4] = element, rows
                     known = rows
                     rows += 1
                     repeated += 1
-                lengths[used], sources[used] = end - at, -1 - known
+                lengths[used], sources[used] = end - begin, -1 - known
                 used += 1
-                literal = end
-            if end == count:
-                break
             at = end
         runs[own] = used - begins[own]
     ends, firsts = _joined(lengths, sources, begins, runs, used)
