@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -144,3 +145,16 @@ def test_no_damaged_block_is_read_beyond_its_rows() -> None:
                 else:
                     assert len(found) == len(rows)
     assert refused > 100
+
+
+def test_an_index_that_claims_too_many_rows_takes_no_memory() -> None:
+    content, _ = content_of(np.random.default_rng(1), [torch.int64, torch.int64, torch.uint8])
+    files, manifest = encoded_shard(get_format("pt"), "shard_00000000", content)
+    data = {file.name: b"".join(map(bytes, map(memoryview, file.pieces))) for file in files}
+    claimed = replace(manifest, rows=(1 << 53, *manifest.rows[1:]))
+    with pytest.raises(CorruptStoreError, match="column input_ids: its table names rows that do not exist"):
+        open_shard(data.__getitem__, claimed).rows(0, 0, 1 << 53)
+
+
+def test_a_single_element_of_any_stride_has_bytes() -> None:
+    assert bytes(raw_bytes(torch.arange(200)[5:6].as_strided((1,), (127,)))) == (5).to_bytes(8, "little")

@@ -100,6 +100,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
+    if flat.stride(0) != 1:  # of a single element, which counts as contiguous
+        flat = flat.as_strided((flat.numel(),), (1,))
     data: Any = flat.view(torch.uint8).numpy()
     return memoryview(data)
 

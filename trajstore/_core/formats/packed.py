@@ -161,8 +161,8 @@ class PackedReader(ShardReader):
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
         spec = self._manifest.schema.columns[column]
+        at, _ = self._block(column)  # first: the index may claim more rows than any memory has
         target = torch.empty((stop - start, *spec.row_shape), dtype=spec.torch_dtype)
-        at, _ = self._block(column)
         places = ([number] for number in (target.data_ptr(), at.ctypes.data, start, stop - start))
         kernels.unpack_rows(*(np.array(place, np.int64) for place in places), spec.row_nbytes)
         return target
