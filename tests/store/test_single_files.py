@@ -16,6 +16,7 @@ from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffe
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.catalog import Catalog
+from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import repair_store
 from trajstore.operations.verify import verify
 
@@ -153,6 +154,21 @@ def test_whatever_file_is_lost_all_else_comes_back(run: Path, damage: Callable[[
             assert (by_number(then) == by_number(state)) if given else (then == state), (file, name)
         shutil.rmtree(case)
         shutil.rmtree(new)
+
+
+def test_the_copy_of_another_index_is_none_of_this_one(run: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rank_0"
+    shutil.copytree(run / "rank_0", path)
+    before = shown(path)
+    shutil.copy(run / "rank_1" / "index_copy.json", path)
+    (problem,) = verify(path).problems
+    assert problem.file == "index_copy.json"
+    assert "belongs to another store" in problem.message
+    (path / "trajectory_index.json").unlink()
+    with pytest.raises(CorruptStoreError, match=r"without trajectory_index\.json"):
+        TrajectoryReplayBuffer.open(path)
+    repair_store(path, tmp_path / "repaired")
+    assert shown(tmp_path / "repaired").keys() >= before.keys(), "what was evicted is not known any more"
 
 
 @pytest.mark.parametrize("metadata", [True, False])

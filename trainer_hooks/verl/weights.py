@@ -19,7 +19,7 @@ _COUNTS_SESSIONS = ("grpo", "gae", "remax", "reinforce_plus_plus")
 """Estimators that count sessions, or have no statistics of a group."""
 
 
-def weigh_sessions(batch: KVBatchMeta, config: Any, told: set[str]) -> None:
+def weigh_sessions(batch: KVBatchMeta, config: Any, warned: set[str]) -> None:
     """Make a session with several rows one sequence of verl's policy loss.
 
     ``loss_agg_mode=seq-mean-token-mean`` is the mean over sequences of the mean over their tokens. verl takes the mean
@@ -31,14 +31,14 @@ def weigh_sessions(batch: KVBatchMeta, config: Any, told: set[str]) -> None:
     Args:
         batch: rows with ``response_mask`` and advantages; padding too. Gets the column among its fields.
         config: verl's configuration.
-        told: kinds of warnings that were logged; changed.
+        warned: estimators that a warning has named; changed.
     """
     if max(Counter(map(session_of, batch.keys)).values(), default=1) == 1:
         return
     estimator = config.algorithm.adv_estimator
     name = str(getattr(estimator, "value", estimator))
-    if name not in _COUNTS_SESSIONS and name not in told:
-        told.add(name)
+    if name not in _COUNTS_SESSIONS and name not in warned:
+        warned.add(name)
         logger.warning("adv_estimator=%s counts each row of a session as a rollout of its group; grpo does not", name)
     if config.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-mean":
         return

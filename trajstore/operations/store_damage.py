@@ -25,7 +25,15 @@ from trajstore._core.store.log_records import decode_lines, ids_in_words, ranges
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
-from trajstore._core.store.sealed import COPY_NAME, INDEX_NAME, LEDGER_NAME, METADATA_NAME, unseal, without_advice
+from trajstore._core.store.sealed import (
+    COPY_NAME,
+    INDEX_NAME,
+    LEDGER_NAME,
+    METADATA_NAME,
+    check_owner,
+    unseal,
+    without_advice,
+)
 from trajstore.errors import (
     CorruptStoreError,
     DescriptorLimitError,
@@ -206,7 +214,7 @@ def _check_copy(catalog: Catalog, result: Verification) -> None:
     if catalog.index_damage or isinstance(catalog, SalvagedCatalog):
         return
     try:
-        unseal("snapshot", catalog.directory.read(COPY_NAME), COPY_NAME)
+        check_owner(unseal("snapshot", catalog.directory.read(COPY_NAME), COPY_NAME), catalog.store_id, COPY_NAME)
     except FileNotFoundError:
         files, _ = catalog.directory.listing()
         if catalog.directory.can_append and LOCK_NAME in files and LEDGER_NAME not in files:  # not of a mirror

@@ -119,7 +119,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
 
 
 def _session(trajectory: AgentTrajectory, total: int) -> tuple[Answer | None, list[str]]:
-    """Return the session that a rollout is a row of, and the calls that cannot be shown, as text.
+    """Return the session that a rollout is a row of, and the calls and gaps that cannot be shown, as text.
 
     The session is ``{"id", "path", "paths", "calls", "incomplete"}``, None of another rollout. A call is ``{"id",
     "start", "stop", "version", "trained"}`` in the order of the row: its sampled tokens are ``[start, stop)``, and
@@ -145,11 +145,12 @@ def _session(trajectory: AgentTrajectory, total: int) -> tuple[Answer | None, li
                     f"metadata.{SESSION}.calls[{number}]: not shown, because its start and stop are not among the "
                     f"{total:,} tokens of the row"
                 )
-    gaps = [
-        {"id": str(gap.get("id")), "reason": str(gap.get("reason"))}
-        for gap in _listed(recorded, "incomplete")
-        if isinstance(gap, Mapping)
-    ]
+    gaps = []
+    for number, gap in enumerate(_listed(recorded, "incomplete")):
+        if isinstance(gap, Mapping):
+            gaps.append({"id": str(gap.get("id")), "reason": str(gap.get("reason"))})
+        else:
+            unplaced.append(f"metadata.{SESSION}.incomplete[{number}]: not shown, because it is no object")
     return dict(zip(("id", "path", "paths"), found, strict=True)) | {"calls": calls, "incomplete": gaps}, unplaced
 
 

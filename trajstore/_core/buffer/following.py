@@ -99,7 +99,7 @@ class Following:
             return
         names = ("trajectory_id", "num_samples", "version_high")
         ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
-        tasks = contents.tasks_of(positions) if self._sampler.needs_tasks else None
+        tasks = contents.texts_of("task", positions) if self._sampler.needs_tasks else None
         sessions = contents.sessions_of(positions) if self._sampler.needs_tasks else None
         shown_names = self._view.names_at(contents, positions)
         self._sampler.added(Additions(ids, samples, versions, tasks, shown_names, sessions))

@@ -510,8 +510,8 @@ class Contents:
             for name, rows in tensors.items()
         }
 
-    def tasks_of(self, positions: npt.NDArray[np.intp], fact: str = "task") -> list[str]:
-        """Return the task of the trajectory at each position, or another text; empty if it has none."""
+    def texts_of(self, fact: str, positions: npt.NDArray[np.intp]) -> list[str]:
+        """Return a fact that is a text, of the trajectory at each position; empty if it has none."""
         with self.lock:
             index, at = self.index, positions - self.index.first
             numbers, inverse = np.unique(index.fact(fact)[at], return_inverse=True)
@@ -524,7 +524,7 @@ class Contents:
             if "session" not in self.index.facts:
                 return None
             rows = self.index.fact("session_paths")[positions - self.index.first].tolist()
-            return list(zip(self.tasks_of(positions, "session"), rows, strict=True))
+            return list(zip(self.texts_of("session", positions), rows, strict=True))
 
     def _check_available(self, position: int) -> None:
         """Raise if a trajectory cannot be read.

@@ -34,6 +34,7 @@ from trajstore._core.store.sealed import (
     LEDGER_NAME,
     METADATA_NAME,
     OR_WHAT_IS_WHOLE,
+    check_owner,
     parse_metadata,
     unseal,
     without_advice,
@@ -198,8 +199,9 @@ class Catalog(Committed):
     def _load_snapshot(self) -> None:
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
-            self._note_told(self.metadata())
-            value = self._index_value(source)
+            metadata = self.metadata()
+            self._note_told(metadata)
+            value = self._index_value(source, metadata.get("store_id"))
         except StoreNotFoundError:
             raise  # it existed when it was opened
         except FileNotFoundError as error:
@@ -221,8 +223,12 @@ class Catalog(Committed):
             raise StoreNotFoundError(f"{self.directory.url}: not a directory") from error
         self._take_snapshot(value, source)
 
-    def _index_value(self, source: str) -> Any:
+    def _index_value(self, source: str, store_id: str | None) -> Any:
         """Return the value of the index file, or of its copy.
+
+        Args:
+            source: path of the index file.
+            store_id: UUID of the store, which its copy must have; None if unknown.
 
         Raises:
             FileNotFoundError, CorruptStoreError: neither can be read; the error is that of the index file.
@@ -232,6 +238,7 @@ class Catalog(Committed):
         except (FileNotFoundError, CorruptStoreError) as error:
             with suppress(FileNotFoundError, CorruptStoreError):
                 value = self._unsealed(COPY_NAME)
+                check_owner(value, store_id, COPY_NAME)
                 why = "missing" if isinstance(error, FileNotFoundError) else without_advice(str(error))
                 self.index_damage = f"{source}: {why.removeprefix(f'{source}: ')}; its copy {COPY_NAME} is used instead"
                 logger.warning("%s; the next writer writes it again", self.index_damage)

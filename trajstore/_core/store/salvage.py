@@ -210,7 +210,7 @@ class SalvagedCatalog(Catalog):
     def _load_snapshot(self) -> None:
         source = f"{self.directory.url}/{INDEX_NAME}"
         try:
-            self._take_snapshot(self._index_value(source), source)
+            self._take_snapshot(self._index_value(source, self._told_id()), source)
             if self.index_damage:
                 self._warn(self.index_damage)
         except (FileNotFoundError, *_BAD_VALUES) as error:
@@ -226,6 +226,12 @@ class SalvagedCatalog(Catalog):
             self._index_lost = True
             self._warn(f"{source}: {detail}; {_FROM_SHARDS}")
         self._first_unnamed = self.next_id
+
+    def _told_id(self) -> str | None:
+        """Return the store's UUID in ``metadata.json``; None if it cannot be read."""
+        with contextlib.suppress(FileNotFoundError, CorruptStoreError):
+            return super().metadata().get("store_id")
+        return None
 
     def _check_not_overwritten(self) -> None:
         """Raise if RLinf overwrote the index and the metadata."""

@@ -67,6 +67,16 @@ def begins_sealed(name: str, data: bytes) -> bool:
     return data[:10] == b'{"crc32":"' and data.startswith(_between(name), 18)
 
 
+def check_owner(value: Any, store_id: str | None, source: str) -> None:
+    """Refuse a copy of the index of another store, as when files of several stores were mixed up.
+
+    Raises:
+        CorruptStoreError: names the file; not if ``store_id`` is None.
+    """
+    if store_id is not None and isinstance(value, dict) and value.get("store_id") != store_id:
+        raise CorruptStoreError(f"{source}: belongs to another store{FROM_A_COPY}")
+
+
 def unseal(name: str, data: bytes, source: str) -> Any:
     """Return the parsed body of a sealed file.
 

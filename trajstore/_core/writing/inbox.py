@@ -232,7 +232,7 @@ class Inbox:
     """
 
     def __init__(self, log: CommitLog) -> None:
-        self.further: Callable[[], object] = bool  # does nothing
+        self.further: Callable[[], object] = lambda: None
         self._log = log
         self._directory = log.directory
         self._one = locks.lock("Inbox._one")

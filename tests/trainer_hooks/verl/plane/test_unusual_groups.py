@@ -226,11 +226,11 @@ def test_a_session_of_several_outputs_is_one_sequence_of_the_loss(
         before = {key: 0.5 + place for place, key in enumerate(batch.keys)}
         columns = [torch.full((len(masks[key]),), before[key]) for key in batch.keys]
         write_column(batch.keys, TRAINING, WEIGHTS, columns)
-    told: set[str] = set()
+    warned: set[str] = set()
     for _ in range(2):
-        weigh_sessions(alone := plane.batch_of([fresh_row("u", 0, response=5)]), config, told)
+        weigh_sessions(alone := plane.batch_of([fresh_row("u", 0, response=5)]), config, warned)
         assert alone.fields is None
-    weigh_sessions(batch, config, told)
+    weigh_sessions(batch, config, warned)
     assert len([message for message in caplog.messages if "adv_estimator=rloo counts" in message]) == (
         estimator == "rloo"
     )
