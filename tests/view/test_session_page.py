@@ -56,7 +56,8 @@ def test_the_answer_has_the_calls_of_the_row(masks: dict[str, None], trained: li
         "incomplete": [{"id": "d", "reason": "timeout"}],
     }
     assert [text.partition(":")[0] for text in header["left_out"]] == [
-        f"metadata.session.calls[{n}]" for n in (2, 3, 4)
+        *(f"metadata.session.calls[{n}]" for n in (2, 3, 4)),
+        "metadata.session.incomplete[1]",
     ]
 
 
