@@ -29,7 +29,11 @@ def test_no_string_of_the_core_names_a_module_above_it(project_root: Path) -> No
     assert is_above("trajstore.query.reader")
 
 
-def test_the_documentation_names_no_private_module(project_root: Path) -> None:
-    pages = [project_root / "README.md", *sorted((project_root / "docs").rglob("*.md"))]
+def test_documentation_and_examples_name_no_private_module(project_root: Path) -> None:
+    pages = [
+        project_root / "README.md",
+        *(project_root / "docs").rglob("*.md"),
+        *(project_root / "examples").rglob("*.py"),
+    ]
     found = [str(page) for page in pages if re.search(r"trajstore\._", page.read_text())]
     assert found == []

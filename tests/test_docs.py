@@ -33,7 +33,7 @@ def test_every_option_of_every_command_is_documented(
             build_parser().parse_args([command.name, "--help"])
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
         section = text.split(f"## trajstore {command.name}\n")[1].split("\n## ")[0]
-        assert options or command.name == "completion"
+        assert options or command.name in ("completion", "demo")
         assert [option for option in sorted(options) if option not in section] == []
 
 
@@ -124,7 +124,7 @@ def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
     demo, tests, *_ = blocks((project_root / "README.md").read_text(), "sh")
     assert demo.count("\n") == 1, "one line that can be pasted"
     assert "pip install -c constraints.txt -e '.[demo]'" in demo
-    assert demo.rstrip().endswith("trajstore demo")
+    assert demo.rstrip().endswith("python -m examples.demo")
     assert "-m pytest" in tests
     assert tests.rstrip().endswith("-m pytest")
 
@@ -180,7 +180,7 @@ def test_the_house_names_every_package(project_root: Path) -> None:
     named = {name.rstrip("/") for name in re.findall(r"^\| `([\w/]+)` \|", house, re.MULTILINE)}
     packages = {
         str(path.parent.relative_to(project_root))
-        for root in ("trajstore", "trainer_hooks")
+        for root in ("trajstore", "trainer_hooks", "examples")
         for path in (project_root / root).rglob("__init__.py")
     }
     assert packages - named == {"trajstore/_core/formats/pickles"}

@@ -327,9 +327,9 @@ def trainer(place: Place, options: Options) -> Iterator[Figure]:
 
 
 def _trained(place: Place, steps: int, folder: Path) -> dict[str, Any]:
+    from examples.grpo.config import TrainerConfig
+    from examples.grpo.trainer import ReferenceTrainer
     from trainer_hooks.config import ExperienceReplayConfig
-    from trainer_hooks.reference.config import TrainerConfig
-    from trainer_hooks.reference.trainer import ReferenceTrainer
 
     replay = ExperienceReplayConfig(enable=True, store={"path": str(folder)})
     config = TrainerConfig(

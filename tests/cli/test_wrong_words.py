@@ -24,8 +24,6 @@ TO_A_NEW_PATH = (
 WRONG = [
     ("", "error:"),
     ("no-such-command", "error:"),
-    ("demo --updates 0", "error:"),
-    ("demo --task x", "error:"),
     ("inspect absent", "absent"),
     ("inspect taken", "taken"),
     ("verify absent", "absent"),

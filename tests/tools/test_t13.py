@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.grpo import trainer as trainer_module
+from examples.grpo.config import TrainerConfig
+from examples.grpo.environments import SortEnvironment, TextTask
+from examples.grpo.trainer import ReferenceTrainer
 from tools.bench import t13_picture, t13_replay, t13_trainers
 from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, main, read_results, table
 from tools.bench.t13_trainers import BufferTrainer, ChoosingTrainer, RepeatingTrainer
 from trainer_hooks.batch import Batch
 from trainer_hooks.plan import MixedTasks
-from trainer_hooks.reference import trainer as trainer_module
-from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.environments import SortEnvironment, TextTask
-from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from tests.pages import FIGURES, explained_figures, unexplained
-from tests.reference.test_hook import TASKS, N, begin_step, do_step, hook, roll_out
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import STARVING_STEPS, warnings_of
 from trainer_hooks.hook import ReplayHook

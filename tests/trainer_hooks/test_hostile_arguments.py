@@ -27,7 +27,6 @@ from tests.trainer_hooks.public_calls import (
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
-from trainer_hooks.reference.config import TrainerConfig
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreClosedError, TrajstoreError
@@ -36,7 +35,7 @@ from trajstore.trajectory import Reward
 TAKES: dict[str, set[str]] = {}
 """The only keys that accept a hostile value."""
 for value, names in (
-    (-1, "success_threshold min_reward experience_lbound TrainerConfig.seed"),
+    (-1, "success_threshold min_reward experience_lbound"),
     (2.5, "success_threshold min_reward success experience_lbound experience_rbound retrieve_timeout summary_timeout"),
     (2.5, "cliprange_low cliprange_high off_cliprange_high clip_ratio_c off_policy_shaping learning_rate"),
     (2.5, "entropy_coeff max_grad_norm"),
@@ -44,7 +43,6 @@ for value, names in (
     (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
     (True, "in_turns init_experience_before_training ledger"),
     ("x", "ledger reward_fingerprint workspace_id path key"),
-    ("x", "TrainerConfig.environment TrainerConfig.device TrainerConfig.rollouts"),
 ):
     TAKES.setdefault(repr(value), set()).update(names.split())
 
@@ -78,7 +76,7 @@ def outcome(function: Callable[..., Any], given: Mapping[str, Any]) -> str | Non
     return None
 
 
-KINDS = (ExperienceReplayConfig, PoolRules, GuidanceConfig, TrainerConfig, RecordingConfig, OutcomeRule)
+KINDS = (ExperienceReplayConfig, PoolRules, GuidanceConfig, RecordingConfig, OutcomeRule)
 
 
 @pytest.mark.parametrize("kind", KINDS)

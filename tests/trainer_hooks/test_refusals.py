@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.reference.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
-from tests.reference.test_hook import hook as make_hook
+from tests.examples.test_hook import TASKS, N, begin_step, hook, log_probs_of, roll_out
+from tests.examples.test_hook import hook as make_hook
 from tests.replay.test_refusals import ALL_REFUSED, MALFORMED, rollout
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig

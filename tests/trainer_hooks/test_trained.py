@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.reference.test_hook import TASKS, N, begin_step, do_step
+from tests.examples.test_hook import TASKS, N, begin_step, do_step
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss

@@ -55,14 +55,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from examples.grpo.config import TrainerConfig
+from examples.grpo.curves import summarize
+from examples.grpo.demo import BASE, replay_config
+from examples.grpo.trainer import ReferenceTrainer
 from tools.bench.t13_trainers import BufferTrainer, ChoosingTrainer, RepeatingTrainer
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.metrics import PREFIX
-from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.curves import summarize
-from trainer_hooks.reference.demo import BASE, replay_config
-from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.errors import ConfigurationError
 
 TARGETS = {

@@ -9,11 +9,11 @@ from random import Random
 import torch
 from torch import Tensor
 
+from examples.grpo.config import TrainerConfig
+from examples.grpo.trainer import ReferenceTrainer
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow
 from trainer_hooks.plan import MixedTasks
-from trainer_hooks.reference.config import TrainerConfig
-from trainer_hooks.reference.trainer import ReferenceTrainer
 from trajstore.trajectory import AgentTrajectory
 
 ROWS = 128

@@ -14,10 +14,7 @@ from trajstore.errors import ConfigurationError, counted
 if TYPE_CHECKING:
     from trainer_hooks.steps import Check, Policy, StepInputs
 
-POLICIES = {
-    "reference": "trainer_hooks.reference.policy:ReferencePolicy",
-    "verl": "trainer_hooks.steps.hugging_face:HuggingFacePolicy",
-}
+POLICIES = {"verl": "trainer_hooks.steps.hugging_face:HuggingFacePolicy"}
 """Class of the policy by the trainer that the ledger's options name."""
 
 
@@ -27,6 +24,11 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("--from-bundle", metavar="FOLDER", help="recompute a bundle instead of a run")
     parser.add_argument(
         "--checkpoint", metavar="PATH", help="the step before's (verl: with hf_model); recompute log-probs and loss"
+    )
+    parser.add_argument(
+        "--policy",
+        metavar="MODULE:CLASS",
+        help="class that makes the policy of a checkpoint, called with (path, step, options) (default: by trainer)",
     )
     parser.add_argument("--bundle", metavar="FOLDER", help="write the step as a bundle into this new folder")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
@@ -39,13 +41,15 @@ def _run(options: Namespace, out: Output) -> int:
 
     if (options.from_bundle is None) == (options.store is None) or (options.store is None) != (options.step is None):
         raise ConfigurationError("replay-step: give either RUN and STEP, or --from-bundle FOLDER")
+    if options.policy is not None and options.checkpoint is None:
+        raise ConfigurationError("--policy: has no effect without --checkpoint")
     if options.from_bundle is not None:
         inputs, source = read_bundle(options.from_bundle), options.from_bundle
     else:
         with ProgressBar("reading", sys.stderr) as bar:
             inputs, source = step_inputs(options.store, options.step, bar), options.store
     if options.checkpoint is not None:
-        policy = _policy(inputs, options.checkpoint)
+        policy = _policy(inputs, options.checkpoint, options.policy)
         with ProgressBar("recomputing", sys.stderr) as bar:
             inputs = with_log_probs(inputs, policy, bar)
     if options.bundle is not None:
@@ -65,18 +69,21 @@ def _run(options: Namespace, out: Output) -> int:
     return 1 if report.problems else 0
 
 
-def _policy(inputs: StepInputs, checkpoint: str) -> Policy:
-    """Return the policy of a checkpoint."""
+def _policy(inputs: StepInputs, checkpoint: str, name: str | None) -> Policy:
+    """Return the policy of a checkpoint, made by the named class or by the one of the step's trainer."""
     described = inputs.step.options.get("policy", {})
-    name = POLICIES.get(described.get("trainer", ""))
+    name = name or POLICIES.get(described.get("trainer", ""))
     if name is None:
         raise ConfigurationError(
-            f"--checkpoint: step {inputs.step.step} was trained by {described.get('trainer')!r}, of which no policy "
-            f"can be made; only of {', '.join(POLICIES)}. Leave the option out, or call "
-            "trainer_hooks.steps.with_log_probs"
+            f"--checkpoint: step {inputs.step.step} was trained by {described.get('trainer')!r}; name the class of its "
+            f"policy with --policy MODULE:CLASS (known without it: {', '.join(POLICIES)}), or leave the option out"
         )
     module, _, attribute = name.partition(":")
-    made: Policy = getattr(import_module(module), attribute)(checkpoint, inputs.step.step, described)
+    try:
+        kind = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"--policy {name}: cannot be imported ({error}); write MODULE:CLASS") from error
+    made: Policy = kind(checkpoint, inputs.step.step, described)
     return made
 
 

@@ -1,0 +1,5 @@
+"""Complete trainings on trajstore and trainer_hooks, outside the wheel. ``python -m examples.demo`` starts them.
+
+``grpo`` trains a small language model with experience replay; ``cartpole`` trains a double DQN from a replay buffer.
+Needs the extra ``demo``.
+"""

@@ -1,0 +1,1 @@
+"""CartPole learned from a replay buffer on disk. Imports run downward: ``run`` → ``dqn``."""

@@ -1,0 +1,146 @@
+"""Rollouts have exactly the sampled ids, masks and log-probs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.grpo.config import TrainerConfig
+from examples.grpo.model import response_log_probs
+from examples.grpo.trainer import ReferenceTrainer
+from tests.examples.runs import HOUSEHOLD, SORT, Train, environment, replay
+from trainer_hooks.batch import Batch
+from trainer_hooks.replay.rows import row_count, rows_of
+
+CONFIGS = [SORT, HOUSEHOLD]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.environment)
+def test_log_probs_of_the_draw_equal_those_of_one_row_alone(make: Train, config: TrainerConfig) -> None:
+    """Despite other rows' lengths, gaps and the cache, each row equals its plain forward pass."""
+    trainer = make(config)
+    tasks = [task for task in trainer.environment.tasks for _ in range(3)]
+    lengths = set()
+    for trajectory in trainer.worker.run(tasks, torch.Generator().manual_seed(1)):
+        ids = trajectory.input_ids[None]
+        lengths.add(ids.shape[1])
+        response = ids.shape[1] - (trajectory.response_start or 0)
+        with torch.no_grad():
+            log_probs, _ = response_log_probs(
+                trainer.model, ids, torch.ones_like(ids), torch.arange(ids.shape[1])[None], response
+            )
+        written = trajectory.response_mask.bool()
+        torch.testing.assert_close(trajectory.old_log_probs[written], log_probs[0][written], atol=1e-5, rtol=0)
+    assert len(lengths) > 1
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda one: one.environment)
+def test_masks_are_1_exactly_on_the_messages_of_the_model(make: Train, config: TrainerConfig) -> None:
+    trainer = make(config)
+    tokenizer = trainer.tokenizer
+    for trajectory in trainer.worker.run(trainer.environment.tasks, torch.Generator().manual_seed(1)):
+        assert trajectory.loss_mask[trajectory.response_start :].equal(trajectory.response_mask)
+        assert trajectory.response_mask[0] == 1
+        written: list[list[int]] = [[]]
+        for token, mine in zip(trajectory.input_ids.tolist(), trajectory.loss_mask.tolist(), strict=True):
+            if mine:
+                written[-1].append(token)
+            elif written[-1]:
+                written.append([])
+        replies = [message["content"] for message in trajectory.messages if message["author"] == "llm"]
+        assert [tokenizer.reply_text(reply) for reply in written if reply] == replies
+        assert all(len(reply) <= trainer.environment.max_reply_tokens for reply in written)
+
+
+def test_messages_and_tokens_say_the_same_and_the_outcome_is_the_environments(make: Train) -> None:
+    trainer = make(HOUSEHOLD)
+    for task in trainer.environment.tasks:
+        for trajectory in trainer.worker.run([task] * 4, torch.Generator().manual_seed(2)):
+            episode = trainer.environment.begin(task)
+            ids, reward = trainer.tokenizer.opening(episode.first_message), 0.0
+            assert trajectory.messages[0]["content"] == episode.first_message
+            replies = [message["content"] for message in trajectory.messages if message["author"] == "llm"]
+            for number, reply in enumerate(replies):
+                answer = episode.answer(reply)
+                reward = answer.reward
+                assert answer.done == (number == len(replies) - 1)
+            assert trajectory.reward.outcome == reward
+            assert trajectory.input_ids[: len(ids)].tolist() == ids
+            assert trajectory.task_id == task.task_id
+
+
+def test_draws_follow_the_policys_distribution(make: Train) -> None:
+    """The frequencies of 4,000 first words of a task match the policy's probabilities (chi-square)."""
+    trainer = make(SORT)
+    task = trainer.environment.tasks[0]
+    drawn = trainer.worker.run([task] * 4000, torch.Generator().manual_seed(3))
+    prompt = trainer.tokenizer.opening(trainer.environment.begin(task).first_message)
+    with torch.no_grad():
+        expected = trainer.model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1) * len(drawn)
+    first = torch.stack(
+        [rollout.input_ids[rollout.response_start] for rollout in drawn if rollout.input_ids is not None]
+    )
+    seen = torch.bincount(first, minlength=len(expected)).float()
+    often = expected > 5
+    statistic = ((seen - expected)[often].square() / expected[often]).sum()
+    assert statistic < 4 * often.sum()
+
+
+def test_no_tasks_make_no_rollouts(make: Train) -> None:
+    assert make(SORT).worker.run([], torch.Generator()) == []
+
+
+# -- Rollouts of several rows: groups count rollouts, histories come whole, the loss is exact --
+
+
+def test_a_training_in_which_each_turn_is_a_row() -> None:
+    options = replay(offpolicy_trajectories_per_task=2, experience_rbound=None, use_current_policy_entropy=True)
+    config = replace(HOUSEHOLD, rows="turns", row_weight="rollout", steps=8, replay=options)
+    replayed_rows = several = 0
+    with ReferenceTrainer(config, environment(config)) as trainer:
+        seen: list[tuple[Batch, Tensor]] = []
+        computed = trainer.hook.log_probs_computed
+
+        def noting(batch: Batch, current: Tensor) -> Tensor:
+            seen.append((batch, old := computed(batch, current)))
+            return old
+
+        trainer.hook.log_probs_computed = noting  # type: ignore[method-assign]
+        trainer.warm_start()
+        manager = trainer.hook.manager
+        while trainer.step < config.steps:
+            pool = {
+                (trajectory.task_id, trajectory.rollout_id): trajectory
+                for held in manager.task2trajectories.values()
+                for trajectory in held
+            }
+            trainer.train_step()
+            batch, old = seen[-1]
+            rollouts, groups = batch.rollouts.tolist(), batch.tensors["group_ids"].tolist()
+            members: dict[int, set[int]] = {}
+            for rollout, group in zip(rollouts, groups, strict=True):
+                members.setdefault(group, set()).add(rollout)
+            assert {len(held) for held in members.values()} == {config.n_rollout}, "a group counts rollouts"
+            rows_seen = Counter(rollouts)
+            for row, extras in enumerate(batch.non_tensors["extras"]):
+                if not extras["is_experience_replay"]:
+                    continue
+                history = pool[batch.non_tensors["task_ids"][row], batch.non_tensors["rollout_ids"][row]]
+                parts = rows_of(history)
+                assert rows_seen[rollouts[row]] == len(parts), "a history comes whole"
+                part = parts[extras["rollout"][1] if "rollout" in extras else 0]
+                length = len(part.old_log_probs)
+                mask = part.response_mask.bool()
+                assert torch.equal(old[row, :length][mask], part.old_log_probs[mask]), "the loss compares with these"
+                assert torch.equal(batch.tensors["response_mask"][row, :length].bool(), mask)
+                replayed_rows += 1
+                several += len(parts) > 1
+        assert trainer.metrics["experience_replay/pool_trajectories"] == len(manager)
+        # Each turn's row trains only on that turn, so no turn is trained twice.
+        assert max(int(row_count(trajectory)) for held in manager.task2trajectories.values() for trajectory in held) > 1
+    assert replayed_rows
+    assert several
