@@ -174,8 +174,8 @@ class CallJournal:
             descriptor = self._file.number
             if self._is_dirty:
                 os.ftruncate(descriptor, self.size)
+                os.lseek(descriptor, self.size, os.SEEK_SET)
             self._is_dirty = True
-            os.lseek(descriptor, self.size, os.SEEK_SET)
             write_all(descriptor, [entry.data for entry in entries])
             os.fdatasync(descriptor)
         except (OSError, ValueError) as error:
@@ -211,6 +211,7 @@ class CallJournal:
         """Remove what a failed write left; if this fails, too, the next write does it first."""
         try:
             os.ftruncate(self._file.number, self.size)
+            os.lseek(self._file.number, self.size, os.SEEK_SET)
             os.fsync(self._file.number)
         except (OSError, ValueError):
             return

@@ -116,18 +116,13 @@ class Session:
             check_kind("finish_reason", finish_reason, str, "a text")
             more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": finish_reason or ""})
             version = None if policy_version is None else version_number("policy_version", policy_version)
+            about = {"log_probs": probs, "policy_version": version, "time": microseconds()}
+            about |= {"finish_reason": more["finish_reason"], "metadata": more["metadata"]}
             with self._lock:
                 while True:
                     failures = self._settle()
-                    call = self._prepared(prompt, sampled, call_id, parent, messages)
+                    call = self._prepared(prompt, sampled, call_id, parent, messages, about)
                     known = self._tree.by_id.get(call.id)
-                    call = dataclasses.replace(
-                        call,
-                        log_probs=probs,
-                        policy_version=version,
-                        finish_reason=more["finish_reason"],
-                        metadata=more["metadata"],
-                    )
                     if known is not None and known.gap is None:
                         _check_same(known, call, named=parent is not None, spoken=messages is not None)
                         entry = next((entry for entry, number in self._pending if number == known.number), None)
@@ -336,8 +331,9 @@ class Session:
         call_id: str | None,
         parent: str | None,
         messages: Sequence[Mapping[str, Any]] | None,
+        about: Mapping[str, Any],
     ) -> Call:
-        """Return a call with its place in the tree."""
+        """Return a call with its place in the tree, and the other fields ``about`` it."""
         above, base, taken = self._tree.find(prompt)
         if parent is not None:
             named = self._tree.by_id.get(parent)
@@ -363,7 +359,7 @@ class Session:
             added=np.concatenate([prompt[taken:], sampled]),
             kept=kept,
             messages=spoken,
-            time=microseconds(),
+            **about,
         )
 
 
