@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import rays
-from trajstore._core.base import locks
+from tests.support.lock_order import checked
 
 # Deterministic examples without deadlines; the slow forms search anew on each run.
 settings.register_profile(
@@ -92,7 +92,7 @@ def locks_in_order(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("locks_unchecked") is not None:
         yield
         return
-    with locks.checked() as breaches:
+    with checked() as breaches:
         yield
     assert not breaches, "\n\n".join(breaches)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 import re
 import threading
-from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.support.lock_order import SEVERAL, TABLE, checked
 from trajstore._core.base import locks
 
 
 def test_a_lock_that_is_taken_out_of_order_is_told_with_both_places() -> None:
-    with locks.checked() as breaches:
+    with checked() as breaches:
         outer, inner = locks.rlock("Contents.lock"), locks.lock("WriteQueue._lock")
         with outer, inner:
             assert breaches == []
@@ -27,7 +27,7 @@ def test_a_lock_that_is_taken_out_of_order_is_told_with_both_places() -> None:
 
 
 def test_each_thread_has_locks_of_its_own_and_to_try_one_breaks_no_order() -> None:
-    with locks.checked() as breaches:
+    with checked() as breaches:
         outer, inner = locks.lock("Contents.lock"), locks.lock("WriteQueue._lock")
         with inner:
             thread = threading.Thread(target=lambda: outer.acquire() and outer.release())
@@ -40,7 +40,7 @@ def test_each_thread_has_locks_of_its_own_and_to_try_one_breaks_no_order() -> No
 
 @pytest.mark.parametrize("name", ["Sink.lock", "Contents.lock"])
 def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
-    with locks.checked() as breaches:
+    with checked() as breaches:
         reentrant, below = locks.rlock(name), locks.lock("WriteQueue._lock")
         with reentrant, below, reentrant:
             pass
@@ -50,7 +50,7 @@ def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
 
 
 def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
-    with locks.checked() as breaches:
+    with checked() as breaches:
         with locks.rlock("Contents.lock"), locks.rlock("Contents.lock"):
             pass
         assert breaches == []
@@ -61,7 +61,7 @@ def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
 
 
 def test_who_waits_at_a_condition_holds_nothing() -> None:
-    with locks.checked() as breaches:
+    with checked() as breaches:
         changed = locks.condition("Prefetcher._changed")
         with changed:
             changed.wait(0.001)
@@ -72,12 +72,11 @@ def test_who_waits_at_a_condition_holds_nothing() -> None:
 
 
 def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_breaches", None)
+    monkeypatch.setattr(locks, "checker", None)
     assert type(locks.lock("Arena._lock")) is type(threading.Lock())
     assert type(locks.rlock("Contents.lock")) is type(threading.RLock())
 
 
-@cache
 def made_in(root: Path) -> list[tuple[str, str]]:
     """Return each lock's module and its name from class and attribute."""
     made = []
@@ -99,10 +98,9 @@ def made_in(root: Path) -> list[tuple[str, str]]:
     return made
 
 
-def test_every_lock_has_a_place_in_the_order(project_root: Path) -> None:
-    names = [name for name, _ in made_in(project_root)]
-    assert sorted(names) == sorted(locks.ORDER)
-    assert set(locks.SEVERAL) <= set(locks.ORDER)
+def test_every_lock_has_a_line_in_the_table_of_the_design_page(project_root: Path) -> None:
+    assert sorted(made_in(project_root)) == sorted(TABLE)
+    assert {*SEVERAL} <= {name for name, _ in TABLE}
 
 
 def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
@@ -114,11 +112,4 @@ def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
         for path in (project_root / folder).rglob("*.py")
         if re.search(r"\b(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(", path.read_text())
     }
-    assert names <= allowed, "make it with trajstore._core.base.locks, and give it a place in its ORDER"
-
-
-def test_the_design_page_has_the_same_table(project_root: Path) -> None:
-    page = (project_root / "docs" / "design" / "locks.md").read_text()
-    rows = re.findall(r"^\| `([A-Za-z_.]+)` \| `([a-z_/]+)` \| .+ \|$", page, re.MULTILINE)
-    modules = dict(made_in(project_root))
-    assert rows == [(name, modules[name]) for name in locks.ORDER]
+    assert names <= allowed, "make it with trajstore._core.base.locks, and a line in docs/design/locks.md"

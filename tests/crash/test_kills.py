@@ -23,7 +23,8 @@ from tools.crash.node.campaign import s3
 from tools.crash.resume.campaign import MOMENTS
 from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
-from trajstore._core.sampling.base import Additions, IntArray
+from trajstore._core.base.types import IntArray
+from trajstore._core.sampling.base import Additions
 from trajstore.samplers import EpochSampler
 
 LONG = [pytest.mark.campaign, pytest.mark.timeout(1800)]

@@ -18,7 +18,7 @@ from trajstore import AgentTrajectory, Retention, Reward, Trajectory, Trajectory
 from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.columns.flat import NUMBERS, cut
 from trajstore._core.columns.memory import Arena
-from trajstore._core.store.given import Said
+from trajstore._core.store.late_values import LateValues
 from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
@@ -119,7 +119,7 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
 def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
     first = server(tmp_path)
     (number,) = ids_of(first.add(parcel_of([witness(1)]), 1))
-    said = Said((number,), {"judge": [0.5]}, "anna", 7)
+    said = LateValues((number,), {"judge": [0.5]}, "anna", 7)
     rows = {"advantages": [torch.ones(witness(1).rewards.shape[:2])]}
     for _ in range(2):
         first.annotate(said, rows)

@@ -203,7 +203,7 @@ def test_steps_are_rows_without_the_extra_ones(tmp_path: Path) -> None:
         assert np.allclose(list(counts.values()), list(totals.values()))
 
 
-given_rows = st.sampled_from([None, -1.0, 0.0, 0.25, 2.0])
+late_rows_of = st.sampled_from([None, -1.0, 0.0, 0.25, 2.0])
 
 ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
     "adv > 0": lambda row: row["adv"] is not None and row["adv"] > 0,
@@ -216,7 +216,7 @@ ROW_CONDITIONS: dict[str, Callable[[Row], bool | None]] = {
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    st.lists(st.tuples(st.integers(1, 4), given_rows, st.booleans(), given_rows), min_size=1, max_size=6),
+    st.lists(st.tuples(st.integers(1, 4), late_rows_of, st.booleans(), late_rows_of), min_size=1, max_size=6),
     st.sampled_from(list(FORMATS)),
     st.sampled_from(["tokens", "steps"]),
     st.lists(st.sampled_from(list(ROW_CONDITIONS)), max_size=2),

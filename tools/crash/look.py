@@ -10,7 +10,7 @@ from tools.crash.journal import Promises
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.writing.inbox import said_in, waiting
+from trajstore._core.writing.inbox import late_values_in, waiting
 from trajstore.errors import StoreNotFoundError, TrajstoreError
 from trajstore.operations.verify import verify
 
@@ -61,7 +61,7 @@ def _look_at_values(store: Path, present: Iterable[int], promises: Promises, pro
     try:
         catalog = Catalog.open(directory)
         files = [name for name in waiting(directory) if name not in catalog.notes.sources]
-        inbox = [said_in(directory, name, catalog.store_id) for name in files]
+        inbox = [late_values_in(directory, name, catalog.store_id) for name in files]
         with TrajectoryReplayBuffer.open(store) as reader:
             given = {number: reader.get(number).notes for number in present}
         rows = {number: set(notes["rows"].reshape(-1).tolist()) for number, notes in given.items() if notes}

@@ -16,10 +16,11 @@ import torch
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import check_instance, path_or_url, whole_or_none
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.facts import session_of
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler
 from trajstore.errors import ConfigurationError, EmptyBufferError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 

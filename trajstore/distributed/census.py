@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.sampling.base import Additions, Drawn, IntArray, Sampler
+from trajstore._core.base.types import IntArray
+from trajstore._core.sampling.base import Additions, Drawn, Sampler
 from trajstore._core.sampling.draws import Draws, Window
 from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, without

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.positions import Positions
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base import locks
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.fields import nest, unnest
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.listing import Listing, Placing
 from trajstore.distributed.packed import Part, pieces_of, request, united

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler
+from trajstore._core.base.types import IntArray
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler
 from trajstore.errors import EmptyBufferError
 
 _KEPT = 10_000

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import whole
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.checkpoint import check_target
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.buffer.runs import save_rank_point
@@ -21,10 +22,9 @@ from trajstore._core.columns.limits import MAX_ID
 from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
-from trajstore._core.sampling.base import IntArray
 from trajstore._core.sessions.records import encode_call
 from trajstore._core.sessions.session import Session
-from trajstore._core.store.given import Said
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.saved_points import SavedPoint
@@ -342,20 +342,20 @@ class StoreServer:
         with self._hold.changing():
             self._buffer.clear()
 
-    def check_values(self, ids: Sequence[int], said: Said) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
         """Refuse late values that this store cannot set.
 
         Args:
             ids: of this store's trajectories among those of the values.
-            said: values of trajectories of several stores.
+            update: values of trajectories of several stores.
 
         Raises:
             ConfigurationError: a name stands for another kind of values here.
             TrajectoryUnavailableError: a trajectory is absent.
         """
-        self._buffer.sink.check_values(ids, said)
+        self._buffer.sink.check_values(ids, update)
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values, durably, and values by row, unless an earlier attempt has; see :func:`trajstore.annotate`.
 
         A request is identified by the time and the author of its values, which are stored with each value.
@@ -364,9 +364,11 @@ class StoreServer:
             ConfigurationError, TrajectoryUnavailableError, StoreWriteError: no value was set.
         """
         with self._hold.changing(), self._adding:  # a retry waits for the first attempt
-            notes = self.history(said.ids[0])
-            if {*said.values, *rows} - {note.name for note in notes if (note.time, note.who) == (said.time, said.who)}:
-                self._buffer.sink.annotate(said, rows)
+            notes = self.history(update.ids[0])
+            if {*update.values, *rows} - {
+                note.name for note in notes if (note.time, note.who) == (update.time, update.who)
+            }:
+                self._buffer.sink.annotate(update, rows)
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trajstore._core.sampling.base import IntArray
-from trajstore._core.store.given import Said
+from trajstore._core.base.types import IntArray
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.run_ids import own_id
@@ -30,7 +30,7 @@ class ValuesOfHandle:
 
     _handle: DistributedReplayBuffer
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values, after all stores have agreed to them; those by row store by store.
 
         Raises:
@@ -39,13 +39,13 @@ class ValuesOfHandle:
             TrajectoryUnavailableError: an id is in no store; nothing was set.
             StoreUnreachableError, StoreWriteError: a store failed; others may have set theirs.
         """
-        ids = tuple(map(own_id, said.ids))
+        ids = tuple(map(own_id, update.ids))
         ranks = self._ranks(ids)
-        self.check_values(ids, said)
-        self._handle._stores.call_all({rank: _part(said, ids, rows, rank) for rank in ranks}, "annotate")
+        self.check_values(ids, update)
+        self._handle._stores.call_all({rank: _part(update, ids, rows, rank) for rank in ranks}, "annotate")
         self._handle.refresh()
 
-    def check_values(self, ids: Sequence[int], said: Said) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
         """Refuse late values that a store cannot set.
 
         Raises:
@@ -53,7 +53,7 @@ class ValuesOfHandle:
         """
         stores = self._handle._stores
         mine = {rank: [number for number in ids if number % MOST_STORES == rank] for rank in stores.look_whole()}
-        stores.call_all({rank: (part, said) for rank, part in mine.items()}, "check_values")
+        stores.call_all({rank: (part, update) for rank, part in mine.items()}, "check_values")
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first.
@@ -94,9 +94,11 @@ class ValuesOfHandle:
         return {number % MOST_STORES for number in ids}
 
 
-def _part(said: Said, ids: Sequence[int], rows: Rows, rank: int) -> tuple[Said, dict[str, list[torch.Tensor]]]:
+def _part(
+    update: LateValues, ids: Sequence[int], rows: Rows, rank: int
+) -> tuple[LateValues, dict[str, list[torch.Tensor]]]:
     """Return the values for the trajectories of one store."""
     at = [place for place, number in enumerate(ids) if number % MOST_STORES == rank]
-    values = {name: [given[place] for place in at] for name, given in said.values.items()}
-    part = replace(said, ids=tuple(ids[place] for place in at), values=values)
+    values = {name: [given[place] for place in at] for name, given in update.values.items()}
+    part = replace(update, ids=tuple(ids[place] for place in at), values=values)
     return part, {name: [tensors[place] for place in at] for name, tensors in rows.items()}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.given import Said
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.salvage import open_leniently
-from trajstore._core.writing.inbox import GIVE_ANEW, refused_in_words, said_in, waiting_or_refused
+from trajstore._core.writing.inbox import GIVE_ANEW, late_values_in, refused_in_words, waiting_or_refused
 from trajstore.errors import CorruptStoreError
 
 
@@ -55,13 +55,13 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
         OSError: the inbox cannot be listed.
     """
     directory = catalog.directory
-    entries: list[Said] = []
+    entries: list[LateValues] = []
     damaged: list[tuple[str, str]] = []
     for name in waiting_or_refused(directory):
         if name in catalog.notes.sources:
             continue  # applied, but not deleted yet
         try:
-            entries.append(said_in(directory, name, catalog.store_id))
+            entries.append(late_values_in(directory, name, catalog.store_id))
         except FileNotFoundError:
             continue
         except (CorruptStoreError, OSError) as error:
@@ -78,7 +78,7 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
     return WaitingValues(len(waiting), values, reasons, tuple(damaged), directory.is_written())
 
 
-def _refused(catalog: Catalog, found: list[Said]) -> list[Said]:
+def _refused(catalog: Catalog, found: list[LateValues]) -> list[LateValues]:
     """Return the values that contradict the store, with the reason."""
     left = [entry.without(catalog.unknown(entry.ids)) for entry in found if not entry.refused]
     _, why = catalog.notes.foreseen(entry for entry in left if entry.ids)

@@ -15,8 +15,8 @@ from trajstore._core.reading.late import with_notes
 from trajstore._core.reading.places import find_place, is_of_rank, rank_of
 from trajstore._core.reading.shard_access import ShardAccess, damage_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.given import OVER_FACTS
 from trajstore._core.store.index import TrajectoryEntry
+from trajstore._core.store.late_values import OVER_FACTS
 from trajstore._core.store.notes import Note
 from trajstore._core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id
 from trajstore._core.store.salvage import open_leniently

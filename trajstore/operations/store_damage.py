@@ -247,7 +247,7 @@ def check_state(file: str, values: Mapping[str, Any], result: Verification) -> N
 def _check_pins(catalog: Catalog, result: Verification) -> None:
     for name in catalog.pins.names:
         try:
-            state = catalog.pins.said(name)
+            state = catalog.pins.details(name)
         except StoreNotFoundError:  # its writer has removed it meanwhile
             continue
         check_state(pin_name(name), state, result)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
 from trajstore.errors import ConfigurationError, counted, trajectories
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from trajstore.query import Query
 
-
-IntArray = npt.NDArray[np.int64]
 
 Ranges = tuple[tuple[int, int], ...]
 """Inclusive ranges of ids."""

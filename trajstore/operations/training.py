@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.catalog import Catalog
@@ -29,8 +30,6 @@ from trajstore.ledger.audit import TOLERANCE, column_difference, matched_rows
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import pool_support
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

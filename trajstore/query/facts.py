@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.facts import DOCUMENT_FACTS, SCORE
 from trajstore._core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore._core.reading.address_table import UNAVAILABLE
@@ -23,8 +24,6 @@ from trajstore.query.readable import Locked
 
 if TYPE_CHECKING:
     from polars import DataFrame, Series
-
-IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from trajstore._core.base.types import IntArray
 from trajstore.errors import CorruptStoreError
 from trajstore.query.engine import polars
-from trajstore.query.readable import IntArray, Locked, of_documents
+from trajstore.query.readable import Locked, of_documents
 
 if TYPE_CHECKING:
     from polars import Series

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, listed
 from trajstore.query.engine import polars
-from trajstore.query.readable import IntArray, Locked, of_documents
+from trajstore.query.readable import Locked, of_documents
 from trajstore.query.words import parts
 
 if TYPE_CHECKING:

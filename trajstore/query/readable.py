@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.contents import Contents
@@ -20,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-IntArray = npt.NDArray[np.int64]
 
 TOGETHER = 1024
 """Trajectories read per lock hold; additions and draws wait no longer than this."""

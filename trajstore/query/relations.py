@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trajstore._core.base import exits, locks
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.portions import portions
 from trajstore.query import messages, metadata, rows
 from trajstore.query.engine import polars
-from trajstore.query.readable import TOGETHER, Faults, IntArray, Locked, log_faults, readable
+from trajstore.query.readable import TOGETHER, Faults, Locked, log_faults, readable
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series

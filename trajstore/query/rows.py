@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import VALID
 from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.contents import Contents
@@ -20,7 +21,7 @@ from trajstore._core.reading.plan import RowPlan
 from trajstore._core.reading.tokens import TokenRows, token_rows
 from trajstore._core.store.facts import NOTE_ROWS
 from trajstore.query.engine import polars
-from trajstore.query.readable import IntArray, Locked, positions_of
+from trajstore.query.readable import Locked, positions_of
 
 if TYPE_CHECKING:
     from polars import Series

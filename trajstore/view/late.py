@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trajstore._core.store.given import Said, Value
+from trajstore._core.store.late_values import LateValues, Value
 from trajstore._core.store.notes import Note, Notes
 
 Answer = dict[str, Any]
@@ -14,7 +14,7 @@ MOST_VALUES = 200
 """Maximum number of stored values that are sent; the newest."""
 
 
-def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[Said]) -> Answer:
+def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues]) -> Answer:
     """Return ``{"values", "earlier", "names"}``: values, earliest first; the number omitted before; kinds by name.
 
     A value is ``{"name", "value", "who", "time", "place", "latest", "why"}``. The time is in milliseconds since 1970.
@@ -42,8 +42,8 @@ def _of_store(note: Note, latest: bool) -> Answer:
     return _told(note.name, note.value, note.who, note.time, "store") | {"latest": latest}
 
 
-def _of_inbox(said: Said, name: str, value: Value, why: str | None) -> Answer:
-    return _told(name, value, said.who, said.time, "inbox" if why is None else "refused") | {"why": why}
+def _of_inbox(update: LateValues, name: str, value: Value, why: str | None) -> Answer:
+    return _told(name, value, update.who, update.time, "inbox" if why is None else "refused") | {"why": why}
 
 
 def _told(name: str, value: Value, who: str, time: int, place: str) -> Answer:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.files.opening import open_directory
 from trajstore._core.reading.places import kind_of, ranks_of
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import id_from
 from trajstore.errors import (

@@ -296,8 +296,8 @@ def test_padding_rows_do_not_count() -> None:
     (padding,) = loss_rows(8, [(6, 1)])
     padding |= {"response_mask": torch.zeros(1, dtype=torch.int64), EXP_MASK: rows[0][EXP_MASK]}
     results = []
-    for given_rows in (rows, [*rows, padding]):
-        data, output, _ = micro_batch(given_rows, whole_of(rows, 1), [EXP_MASK])
+    for late_rows_of in (rows, [*rows, padding]):
+        data, output, _ = micro_batch(late_rows_of, whole_of(rows, 1), [EXP_MASK])
         results.append(het_ppo_loss(actor("het"), output, data, options=PLAIN))
     (expected, expected_metrics), (got, got_metrics) = results
     check_close(got, expected)

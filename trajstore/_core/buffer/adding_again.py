@@ -15,7 +15,7 @@ from trajstore._core.columns.facts import GIVEN
 from trajstore._core.columns.steps import NothingToStoreError
 from trajstore._core.reading.late import recorded_of
 from trajstore._core.store.facts import FACTS
-from trajstore._core.store.given import Said, check_names, check_row_names
+from trajstore._core.store.late_values import LateValues, check_names, check_row_names
 from trajstore._core.store.row_notes import Rows
 from trajstore.errors import ConfigurationError, counted
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 class ValueTarget(Protocol):
     """Sets late values."""
 
-    def check_values(self, ids: Sequence[int], said: Said) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
         """Refuse values that cannot be set."""
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values."""
 
 
@@ -81,15 +81,15 @@ def add_with_values(
         late.append(_Late(type(trajectory), values, rows))
     value_names = sorted({name for each in late for name in each.values})
     names_of_rows = {name for each in late for name in each.rows}
-    said = Said(
+    update = LateValues(
         tuple(range(len(late))), {name: [each.values.get(name) for each in late] for name in value_names}, "", 0
     )
-    said.check()
+    update.check()
     check_row_names(names_of_rows)
     check_names(names_of_rows.union(value_names), FACTS)
     if both := sorted(names_of_rows.intersection(value_names)):
         raise ConfigurationError(f"annotate: {both[0]}: has values by row and others, must be one or the other")
-    target.check_values([], said)
+    target.check_values([], update)
     ids = add(recorded)
     if len(ids) < len(recorded):
         late = [each for each, trajectory in zip(late, recorded, strict=True) if not _is_empty(trajectory)]
@@ -101,7 +101,7 @@ def add_with_values(
     for (_, names, row_names), members in groups.items():
         given = {name: [each.values[name] for _, each in members] for name in names}
         rows_given = {name: [each.rows[name] for _, each in members] for name in row_names}
-        target.annotate(Said(tuple(number for number, _ in members), given, "", microseconds()), rows_given)
+        target.annotate(LateValues(tuple(number for number, _ in members), given, "", microseconds()), rows_given)
     if groups:
         logger.warning(
             "late values of %s were set again without author and history, which only copy, merge and split keep",

@@ -20,11 +20,11 @@ from trajstore._core.files.opening import check_options, open_directory
 from trajstore._core.reading.places import kind_of, nothing_at, rank_of, ranks_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.facts import FACTS
-from trajstore._core.store.given import (
+from trajstore._core.store.late_values import (
     OVER_FACTS,
-    Said,
+    LateValues,
     Value,
-    check_given,
+    check_late_values,
     check_names,
     check_row_names,
     check_same_kinds,
@@ -52,7 +52,7 @@ Array = np.ndarray[Any, Any] | torch.Tensor
 class ValueSink(Protocol):
     """Sets and returns the late values of one or several stores."""
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values, and values by row, one tensor per trajectory."""
 
     def history(self, trajectory_id: int) -> list[Note]:
@@ -111,7 +111,7 @@ def annotate(
     if not isinstance(store, Served):
         annotate_files(store, ids, values, who, storage_options)
         return
-    update, rows = _said(ids, values, who)
+    update, rows = _checked_values(ids, values, who)
     if update.ids and (update.values or rows):
         store.sink.annotate(update, rows)
 
@@ -120,7 +120,7 @@ def annotate_files(
     store: str | Path, ids: Any, values: Any, who: str | None, storage_options: Mapping[str, Any] | None = None
 ) -> list[str]:
     """Set late values of a store or run directory, see :func:`annotate`; return the names that it did not have."""
-    update, rows = _said(ids, values, who)
+    update, rows = _checked_values(ids, values, who)
     if rows:
         raise ConfigurationError(
             f"annotate: {', '.join(rows)}: only the store's writer can add values by row: pass its "
@@ -128,7 +128,7 @@ def annotate_files(
             "of the path"
         )
     stores = _stores(store, storage_options or {})
-    parts: list[tuple[Directory, str, Said]] = []
+    parts: list[tuple[Directory, str, LateValues]] = []
     there: set[str] = {*OVER_FACTS}
     known: dict[int, Mapping[str, str]] = {}
     for rank in sorted({rank_of_id(number) for number in update.ids}):
@@ -136,12 +136,12 @@ def annotate_files(
             raise no_rank(store, next(number for number in update.ids if rank_of_id(number) == rank), stores)
         part = update.without({number for number in update.ids if rank_of_id(number) != rank})
         check_not_mirror(stores[rank])
-        part = Said(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
+        part = LateValues(tuple(own_id(number) for number in part.ids), part.values, part.who, part.time)
         catalog = Catalog.open(stores[rank])
         catalog.check_known(part.ids)
         there.update(catalog.index.facts)
         known[rank] = kinds_to_come(catalog, part.values.keys())
-        check_given(part, known[rank])
+        check_late_values(part, known[rank])
         parts.append((stores[rank], catalog.store_id, part))
     new = {name: some for name, some in update.values.items() if not all(name in kinds for kinds in known.values())}
     if new:
@@ -153,11 +153,11 @@ def annotate_files(
     return [name for name in update.values if name not in there.union(*known.values())]
 
 
-def _check_ranks(said: Said, stores: Mapping[int, Directory], known: dict[int, Mapping[str, str]]) -> None:
+def _check_ranks(update: LateValues, stores: Mapping[int, Directory], known: dict[int, Mapping[str, str]]) -> None:
     """Refuse new names whose values have another kind in some rank of the run; add the kinds of all ranks to ``known``.
 
     Args:
-        said: the values of these names.
+        update: the values of these names.
         stores: of the run.
         known: kinds of names, by rank, as far as known already.
 
@@ -168,13 +168,13 @@ def _check_ranks(said: Said, stores: Mapping[int, Directory], known: dict[int, M
         kinds = known.get(rank)
         if kinds is None:
             try:
-                kinds = known[rank] = kinds_to_come(Catalog.open(directory), said.values.keys())
+                kinds = known[rank] = kinds_to_come(Catalog.open(directory), update.values.keys())
             except StoreError as error:  # the other ranks still get their values
                 logger.warning(
                     "annotate: rank %d cannot be read, so the names of its values are not checked: %s", rank, error
                 )
                 continue
-        check_same_kinds(said, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
+        check_same_kinds(update, kinds, f"in rank {rank} of the run: a name stands for one kind of values in all ranks")
 
 
 def notes_of(
@@ -223,7 +223,7 @@ def _take_in(directory: Directory) -> None:
         before = [name for name in there if name in waiting(directory)]
 
 
-def _said(ids: Any, values: Any, who: str | None) -> tuple[Said, Rows]:
+def _checked_values(ids: Any, values: Any, who: str | None) -> tuple[LateValues, Rows]:
     """Check late values, except against existing ones; return them, and the values by row.
 
     Raises:
@@ -234,7 +234,7 @@ def _said(ids: Any, values: Any, who: str | None) -> tuple[Said, Rows]:
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    update = Said(tuple(wanted), listed, "" if who is None else text("who", who), microseconds())
+    update = LateValues(tuple(wanted), listed, "" if who is None else text("who", who), microseconds())
     update.check()
     check_names(values, FACTS)
     check_row_names(rows)

@@ -310,21 +310,21 @@ def _point_files(
         ids: of the trajectories that the other directory has.
         homes: numbers there of the intact shards with late values by row, by row of the shard table here.
     """
-    said = {name: value for name, value in catalog.pins.said(head.name).items() if name not in _SIDE_FILES}
-    said |= {"ids": id_ranges(ids[lie_in(ids, head.ids)]).tolist(), "shards": []}
+    details = {name: value for name, value in catalog.pins.details(head.name).items() if name not in _SIDE_FILES}
+    details |= {"ids": id_ranges(ids[lie_in(ids, head.ids)]).tolist(), "shards": []}
     files = []
     with suppress(CorruptStoreError):  # verify names it
         if head.state is not None:
-            file, said["state"] = state_file(head.name, uuid.uuid4().hex, [catalog.pins.read(head.state)])
+            file, details["state"] = state_file(head.name, uuid.uuid4().hex, [catalog.pins.read(head.state)])
             files.append(file)
     with suppress(CorruptStoreError):
         if head.values is not None:
             values, rows = catalog.shards_of_values(catalog.values_of(head), homes)
-            file, said["values"] = values_file(head.name, uuid.uuid4().hex, values)
-            said["shards"] = [homes[row] for row in rows]
+            file, details["values"] = values_file(head.name, uuid.uuid4().hex, values)
+            details["shards"] = [homes[row] for row in rows]
             files.append(file)
     try:
-        return [*files, pin_file(head.name, said)]
+        return [*files, pin_file(head.name, details)]
     except TypeError as error:  # nested more deeply than any that was written
         logger.warning("%s: the snapshot %r is left out: %s", catalog.directory.url, head.name, error)
         return []

@@ -304,7 +304,7 @@ def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, Check
     index = catalog.index
     if pin is not None:
         head, index, catalog.notes = catalog.shown_under(pin)
-        values |= catalog.pins.said(head.name)
+        values |= catalog.pins.details(head.name)
     return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
 
 

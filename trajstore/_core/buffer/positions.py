@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trajstore._core.sampling.base import IntArray
+from trajstore._core.base.types import IntArray
 from trajstore._core.store.index import TrajectoryIndex
 
 

@@ -20,6 +20,7 @@ import torch
 from trajstore._core.base.arguments import check_instance, check_kind, columns_or_none, whole_numbers
 from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.following import Following, claim
 from trajstore._core.buffer.positions import Positions
 from trajstore._core.buffer.view import View
@@ -29,7 +30,7 @@ from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.plan import RowPlan
 from trajstore._core.reading.tokens import TokenRows, token_rows
-from trajstore._core.sampling.base import Drawn, Fits, IntArray, Sampler
+from trajstore._core.sampling.base import Drawn, Fits, Sampler
 from trajstore._core.sampling.draws import Draws, Window
 from trajstore._core.sampling.selection import Selection
 from trajstore._core.store.run_ids import shown_id

@@ -154,7 +154,7 @@ class PointsOfBuffer:
             return gone
 
         gone = self._while_nothing_is_added(writer, change)
-        restored = CheckpointState.from_json(gone.said)
+        restored = CheckpointState.from_json(gone.details)
         self._draws.take_up(restored.seed, restored.rng_state)
         return dict(gone.state)
 

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from trajstore._core.base.arguments import check_instance, columns_or_none, finite, one_of, text, texts, truth, whole
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.columns.fields import nest, resolved
 from trajstore._core.reading.contents import Contents
-from trajstore._core.sampling.base import Drawn, Fits, Ids, IntArray, Sampler, uniform
+from trajstore._core.sampling.base import Drawn, Fits, Ids, Sampler, uniform
 from trajstore._core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_around, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
 

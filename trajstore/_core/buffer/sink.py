@@ -16,6 +16,7 @@ from trajstore._core.base import locks
 from trajstore._core.base.exits import forget, remember
 from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
 from trajstore._core.buffer.retention import Retention
@@ -27,10 +28,9 @@ from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats.base import TrajectoryFormat
 from trajstore._core.reading.places import check_no_ranks, check_not_rlinf
-from trajstore._core.sampling.base import IntArray
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.sessions.records import CALLS_FOLDER
-from trajstore._core.store.given import Said, check_given
+from trajstore._core.store.late_values import LateValues, check_late_values
 from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
@@ -216,7 +216,7 @@ class Sink:
     def remove_snapshot(self, name: str | int) -> None:
         """Remove a snapshot."""
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values of the store's trajectories, and values by row, one tensor per trajectory.
 
         Raises:
@@ -226,7 +226,7 @@ class Sink:
             "annotate: this buffer has no store of its own; give the path of the store, or use auto_save=True"
         )
 
-    def check_values(self, ids: Sequence[int], said: Said) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
         """Refuse late values that contradict the store's, or whose trajectories among ``ids`` are absent."""
         raise StoreError("annotate: this buffer has no store of its own")
 
@@ -449,22 +449,22 @@ class StoreSink(Sink):
         uninterrupted(partial(self.writer.points.remove, name))
         self.writer.rewriter.note()
 
-    def annotate(self, said: Said, rows: Rows) -> None:
-        others = [number for number in said.ids if not self._view.is_own(number)]
+    def annotate(self, update: LateValues, rows: Rows) -> None:
+        others = [number for number in update.ids if not self._view.is_own(number)]
         if others:
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
-        if any(self._view.contents.is_pending(number) for number in said.ids):
+        if any(self._view.contents.is_pending(number) for number in update.ids):
             self.writer.flush()
-        uninterrupted(partial(self.writer.annotate, said, rows))
+        uninterrupted(partial(self.writer.annotate, update, rows))
 
-    def check_values(self, ids: Sequence[int], said: Said) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
         if any(self._view.contents.is_pending(number) for number in ids):
             self.writer.flush()
         with self.writer.log.standing_still() as catalog:
             catalog.check_known(ids)
-            check_given(said, catalog.notes.kinds)
+            check_late_values(update, catalog.notes.kinds)
 
     def history(self, trajectory_id: int) -> list[Note]:
         if self._view.contents.is_pending(trajectory_id):  # annotate flushes first

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.feeding.options import Replay
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.states import array_in, check_names, check_state, tensor_of
 from trajstore.errors import ConfigurationError, listed, trajectories
 

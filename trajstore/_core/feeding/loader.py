@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trajstore._core.base.arguments import rank_of_ranks, truth
 from trajstore._core.base.closing import Closing
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.feeding.belonging import warn_of
@@ -26,7 +27,7 @@ from trajstore._core.feeding.shares import Share
 from trajstore._core.feeding.source import BatchSource, DrawnBatch, Source
 from trajstore._core.feeding.tokens import TokenSource
 from trajstore._core.feeding.workers import Workers
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.states import check_state, whole_in
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import ConfigurationError, EpochsEndedError, StoreClosedError

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.feeding.options import Layout
 from trajstore._core.reading.late import COLUMNS
 from trajstore._core.reading.tokens import TokenRows
 from trajstore._core.sampling.base import Drawn
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Room:

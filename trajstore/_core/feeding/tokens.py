@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.arguments import check_instance, whole
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.feeding.belonging import (
     belonging_of,
@@ -34,7 +35,7 @@ from trajstore._core.feeding.options import (
 )
 from trajstore._core.feeding.packing import Room, lay_out
 from trajstore._core.feeding.source import Source, are_there, columns_of, revision_of, still_there, unfilled
-from trajstore._core.sampling.base import Drawn, IntArray
+from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.states import array_in, check_state, tensor_of, whole_in
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, TrajectoryUnavailableError, counted

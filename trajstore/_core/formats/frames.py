@@ -13,14 +13,13 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import raw_bytes
 from trajstore._core.columns.schema import Schema, intern_schema
 from trajstore._core.files.base import Buffer
 from trajstore._core.formats.base import ShardContent, ShardManifest, ShardReader, rows_from_bytes
 from trajstore.errors import CorruptStoreError
-
-IntArray = npt.NDArray[np.int64]
 
 LEAST_BYTES = 64
 """Bytes of the smallest rows to be stored once: a row of the table has 8."""

@@ -20,6 +20,7 @@ import torch
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
 from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.columns.conversion import trajectory_of
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.flat import Block, Copied
@@ -28,13 +29,13 @@ from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable
 from trajstore._core.reading.cache import TrajectoryCache
 from trajstore._core.reading.forks import stop_at_forks
 from trajstore._core.reading.late import COLUMNS, with_notes, without_notes
-from trajstore._core.reading.late_rows import given_rows, late_of_batch
+from trajstore._core.reading.late_rows import late_of_batch, late_rows_of
 from trajstore._core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore._core.reading.read_snapshot import ReadSnapshot, snapshot_of
 from trajstore._core.reading.runs import plan_runs
 from trajstore._core.reading.shard_access import decoded
 from trajstore._core.reading.sources import Source
-from trajstore._core.reading.valid_rows import Flags, Valid, ValidRows
+from trajstore._core.reading.valid_rows import Valid, ValidRows
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.committed import Change, Evicted
 from trajstore._core.store.facts import NOTE_ROWS
@@ -45,8 +46,6 @@ from trajstore._core.store.row_location import STARTS, RowLocation
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
-
-IntArray = npt.NDArray[np.int64]
 
 
 class Contents:
@@ -499,7 +498,7 @@ class Contents:
         """Return all per-row values of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
         index, positions = self.index, np.array([position], np.int64)
         names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
-        given = given_rows(self.addresses, index, positions, names, np.zeros(0, np.int64))
+        given = late_rows_of(self.addresses, index, positions, names, np.zeros(0, np.int64))
         if not given:
             return {}
         slots = index.at("slot", positions).astype(np.int64)

@@ -13,8 +13,8 @@ import torch
 from trajstore._core.columns.facts import GIVEN, RECORDED, SCORE
 from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.store.facts import NOTE, NOTE_TEXT
-from trajstore._core.store.given import OVER_FACTS
 from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.late_values import OVER_FACTS
 from trajstore.errors import ConfigurationError, SchemaMismatchError, listed
 from trajstore.trajectory import AgentTrajectory, Reward
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.reading.address_table import AddressTable
@@ -21,8 +22,6 @@ from trajstore._core.store.facts import NOTE_ROWS, NOTE_START
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import SchemaMismatchError
-
-IntArray = npt.NDArray[np.int64]
 
 
 def split_late(index: TrajectoryIndex, names: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -39,7 +38,7 @@ def row_locations(index: TrajectoryIndex, positions: IntArray, name: str) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class GivenRows:
+class LateColumn:
     """A column of per-row values of the trajectories at some positions.
 
     Attributes:
@@ -55,13 +54,13 @@ class GivenRows:
     starts: IntArray
 
 
-def given_rows(
+def late_rows_of(
     table: AddressTable,
     index: TrajectoryIndex,
     positions: IntArray,
     names: Sequence[str],
     beside: IntArray,
-) -> list[GivenRows]:
+) -> list[LateColumn]:
     """Make per-row values readable in place and return them.
 
     Args:
@@ -95,7 +94,7 @@ def given_rows(
                 f"column {name}: trajectory {shown_id(number)} has no rows, and {column.dtype} has no NaN for "
                 "missing ones; annotate all, or draw only those that have rows"
             )
-        columns.append(GivenRows(name, column, slots, starts))
+        columns.append(LateColumn(name, column, slots, starts))
     return columns
 
 
@@ -173,7 +172,7 @@ def late_of_batch(
         CorruptStoreError: a file is missing or damaged.
     """
     of_each, by_row = split_late(index, names)
-    given = given_rows(table, index, positions, by_row, slots)
+    given = late_rows_of(table, index, positions, by_row, slots)
     columns: list[Late] = [
         *late_columns(index, positions, of_each),
         *(_late_rows(table, column_rows, rows) for column_rows in given),
@@ -182,7 +181,7 @@ def late_of_batch(
     return [by_name[name] for name in names]
 
 
-def _late_rows(table: AddressTable, given: GivenRows, rows: IntArray) -> LateRows:
+def _late_rows(table: AddressTable, given: LateColumn, rows: IntArray) -> LateRows:
     column, given_mask = given.column, given.slots >= 0
     plan = None
     if given_mask.any():

@@ -18,6 +18,7 @@ import torch
 
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.files.partial import fetched
@@ -29,7 +30,6 @@ from trajstore.errors import ConfigurationError, SchemaMismatchError
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
 
 _SPLIT_BYTES = 4 << 20
 """Smaller batches are copied by the calling thread; sharing the work would cost more."""

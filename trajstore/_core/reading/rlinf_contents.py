@@ -117,7 +117,7 @@ def _take_files(directory: Directory, names: list[str], found: RLinfContents) ->
 
 def _described(directory: Directory, name: str) -> tuple[tuple[int, int], dict[str, Any]]:
     file = RLinfFile(directory, name)
-    return (file.content.extent.steps, file.content.extent.batch), file.said
+    return (file.content.extent.steps, file.content.extent.batch), file.fields
 
 
 def _metadata_of(entries: list[RLinfEntry], directory: Directory) -> dict[str, Any]:

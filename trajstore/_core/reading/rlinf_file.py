@@ -26,7 +26,7 @@ class RLinfFile:
         self.map = directory.map(name)
         content = self._content(name)
         self.content = columns_of_file(content, self.source, self._read)  # rejects files without a trajectory
-        self.said = fields_of_file(content)
+        self.fields = fields_of_file(content)
 
     def _content(self, name: str) -> Any:
         if name.endswith(".pkl"):

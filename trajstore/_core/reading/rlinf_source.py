@@ -244,9 +244,9 @@ class RLinfSource(Source):
                 for name in damaged_members(file.map.view, source=file.source)
             ),
             *(
-                f"{name} is {file.said[name]!r}, the index says {value!r}"
+                f"{name} is {file.fields[name]!r}, the index says {value!r}"
                 for name, value in indexed.items()
-                if file.said.get(name, value) != value
+                if file.fields.get(name, value) != value
             ),
         ]
 

@@ -15,16 +15,15 @@ import torch
 
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.machine_code import packing_kernels as packing
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent
 from trajstore._core.reading.address_table import AddressTable
 from trajstore._core.reading.agreement import agree, in_words
-from trajstore._core.reading.late_rows import GivenRows
+from trajstore._core.reading.late_rows import LateColumn
 from trajstore._core.reading.plan import HeldRows
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.row_location import START_OF
-
-IntArray = npt.NDArray[np.int64]
 
 _NO_DOCUMENT = ColumnSpec(DOCUMENT, "uint8", (), Axis.DOCUMENT)
 """Placeholder for an absent document: no rows, at address 0."""
@@ -160,7 +159,7 @@ def plan_runs(
     positions: IntArray,
     slots: IntArray,
     names: Sequence[str] | None,
-    given: Sequence[GivenRows] = (),
+    given: Sequence[LateColumn] = (),
 ) -> RunPlan:
     """Plan the copy of columns of trajectories; with ``Contents.lock`` held.
 
@@ -218,11 +217,11 @@ def plan_runs(
             run.counts[mine] = counts[mine]
             run.starts[mine] = np.where(packed[mine], starts[mine], -1)
     for column_rows in given:
-        plan.columns[column_rows.name] = _given_run(table, plan, column_rows, extents.rows(column_rows.column.axis))
+        plan.columns[column_rows.name] = _late_run(table, plan, column_rows, extents.rows(column_rows.column.axis))
     return plan
 
 
-def _given_run(table: AddressTable, plan: RunPlan, given: GivenRows, counts: Any) -> Run:
+def _late_run(table: AddressTable, plan: RunPlan, given: LateColumn, counts: Any) -> Run:
     """Return a late per-row column; NaN for trajectories without values."""
     column, slots = given.column, given.slots
     sources, starts, keep = np.zeros(len(slots), np.int64), np.full(len(slots), -1), None

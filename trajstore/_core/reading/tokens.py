@@ -6,22 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.document import decode_document
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.reading.address_table import AddressTable
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.late import COLUMNS, LateValues, late_columns, outcomes_given, without_notes
-from trajstore._core.reading.late_rows import given_rows, split_late
+from trajstore._core.reading.late_rows import late_rows_of, split_late
 from trajstore._core.reading.runs import RunPlan, plan_runs
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, SchemaMismatchError
-
-IntArray = npt.NDArray[np.int64]
 
 
 class TokenRows:
@@ -114,7 +112,7 @@ def token_rows(contents: Contents, positions: IntArray, names: Sequence[str] | N
         number = shown_id(int(index.at("trajectory_id", positions[short[0]])))
         raise SchemaMismatchError(f"trajectory {number}: has more entries for its response than tokens")
     of_each, by_row = split_late(index, late)
-    given = given_rows(table, index, positions, by_row, slots)
+    given = late_rows_of(table, index, positions, by_row, slots)
     plan = plan_runs(table, index, positions, slots, None if stored is None else [*stored, DOCUMENT], given)
     rows = TokenRows(index, positions, plan, late_columns(index, positions, of_each))
     contents.forget_decoded()

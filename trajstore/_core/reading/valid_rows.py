@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError
-
-IntArray = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 
 _MOST_BYTES = 64 << 20
 """Size of the cache, above which it is emptied."""

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from trajstore._core.base.types import FloatArray, IntArray
 
 Ids = Sequence[int | str] | IntArray
 """Ids of trajectories, as numbers or as they are shown: ``"3/17"``."""

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from trajstore._core.base.arguments import one_of, whole, whole_or_none
-from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
+from trajstore._core.base.types import IntArray
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler, Unit
 from trajstore._core.sampling.permutation import permuted
 from trajstore._core.sampling.roster import Growing, Roster, searched
 from trajstore._core.sampling.states import (

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from trajstore._core.base.arguments import INT64_MAX, finite, one_of, whole, whole_or_none
+from trajstore._core.base.types import FloatArray, IntArray
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling.base import Additions, FloatArray, IntArray
+from trajstore._core.sampling.base import Additions
 from trajstore._core.sampling.roster import Growing
 from trajstore._core.sampling.states import array_in, check_state, whole_in
 from trajstore._core.store.run_ids import shown_id

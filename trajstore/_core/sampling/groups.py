@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from trajstore._core.base.arguments import texts, whole, whole_or_none
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit, uniform
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler, Unit, uniform
 from trajstore._core.sampling.states import OF_WHOM, check_sampler_state, described, whole_in
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, counted

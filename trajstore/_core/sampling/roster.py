@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.sampling.base import IntArray
+from trajstore._core.base.types import IntArray
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError
 

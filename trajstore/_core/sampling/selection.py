@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from trajstore._core.base.arguments import check_kind
-from trajstore._core.sampling.base import Additions, Drawn, Fits, IntArray, Sampler, Unit
+from trajstore._core.base.types import IntArray
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler, Unit
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore._core.store.run_ids import id_from, shown_id
 from trajstore.errors import ConfigurationError, EmptyBufferError, counted, listed, trajectories

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.sampling.base import FloatArray, IntArray
+from trajstore._core.base.types import FloatArray, IntArray
 
 Mask = npt.NDArray[np.bool_]
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from trajstore._core.base.arguments import whole, whole_or_none
+from trajstore._core.base.types import FloatArray, IntArray
 from trajstore._core.columns.limits import UNKNOWN_VERSION
-from trajstore._core.sampling.base import Additions, FloatArray, IntArray
+from trajstore._core.sampling.base import Additions
 from trajstore._core.sampling.factors import Factor, warn_unknown
 from trajstore._core.sampling.roster import Growing
 from trajstore._core.sampling.states import check_state

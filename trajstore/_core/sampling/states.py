@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.arguments import INT64_MAX, check_instance, whole
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.limits import shown
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, listed, trajectories
-
-IntArray = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 

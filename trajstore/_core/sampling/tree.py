@@ -9,13 +9,10 @@ Needs the same lock as :class:`~trajstore._core.sampling.base.Sampler`.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from trajstore._core.base.machine_code import tree_kernels
+from trajstore._core.base.types import FloatArray, IntArray
 from trajstore.errors import ConfigurationError
-
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
 
 _FANOUT = 16
 

@@ -14,18 +14,9 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base.arguments import check_kind, finite, numbers, one_of, whole, whole_numbers
+from trajstore._core.base.types import FloatArray, IntArray
 from trajstore._core.columns.limits import shown
-from trajstore._core.sampling.base import (
-    NO_TRAJECTORY,
-    Additions,
-    Drawn,
-    Fits,
-    FloatArray,
-    IntArray,
-    Sampler,
-    Unit,
-    uniform,
-)
+from trajstore._core.sampling.base import NO_TRAJECTORY, Additions, Drawn, Fits, Sampler, Unit, uniform
 from trajstore._core.sampling.factors import Factor, UseLimit
 from trajstore._core.sampling.roster import Growing, Roster
 from trajstore._core.sampling.states import (

@@ -178,8 +178,8 @@ def for_label(values: Mapping[str, Any], times: npt.NDArray[np.int64]) -> dict[s
         values: what a log record says of them.
         times: when each was committed, or for new ones is about to be, in µs since 1970; written as differences.
     """
-    said = {name: value for name, value in values.items() if name not in _ELSEWHERE}
-    return {**said, "times": np.diff(times, prepend=0).tolist()}
+    label = {name: value for name, value in values.items() if name not in _ELSEWHERE}
+    return {**label, "times": np.diff(times, prepend=0).tolist()}
 
 
 def label_at(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> dict[str, Any]:

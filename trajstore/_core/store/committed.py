@@ -28,9 +28,9 @@ from trajstore._core.store.entry_checks import (
     range_faults,
     shape_faults,
 )
-from trajstore._core.store.given import Said
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.index_file import index_to_json
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore._core.store.moves import Moved, check_moved, move_entries, move_from_json
 from trajstore._core.store.notes import Noted, Notes
@@ -248,24 +248,24 @@ class Committed:
         return self.move(number, manifest, ids, extents)
 
     def _annotate_recorded(self, record: Mapping[str, Any]) -> Noted:
-        said, row_record = Said.from_json(record), record.get("rows")
+        update, row_record = LateValues.from_json(record), record.get("rows")
         if row_record is None:
-            return self.annotate(said, record["generation"])
+            return self.annotate(update, record["generation"])
         schemas = [*self._schemas, *(Schema.from_json(item) for item in row_record["schemas"])]
-        said = replace(said, rows=RowShard.from_json(row_record, schemas, len(said.ids)))
-        said.check()
-        self._check_given(said)
-        noted = self.annotate(said, record["generation"])
+        update = replace(update, rows=RowShard.from_json(row_record, schemas, len(update.ids)))
+        update.check()
+        self._check_given(update)
+        noted = self.annotate(update, record["generation"])
         self._schemas = schemas
         return noted
 
-    def _check_given(self, said: Said) -> None:
+    def _check_given(self, update: LateValues) -> None:
         """Refuse rows of another size than their trajectory.
 
         Raises:
             CorruptStoreError: names the trajectory.
         """
-        for number, extent in zip(said.ids, () if said.rows is None else said.rows.extents, strict=True):
+        for number, extent in zip(update.ids, () if update.rows is None else update.rows.extents, strict=True):
             for index in (self.index, self.pinned):
                 at = index.find(number)
                 if at is not None and extent != index.extent(at)._replace(document=0):
@@ -316,16 +316,16 @@ class Committed:
             move_entries(index, moved)
         return moved
 
-    def annotate(self, said: Said, generation: int) -> Noted:
+    def annotate(self, update: LateValues, generation: int) -> Noted:
         """Add the late values of a commit of this generation.
 
         Raises:
             ConfigurationError: they contradict existing values; nothing changed.
         """
         row = len(self.shards)
-        noted = self.notes.add(said, generation, row)
-        if said.rows is not None:
-            self._add_shard(said.rows.number, said.rows.manifest, generation)
+        noted = self.notes.add(update, generation, row)
+        if update.rows is not None:
+            self._add_shard(update.rows.number, update.rows.manifest, generation)
         self.index.note(noted.ids, noted.columns, noted.texts)
         return noted
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.facts import SCORE
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.columns.schema import Extent
@@ -45,7 +46,6 @@ from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
 
-IntArray = npt.NDArray[np.int64]
 
 COLUMNS: Mapping[str, npt.DTypeLike] = {
     "trajectory_id": np.int64,

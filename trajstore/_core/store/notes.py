@@ -18,16 +18,16 @@ import numpy.typing as npt
 
 from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT
-from trajstore._core.store.given import (
+from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.late_values import (
     MOST_NAMES,
     NAME,
-    Said,
+    LateValues,
     Value,
-    check_given,
     check_kinds,
+    check_late_values,
     kind_in_words,
 )
-from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore._core.store.row_notes import (
     column_of_kind,
@@ -221,72 +221,74 @@ class Notes:
         if len(self._kinds) > MOST_NAMES:
             raise ConfigurationError(f"the stores have more than {MOST_NAMES} names of values, the most that can be")
 
-    def check(self, said: Said) -> None:
-        """Refuse values that contradict existing ones, see :func:`check_given`."""
-        check_given(said, self._kinds)
+    def check(self, update: LateValues) -> None:
+        """Refuse values that contradict existing ones, see :func:`check_late_values`."""
+        check_late_values(update, self._kinds)
 
-    def foreseen(self, waiting: Iterable[Said]) -> tuple[dict[str, str], dict[str, str]]:
+    def foreseen(self, waiting: Iterable[LateValues]) -> tuple[dict[str, str], dict[str, str]]:
         """Return the kinds of names after the pending values are added, and by file, why some will be refused.
 
         Args:
             waiting: the pending values, in the order of their addition.
         """
         kinds, refused = dict(self._kinds), {}
-        for said in waiting:
-            if said.source in self.sources:
+        for update in waiting:
+            if update.source in self.sources:
                 continue
             try:
-                check_given(said, kinds)
+                check_late_values(update, kinds)
             except ConfigurationError as error:
-                refused[said.source] = str(error)
+                refused[update.source] = str(error)
             else:
-                kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
+                kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
         return kinds, refused
 
-    def add(self, said: Said, generation: int, shard: int = _NO_SHARD) -> Noted:
+    def add(self, update: LateValues, generation: int, shard: int = _NO_SHARD) -> Noted:
         """Add values; return them as columns of the index.
 
         Args:
-            said: the values.
+            update: the values.
             generation: of the commit.
             shard: row, in the shard table, of the shard with values by row.
 
         Raises:
             ConfigurationError: they contradict existing values; nothing was added.
         """
-        check_kinds(said, self._kinds)
+        check_kinds(update, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
-        self._kinds |= {name: kind for name, kind in said.kinds.items() if kind is not None}
-        for name, values in said.values.items():
+        self._kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
+        for name, values in update.values.items():
             numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
             texts = np.array(
                 [self._words.add(item) if isinstance(item, str) else _NO_TEXT for item in values], np.int32
             )
-            columns |= self._append(said, name, generation, numbers=numbers, texts=texts)
-        if said.rows is not None:
-            for name, starts in said.rows.starts().items():
-                columns |= self._append(said, name, generation, shards=shard, starts=starts)
-        if said.source:
-            self.sources.add(said.source)
+            columns |= self._append(update, name, generation, numbers=numbers, texts=texts)
+        if update.rows is not None:
+            for name, starts in update.rows.starts().items():
+                columns |= self._append(update, name, generation, shards=shard, starts=starts)
+        if update.source:
+            self.sources.add(update.source)
         if len(self._parts) > 2 * MOST_NAMES:
             self._parts = [self._all()]
-        return Noted(np.array(said.ids, np.int64), columns, self._words)
+        return Noted(np.array(update.ids, np.int64), columns, self._words)
 
-    def _append(self, said: Said, name: str, generation: int, **values: npt.ArrayLike) -> dict[str, npt.NDArray[Any]]:
+    def _append(
+        self, update: LateValues, name: str, generation: int, **values: npt.ArrayLike
+    ) -> dict[str, npt.NDArray[Any]]:
         """Append a value of each trajectory under a name; return it as columns of the index."""
         row = {
-            "ids": said.ids,
+            "ids": update.ids,
             "names": list(self._kinds).index(name),
             "numbers": _HAS_ROWS if "shards" in values else np.nan,
             "texts": _NO_TEXT,
-            "who": self._words.add(said.who),
-            "times": said.time,
+            "who": self._words.add(update.who),
+            "times": update.time,
             "generations": generation,
             "shards": _NO_SHARD,
             "starts": 0,
             **values,
         }
-        part = {column: np.empty(len(said.ids), dtype) for column, dtype in _COLUMNS.items()}
+        part = {column: np.empty(len(update.ids), dtype) for column, dtype in _COLUMNS.items()}
         for column, array in part.items():
             array[:] = row[column]
         self._parts.append(part)

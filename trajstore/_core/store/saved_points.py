@@ -212,7 +212,7 @@ class Pins:
         """End :meth:`expect`: the snapshot was written, or writing failed."""
         self._coming.pop(name, None)
 
-    def said(self, name: str) -> dict[str, Any]:
+    def details(self, name: str) -> dict[str, Any]:
         """Return the values in a snapshot's file.
 
         Raises:

@@ -21,8 +21,8 @@ from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import FULL, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.given import Said, check_given
 from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.late_values import LateValues, check_late_values
 from trajstore._core.store.log_records import ids_in_words, ranges_of, segment_name
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.saved_points import pin_name
@@ -96,7 +96,7 @@ class CommitLog:
         self._out_of_step: Exception | None = None
         self._pid = os.getpid()
         self._closed = False
-        self.unwritten: list[Said] = []
+        self.unwritten: list[LateValues] = []
         """Late values whose record could not be written, in the order of the calls."""
         self._taken_in: set[int] = set()
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
@@ -314,7 +314,7 @@ class CommitLog:
         self._append(lambda: (evict_line(catalog, ranges), apply), retry)
         self.garbage.collect(catalog)
 
-    def annotate(self, said: Said) -> None:
+    def annotate(self, update: LateValues) -> None:
         """Add late values to trajectories, durably.
 
         Raises:
@@ -326,29 +326,29 @@ class CommitLog:
         """
         with self.changing():
             catalog = self.catalog
-            check_given(said, catalog.notes.foreseen(self.unwritten)[0])
-            catalog.check_known(said.ids)
-            kept = said.rows is None and not said.source
+            check_late_values(update, catalog.notes.foreseen(self.unwritten)[0])
+            catalog.check_known(update.ids)
+            kept = update.rows is None and not update.source
             try:
                 self._write_values()
-                self._annotate(said, "flush()" if kept else "annotate()")
+                self._annotate(update, "flush()" if kept else "annotate()")
             except WriterFencedError:
                 raise
             except StoreWriteError:
                 if kept:
-                    self.unwritten.append(said)
+                    self.unwritten.append(update)
                 raise
 
-    def _annotate(self, said: Said, retry: str) -> None:
+    def _annotate(self, update: LateValues, retry: str) -> None:
         catalog = self.catalog
 
         def apply() -> Show:
-            noted = catalog.annotate(said, catalog.generation + 1)
+            noted = catalog.annotate(update, catalog.generation + 1)
             catalog.generation += 1
-            self.unwritten = [other for other in self.unwritten if other is not said]
+            self.unwritten = [other for other in self.unwritten if other is not update]
             return partial(self._listener.noted, noted)
 
-        self._append(lambda: (annotate_line(catalog, said), apply), retry)
+        self._append(lambda: (annotate_line(catalog, update), apply), retry)
         if catalog.notes.has_rows:
             self.garbage.collect(catalog)  # shards of replaced values may be unneeded now
 
@@ -366,8 +366,8 @@ class CommitLog:
         if self.unwritten:
             self._settle()
         while self.unwritten:
-            said = self.unwritten[0]
-            gone = self.catalog.unknown(said.ids)
+            update = self.unwritten[0]
+            gone = self.catalog.unknown(update.ids)
             if gone:
                 logger.warning(
                     "%s: trajectories %s were evicted; the values added to them while the store could not be "
@@ -375,16 +375,16 @@ class CommitLog:
                     self.directory.url,
                     ids_in_words(sorted(gone)),
                 )
-                self.unwritten[0] = said = said.without(gone)
+                self.unwritten[0] = update = update.without(gone)
             try:
-                self.catalog.notes.check(said)
+                self.catalog.notes.check(update)
             except ConfigurationError as error:  # the inbox brought a name with another kind meanwhile
                 logger.warning(
                     "%s: values added while the store could not be written are refused: %s", self.directory.url, error
                 )
-                said = said.without(said.ids)
-            if said.ids:
-                self._annotate(said, "flush()")
+                update = update.without(update.ids)
+            if update.ids:
+                self._annotate(update, "flush()")
             else:
                 del self.unwritten[0]
 

@@ -17,8 +17,8 @@ from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import by_id, starts_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Added
-from trajstore._core.store.given import Said
 from trajstore._core.store.index import TrajectoryIndex, renumbered
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import encode_line, manifest_to_json
 from trajstore._core.store.moves import Moved, move_to_json
 from trajstore._core.store.notes import Noted
@@ -98,14 +98,14 @@ def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
     return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
 
 
-def annotate_line(catalog: Catalog, said: Said) -> bytes:
+def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
     """Return the log line for late values."""
     rows: dict[str, Any] = {}
-    if said.rows is not None:
+    if update.rows is not None:
         new: dict[Schema, int] = {}
-        schema = catalog.shards.next_number_of(said.rows.manifest.schema, new)
-        rows["rows"] = said.rows.to_json(_to_json(new), schema)
-    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **said.to_json(), **rows})
+        schema = catalog.shards.next_number_of(update.rows.manifest.schema, new)
+        rows["rows"] = update.rows.to_json(_to_json(new), schema)
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **update.to_json(), **rows})
 
 
 def rewrite_line(

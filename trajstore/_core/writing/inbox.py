@@ -19,7 +19,7 @@ from trajstore._core.base import locks
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.given import INBOX_FOLDER, Said
+from trajstore._core.store.late_values import INBOX_FOLDER, LateValues
 from trajstore._core.store.log_records import decode_lines, encode_line, ids_in_words
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreClosedError, StoreError, listed
@@ -39,15 +39,15 @@ _SECONDS, _SECONDS_REMOTE = 1.0, 10.0
 """Polling intervals; on an object store each poll is a request."""
 
 
-def put(directory: Directory, store_id: str, said: Said) -> str:
+def put(directory: Directory, store_id: str, update: LateValues) -> str:
     """Publish values to a store's inbox, durably and after its current files; return the file name.
 
     Raises:
         OSError: writing failed.
     """
     stamps = [int(match[1]) for name in waiting(directory) if (match := _STAMPED.fullmatch(name))]
-    name = f"{INBOX_FOLDER}/{max([said.time, *(stamp + 1 for stamp in stamps)]):020d}-{uuid.uuid4().hex}{_WAITS}"
-    file = EncodedFile(name, [encode_line({"store_id": store_id, **said.to_json()})])
+    name = f"{INBOX_FOLDER}/{max([update.time, *(stamp + 1 for stamp in stamps)]):020d}-{uuid.uuid4().hex}{_WAITS}"
+    file = EncodedFile(name, [encode_line({"store_id": store_id, **update.to_json()})])
     for attempt in range(_ATTEMPTS):
         try:
             directory.publish([file])
@@ -83,18 +83,18 @@ def _aside(name: str) -> str:
     return name.removesuffix(_WAITS) + _REFUSED
 
 
-def said_in(directory: Directory, name: str, store_id: str) -> Said:
+def late_values_in(directory: Directory, name: str, store_id: str) -> LateValues:
     """Return the values in an inbox file.
 
     Raises:
         CorruptStoreError: the file is damaged, or is for another store.
         FileNotFoundError: the file was deleted.
     """
-    return _said_of(directory.read(name), directory, name, store_id)
+    return _late_values_of(directory.read(name), directory, name, store_id)
 
 
-def _said_of(data: bytes, directory: Directory, name: str, store_id: str) -> Said:
-    """Return the values in the content of an inbox file; raises the :class:`CorruptStoreError` of :func:`said_in`."""
+def _late_values_of(data: bytes, directory: Directory, name: str, store_id: str) -> LateValues:
+    """Return the values in the content of an inbox file; see :func:`late_values_in`."""
     source = f"{directory.url}/{name}"
     records = decode_lines(data, source).records
     if len(records) != 1:
@@ -102,17 +102,17 @@ def _said_of(data: bytes, directory: Directory, name: str, store_id: str) -> Sai
     if records[0].get("store_id") != store_id:
         raise CorruptStoreError(f"{source}: is for the store {records[0].get('store_id')!r}, not this one")
     try:
-        return replace(Said.from_json(records[0]), source=name)
+        return replace(LateValues.from_json(records[0]), source=name)
     except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: {error}") from error
 
 
-def refused_in_words(said: Said) -> str:
+def refused_in_words(update: LateValues) -> str:
     """Describe refused values: their names, origin and the reason."""
-    origin = f", given by {said.who}," if said.who else ""
+    origin = f", given by {update.who}," if update.who else ""
     return (
-        f"the values {listed(said.values)} of trajectories {ids_in_words(said.ids)}{origin} are refused and reach no "
-        f"trajectory: {said.refused.removeprefix('annotate: ')}"
+        f"the values {listed(update.values)} of trajectories {ids_in_words(update.ids)}{origin} are refused and reach "
+        f"no trajectory: {update.refused.removeprefix('annotate: ')}"
     )
 
 
@@ -169,18 +169,20 @@ class Pending:
             try:
                 if isinstance(data, CorruptStoreError):
                     raise data
-                said = _said_of(data, catalog.directory, name, catalog.store_id)
+                update = _late_values_of(data, catalog.directory, name, catalog.store_id)
             except CorruptStoreError as error:
                 damaged.append(CorruptStoreError(f"{error}; its values reach no trajectory: {GIVE_ANEW}"))
                 continue
-            said = said.without(catalog.unknown(said.ids))
+            update = update.without(catalog.unknown(update.ids))
             try:
-                catalog.notes.check(said)
-                if said.ids:
-                    catalog.annotate(said, catalog.generation + 1)
+                catalog.notes.check(update)
+                if update.ids:
+                    catalog.annotate(update, catalog.generation + 1)
                     added += 1
             except ConfigurationError as error:
-                refused.append(f"{catalog.directory.url}/{name}: {refused_in_words(replace(said, refused=str(error)))}")
+                refused.append(
+                    f"{catalog.directory.url}/{name}: {refused_in_words(replace(update, refused=str(error)))}"
+                )
         return added, refused, damaged
 
 
@@ -193,10 +195,10 @@ class InboxView:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._known: dict[str, Said | None] = {}
+        self._known: dict[str, LateValues | None] = {}
         """Values by file; None for unreadable files (the writer warns). Files never change."""
 
-    def look(self, store_id: str) -> list[Said]:
+    def look(self, store_id: str) -> list[LateValues]:
         """Return the readable values, pending and refused, oldest first.
 
         Args:
@@ -212,11 +214,11 @@ class InboxView:
             if name not in self._known:
                 with suppress(FileNotFoundError):  # recorded just now
                     self._known[name] = self._read(name, store_id)
-        return [said for name in names if (said := self._known.get(name)) is not None]
+        return [update for name in names if (update := self._known.get(name)) is not None]
 
-    def _read(self, name: str, store_id: str) -> Said | None:
+    def _read(self, name: str, store_id: str) -> LateValues | None:
         try:
-            return said_in(self._directory, name, store_id)
+            return late_values_in(self._directory, name, store_id)
         except CorruptStoreError:
             return None
 
@@ -267,12 +269,12 @@ class Inbox:
         if name in catalog.notes.sources:
             return
         try:
-            said = said_in(self._directory, name, catalog.store_id)
+            update = late_values_in(self._directory, name, catalog.store_id)
         except CorruptStoreError as error:
             self._damaged.add(name)
             logger.warning("%s/%s: was not applied, and stays: %s", self._directory.url, name, error)
             return
-        gone = self._log.unknown(said.ids)
+        gone = self._log.unknown(update.ids)
         if gone:
             logger.warning(
                 "%s/%s: trajectories %s were evicted; their values are dropped",
@@ -280,19 +282,19 @@ class Inbox:
                 name,
                 ids_in_words(sorted(gone)),
             )
-            said = said.without(gone)
+            update = update.without(gone)
         try:
-            if said.ids:
-                self._log.annotate(said)
+            if update.ids:
+                self._log.annotate(update)
         except ConfigurationError as error:
-            self._set_aside(replace(said, source="", refused=str(error)), name)
+            self._set_aside(replace(update, source="", refused=str(error)), name)
 
-    def _set_aside(self, said: Said, name: str) -> None:
+    def _set_aside(self, update: LateValues, name: str) -> None:
         """Publish a ``.refused`` copy of contradicting values; the caller then deletes the original."""
         aside = _aside(name)
-        line = encode_line({"store_id": self._log.catalog.store_id, **said.to_json()})
+        line = encode_line({"store_id": self._log.catalog.store_id, **update.to_json()})
         self._directory.publish([EncodedFile(aside, [line])])
-        logger.warning("%s/%s: %s", self._directory.url, aside, refused_in_words(said))
+        logger.warning("%s/%s: %s", self._directory.url, aside, refused_in_words(update))
 
     def look(self) -> bool:
         """Record pending files; a failure is logged once and retried at the next call.

@@ -17,7 +17,7 @@ from trajstore._core.files.base import Directory, EncodedFile, Reader
 from trajstore._core.files.local import TEMPORARY_SUFFIX
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.given import INBOX_FOLDER
+from trajstore._core.store.late_values import INBOX_FOLDER
 from trajstore._core.store.log_records import LOG_FOLDER, segment_generation
 from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore._core.store.sealed import (

@@ -45,13 +45,13 @@ class Gone:
         change: the change of the store.
         aside: name of the head that was left; None if it has another name, or was not kept.
         state: saved with the snapshot.
-        said: further values in the snapshot's file.
+        details: further values in the snapshot's file.
     """
 
     change: Change
     aside: str | None
     state: Mapping[str, Any]
-    said: Mapping[str, Any]
+    details: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +63,25 @@ class _Taken:
         notes: its late values.
         values: the same, as JSON for its file.
         state: of a saved point.
-        said: further values for its file.
+        details: further values for its file.
     """
 
     name: str
     notes: Notes
     values: Mapping[str, Any]
     state: Mapping[str, Any]
-    said: Mapping[str, Any]
+    details: Mapping[str, Any]
 
     def files(self) -> list[EncodedFile]:
         """Encode the files; the last one names the others."""
-        files, said, unique = [], dict(self.said), uuid.uuid4().hex
+        files, details, unique = [], dict(self.details), uuid.uuid4().hex
         if len(self.notes):
-            file, said["values"] = values_file(self.name, unique, self.values)
+            file, details["values"] = values_file(self.name, unique, self.values)
             files.append(file)
         if self.state:
-            file, said["state"] = state_file(self.name, unique, [encode_state(self.state)])
+            file, details["state"] = state_file(self.name, unique, [encode_state(self.state)])
             files.append(file)
-        return [*files, pin_file(self.name, said)]
+        return [*files, pin_file(self.name, details)]
 
 
 class Points:
@@ -153,7 +153,7 @@ class Points:
 
     # -- taking -----------------------------------------------------------------------------------
 
-    def pin(self, name: str, **said: Any) -> int:
+    def pin(self, name: str, **details: Any) -> int:
         """Take a snapshot of the committed state, and return its generation.
 
         Raises:
@@ -163,7 +163,7 @@ class Points:
         """
         check_pin_name(name)
         with self._one_change():
-            return self._write(name, lambda: ({}, said)).generation
+            return self._write(name, lambda: ({}, details)).generation
 
     def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
         """Save a point of the committed state, and remove the oldest points of the current line.
@@ -187,8 +187,8 @@ class Points:
                 name = point_name(step, catalog.visit)
 
             def with_step() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-                state, said = capture()
-                return state, {"step": step, **said}
+                state, details = capture()
+                return state, {"step": step, **details}
 
             head = self._write(name, with_step)
             with self._changing():
@@ -202,7 +202,7 @@ class Points:
         catalog = self._log.catalog
         with self._changing():
             taken = self._taken(name, *capture())
-            catalog.pins.expect(name, catalog.index["trajectory_id"].copy(), tuple(taken.said["shards"]))
+            catalog.pins.expect(name, catalog.index["trajectory_id"].copy(), tuple(taken.details["shards"]))
         try:
             *files, head = taken.files()
             if files:
@@ -222,7 +222,7 @@ class Points:
             self._release(())  # files of an earlier snapshot of this name
             return found
 
-    def _taken(self, name: str, state: Mapping[str, Any], said: Mapping[str, Any]) -> _Taken:
+    def _taken(self, name: str, state: Mapping[str, Any], details: Mapping[str, Any]) -> _Taken:
         """Return the current head as a snapshot; within :meth:`_changing`."""
         catalog = self._log.catalog
         ids = catalog.index["trajectory_id"]
@@ -230,10 +230,12 @@ class Points:
         values, rows = catalog.shards_of_values(notes)
         shards = tuple(map(catalog.shards.number, rows))
         line = [head.name for head in catalog.points() if head.name != name]
-        if "step" in said:
-            line = [head.name for head in catalog.points() if (head.step or 0) < said["step"]]
+        if "step" in details:
+            line = [head.name for head in catalog.points() if (head.step or 0) < details["step"]]
         place = {"generation": catalog.generation, "visit": catalog.visit, "line": line}
-        return _Taken(name, notes, values, state, {**said, **place, "ids": id_ranges(ids).tolist(), "shards": shards})
+        return _Taken(
+            name, notes, values, state, {**details, **place, "ids": id_ranges(ids).tolist(), "shards": shards}
+        )
 
     def _check_order(self, step: int, points: Sequence[Snapshot]) -> None:
         newest = max([head.step or 0 for head in points], default=step)
@@ -307,7 +309,7 @@ class Points:
             self._release(catalog.unfinished_asides())
             change = plan_change(catalog, catalog.snapshot(name))
             try:
-                state, said = catalog.pins.state_of(change.to), catalog.pins.said(change.to.name)
+                state, details = catalog.pins.state_of(change.to), catalog.pins.details(change.to.name)
             except (CorruptStoreError, StoreNotFoundError):
                 self._confirm("was changed")  # a writer that has taken over may have removed it
                 raise
@@ -321,11 +323,11 @@ class Points:
                 self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
             if not aside:  # also leftovers of an earlier crash
                 self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
-        return Gone(change, left, state, said)
+        return Gone(change, left, state, details)
 
     def _claim(self) -> None:
         """Rewrite the snapshots of an object store, so that an earlier writer's file versions are outdated."""
         catalog = self._log.catalog
         if names := catalog.pins.names:
             fence = {"fence": catalog.fences[-1]}
-            self._publish("claimed", *(pin_file(name, {**catalog.pins.said(name), **fence}) for name in names))
+            self._publish("claimed", *(pin_file(name, {**catalog.pins.details(name), **fence}) for name in names))

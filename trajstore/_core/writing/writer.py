@@ -22,7 +22,7 @@ from trajstore._core.base.interrupts import start_thread, uninterrupted
 from trajstore._core.files.base import Directory
 from trajstore._core.formats.base import TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
-from trajstore._core.store.given import Said
+from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.row_notes import Rows, RowShard, content_of_rows
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.callbacks import CommitCallbacks
@@ -157,11 +157,11 @@ class StoreWriter:
             uninterrupted(self.log.renew_metadata)
         self.queue.tell_untold()
 
-    def annotate(self, said: Said, rows: Rows) -> None:
+    def annotate(self, update: LateValues, rows: Rows) -> None:
         """Add late values to trajectories, after recording the inbox.
 
         Args:
-            said: values of each trajectory.
+            update: values of each trajectory.
             rows: values by row, a tensor for each trajectory.
 
         Raises:
@@ -171,21 +171,21 @@ class StoreWriter:
         self._check_process()
         self.inbox.look()
         if not rows:
-            self.log.annotate(said)
+            self.log.annotate(update)
             return
         with self.log.standing_still() as catalog:
-            extents, kinds = catalog.extents_of(said.ids)
+            extents, kinds = catalog.extents_of(update.ids)
             known = dict(catalog.notes.kinds)
-        content = content_of_rows(rows, said.ids, extents, kinds, known)
+        content = content_of_rows(rows, update.ids, extents, kinds, known)
         number = self.queue.new_shard()
         files, manifest = encoded_shard(self._format, shard_name(number), content, entries={})
-        said = replace(said, rows=RowShard(number, manifest, tuple(content.extents)))
+        update = replace(update, rows=RowShard(number, manifest, tuple(content.extents)))
         with self.log.standing_still() as catalog:
-            catalog.notes.check(said)  # before anything is written
+            catalog.notes.check(update)  # before anything is written
         with written(": nothing was given to the trajectories"):
             self.directory.publish(files)
         with self.log.recording(manifest):
-            self.log.annotate(said)
+            self.log.annotate(update)
 
     def retain(self) -> None:
         """Apply retention; a failure is logged and retried at the next commit or flush."""

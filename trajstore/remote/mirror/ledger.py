@@ -70,9 +70,9 @@ class Ledger:
         self.lists_shards = bool(copied)
 
 
-def as_text(said: str) -> str:
+def as_text(text: str) -> str:
     """Return a text that JSON can hold: a path may contain bytes that are not text."""
-    return said.encode("utf-8", "backslashreplace").decode()
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def crc_of(manifest: ShardManifest) -> int:

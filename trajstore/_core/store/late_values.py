@@ -34,7 +34,7 @@ INBOX_FOLDER = "inbox"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LateValues:
     """Values for several trajectories.
 
     Attributes:
@@ -62,7 +62,7 @@ class Said:
         return body | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
 
     @classmethod
-    def from_json(cls, value: Any) -> Said:
+    def from_json(cls, value: Any) -> LateValues:
         """Return the values described by :meth:`to_json`.
 
         Raises:
@@ -75,13 +75,13 @@ class Said:
                 raise TypeError("who, source, refused or values")
             ids = tuple(natural(number, RANGES["trajectory_id"][1]) for number in value["ids"])
             given = {name: tuple(items) for name, items in values.items()}
-            said = cls(ids, given, who, natural(value["time"], RANGES["committed"][1]), source, refused)
-            said.check()
+            update = cls(ids, given, who, natural(value["time"], RANGES["committed"][1]), source, refused)
+            update.check()
         except (KeyError, TypeError, ValueError, AttributeError, ConfigurationError) as error:
             raise CorruptStoreError(f"not values of trajectories: {error}") from error
-        return said
+        return update
 
-    def without(self, ids: Container[int]) -> Said:
+    def without(self, ids: Container[int]) -> LateValues:
         """Return the values of the other trajectories."""
         stay = [at for at, number in enumerate(self.ids) if number not in ids]
         values = {name: [items[at] for at in stay] for name, items in self.values.items()}
@@ -196,19 +196,19 @@ def _check_unicode(name: str, value: str) -> None:
         raise ConfigurationError(f"annotate: {name}: a text that is no Unicode: {error}") from error
 
 
-def check_given(said: Said, known: Mapping[str, str]) -> None:
+def check_late_values(update: LateValues, known: Mapping[str, str]) -> None:
     """Refuse new values that contradict those of a store.
 
     Args:
-        said: the values.
+        update: the values.
         known: kinds of the store's names.
 
     Raises:
         ConfigurationError: they contradict its values, or a new name differs from another only in case.
     """
-    check_kinds(said, known)
-    names = known.keys() | said.kinds.keys()
-    for name in said.kinds.keys() - known.keys():
+    check_kinds(update, known)
+    names = known.keys() | update.kinds.keys()
+    for name in update.kinds.keys() - known.keys():
         for other in names - {name}:
             if other.lower() == name.lower():
                 raise ConfigurationError(
@@ -217,18 +217,18 @@ def check_given(said: Said, known: Mapping[str, str]) -> None:
                 )
 
 
-def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
+def check_same_kinds(update: LateValues, known: Mapping[str, str], where: str) -> None:
     """Refuse values of another kind than the existing ones of the same name.
 
     Args:
-        said: the values.
+        update: the values.
         known: kinds of names.
         where: place of the existing values, for the message.
 
     Raises:
         ConfigurationError: a name has values of another kind.
     """
-    for name, kind in said.kinds.items():
+    for name, kind in update.kinds.items():
         before = known.get(name, kind)
         if kind is not None and kind != before:
             given = rows_in_words(kind) if is_rows(kind) else f"a {kind}"
@@ -238,14 +238,14 @@ def check_same_kinds(said: Said, known: Mapping[str, str], where: str) -> None:
             )
 
 
-def check_kinds(said: Said, known: Mapping[str, str]) -> None:
+def check_kinds(update: LateValues, known: Mapping[str, str]) -> None:
     """Refuse values that contradict those of a store; also used for values in its log.
 
     Raises:
         ConfigurationError: a name has values of another kind, or there are too many names.
     """
-    check_same_kinds(said, known, "here")
-    given = said.kinds
+    check_same_kinds(update, known, "here")
+    given = update.kinds
     for name, kind in given.items():
         if kind is None and name not in known:
             raise ConfigurationError(f"annotate: {name}: there is no value of this name to remove")

@@ -1,0 +1,10 @@
+"""Types of arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
