@@ -27,8 +27,8 @@ from trajstore.errors import (
     StoreNotFoundError,
     StoreWriteError,
 )
+from trajstore.operations.following import Follower
 from trajstore.operations.moving import merge
-from trajstore.operations.tailing import Tail
 
 
 def one(value: float) -> Trajectory:
@@ -59,7 +59,7 @@ def test_the_limit_of_descriptors_is_named(store: Path, tmp_path: Path) -> None:
         lambda number: writer_to(store).close(),
         lambda number: annotate(store, 0, {"judge": 1.0}),
         lambda number: merge([store, store], tmp_path / f"merged-{number}"),
-        lambda number: Tail(store).close(),
+        lambda number: Follower(store).close(),
     ]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     failed: dict[int, str] = {}

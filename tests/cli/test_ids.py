@@ -65,9 +65,9 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
     assert [(row["trajectory_id"], row["newest"]) for row in run.json("query", ranks, sql)] == [(n, n) for n in RUN]
     assert csv_of(run.out("query", ranks, sql, "--csv")) == RUN
     assert run.out("query", ranks, "select min(trajectory_id) from trajectories").split()[-1] == "0/0"
-    lines = [json.loads(line) for line in run.out("tail", ranks, "--last", "12", "--json").splitlines()]
+    lines = [json.loads(line) for line in run.out("list", ranks, "--since", "e30", "--json").splitlines()]
     assert sorted(row["trajectory_id"] for row in lines) == RUN
-    assert "trajectory_id 0/3" in run.out("tail", ranks, "--last", "12")
+    assert "trajectory_id 0/3" in run.out("list", ranks, "--since", "e30")
     run.out("convert", ranks, tmp_path / "out.jsonl", "--to", "jsonl")
     assert sorted(row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")) == RUN
     run.out("convert", ranks, tmp_path / "parts", "--to", "parquet")
@@ -79,7 +79,7 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
 
 def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp_path: Path, run: Run) -> None:
     assert [row["trajectory_id"] for row in run.json("list", single, "--sort", "trajectory_id")] == SINGLE
-    lines = [json.loads(line) for line in run.out("tail", single, "--json").splitlines()]
+    lines = [json.loads(line) for line in run.out("list", single, "--since", "e30", "--json").splitlines()]
     assert [row["trajectory_id"] for row in lines] == SINGLE
     run.out("convert", single, tmp_path / "out.jsonl", "--to", "jsonl")
     assert [row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")] == SINGLE
@@ -150,7 +150,7 @@ def test_another_spelling_is_refused_in_a_run(ranks: Path, run: Run, condition: 
     assert said in run.err("prune", ranks, "--where", condition, "--yes")
     assert said in run.err("query", ranks, f"select task from trajectories where {condition}")
     assert said in run.err("convert", ranks, ranks.parent / "out", "--to", "jsonl", "--where", condition)
-    assert said in run.err("tail", ranks, "--where", condition)
+    assert said in run.err("list", ranks, "--since", "e30", "--where", condition)
     assert len(run.json("list", ranks, "--limit", "0")) == 12
 
 
@@ -243,5 +243,5 @@ def test_a_run_of_one_rank_is_a_run(tmp_path: Path, run: Run) -> None:
 
 
 def test_an_empty_condition_is_refused(single: Path, run: Run) -> None:
-    for command in ("list", "tail", "prune"):
+    for command in ("list", "prune"):
         assert "must be an SQL expression" in run.err(command, single, "--where", "")

@@ -39,7 +39,7 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
 )
 from trajstore.loader import ReplayLoader, TokenLoader
-from trajstore.operations.tailing import Tail
+from trajstore.operations.following import Follower
 from trajstore.operations.verify import verify
 from trajstore.points import run_points
 from trajstore.query import relations
@@ -117,7 +117,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         handle.refresh()
         assert handle.size == 12
         assert handle.is_ready(12)
-        tail = Tail(handle) if importlib.util.find_spec("polars") else None
+        follower = Follower(handle) if importlib.util.find_spec("polars") else None
         assert {number % 1024 for number in ids} == {0, 1}  # both stores got some
         batch = handle.sample(64)
         check_batch(batch)
@@ -131,12 +131,12 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
             assert check_trajectory(handle.get(number)) == key
         assert len(handle.sample_trajectories(5)) == 5
         check_batch(handle.sample(32, sampler=WeightedSampler()))
-        if tail is not None:
-            shown = tail.news("trajectory_id >= 0")
+        if follower is not None:
+            shown = follower.news("trajectory_id >= 0")
             assert sorted(shown.table["trajectory_id"]) == sorted(ids)
-            assert len(tail.news().table) == 0
+            assert len(follower.news().table) == 0
             more = handle.add_trajectories([witness(12)]).committed(120)
-            with closing(Tail(tmp_path / "run", tail.cursor)) as of_directory:
+            with closing(Follower(tmp_path / "run", follower.cursor)) as of_directory:
                 assert own_id(of_directory.news().table["trajectory_id"].to_numpy()).tolist() == more
             handle.evict(more)
         handle.evict(ids[:3])

@@ -28,7 +28,6 @@ from trajstore.cli import (
     query,
     restore,
     rollback,
-    tail,
     verify,
     view,
 )
@@ -44,7 +43,6 @@ _BUILT_IN: tuple[Command, ...] = (
     inspect.COMMAND,
     query.LIST,
     query.QUERY,
-    tail.COMMAND,
     annotate.COMMAND,
     view.COMMAND,
     verify.COMMAND,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from trajstore.errors import trajectories
 if TYPE_CHECKING:
     from polars import DataFrame
 
+    from trajstore.operations.following import Cursor, News
     from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,15 @@ _OWN = "of the rewards' metadata, or a late value"
 """Description of a fact that is not in :data:`FACTS`."""
 
 _METADATA = "metadata.KEY", "a value of the rollout's metadata, nested ones too: metadata.tool.error"
+
+_SORT = "committed desc, trajectory_id desc"
+"""Default order of ``list``."""
+
+_LIMIT = 20
+"""Default number of trajectories that ``list`` shows."""
+
+_PAUSE = 1.0
+"""Seconds between two checks for new trajectories."""
 
 _WIDTH = 100
 """Maximum number of characters in a table cell; longer cells show the number left out."""
@@ -49,11 +60,18 @@ def _configure_list(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sort",
         metavar="NAMES",
-        default="committed desc, trajectory_id desc",
-        help="facts or expressions to sort by, separated by commas; nulls come last (default: %(default)s)",
+        help=f"facts or expressions to sort by, separated by commas; nulls come last (default: {_SORT})",
     )
-    parser.add_argument("--limit", metavar="N", type=int, default=20, help="show N; 0 = all (default: %(default)s)")
-    parser.add_argument("--offset", metavar="N", type=int, default=0, help="skip the first N (default: 0)")
+    parser.add_argument("--limit", metavar="N", type=int, help=f"show N; 0 = all (default: {_LIMIT})")
+    parser.add_argument("--offset", metavar="N", type=int, help="skip the first N (default: 0)")
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="show the newest N, a line each, then new ones as they are committed, until interrupted",
+    )
+    parser.add_argument(
+        "--since", metavar="CURSOR", help="show those committed after the last one that an earlier call has shown"
+    )
     parser.add_argument(
         "--facts",
         action="store_true",
@@ -105,14 +123,24 @@ def _run_query(options: Namespace, out: Output) -> int:
 def _run_list(options: Namespace, out: Output) -> int:
     from trajstore.errors import ConfigurationError
 
+    following = options.follow or options.since is not None
+    shown_otherwise = {"--pin": options.pin, "--sort": options.sort, "--offset": options.offset, "--csv": options.csv}
+    shown_otherwise |= {"--facts": options.facts, "--open": options.open, "--limit": options.since and options.limit}
+    if following and (given := [name for name, value in shown_otherwise.items() if value not in (None, False)]):
+        raise ConfigurationError(
+            f"{given[0]}: has no place beside --since or --follow, which show all trajectories after a cursor, in the "
+            "order of their commits"
+        )
     if options.open:
         if options.where or options.columns or options.facts or options.csv or options.pin:
             raise ConfigurationError("--open takes no --where, --columns, --facts, --csv or --pin")
         return _list_open(options, out)
     if options.facts and (options.where or options.columns or options.json or options.csv):
         raise ConfigurationError("--facts lists names, as text, and takes no --where, --columns, --json or --csv")
-    if not options.sort.strip():
+    if options.sort is not None and not options.sort.strip():
         raise ConfigurationError("--sort: names no fact")
+    if following:
+        return _follow(options, out)
     query, code = _query(options)
     if options.facts:
         from trajstore.query import FACTS, RELATIONS
@@ -127,14 +155,15 @@ def _run_list(options: Namespace, out: Output) -> int:
     from trajstore.query.metadata import keys_in
     from trajstore.query.words import split
 
-    question = query.order_by(*split(options.sort))
+    question = query.order_by(*split(_SORT if options.sort is None else options.sort))
     if options.where is not None:
         question = question.where(options.where)
-    names = [name.strip() for name in (options.columns or "").split(",") if name.strip()]
+    names = _names(options)
     if keys := keys_in(names):
         question = question.select(*query.facts().columns, *keys)
-    total, passed = question.count(), whole("--offset", options.offset, 0)
-    answer = (question.limit(passed + options.limit) if options.limit else question).table().slice(passed)
+    total, passed = question.count(), whole("--offset", options.offset or 0, 0)
+    limit = _limit(options)
+    answer = (question.limit(passed + limit) if limit else question).table().slice(passed)
     if options.columns is not None:
         answer = answer.select(*_known(names, answer))
     else:
@@ -146,6 +175,65 @@ def _run_list(options: Namespace, out: Output) -> int:
         more = f", --offset {end} continues" if end < total else ""
         out.line(f"{which} of {trajectories(total)}; --limit 0 shows all{more}")
     return code()
+
+
+def _limit(options: Namespace) -> int:
+    from trajstore._core.base.arguments import whole
+
+    return whole("--limit", _LIMIT if options.limit is None else options.limit, 0)
+
+
+def _follow(options: Namespace, out: Output) -> int:
+    """Write the trajectories after a cursor, or the newest, in the order of their commits; then wait for more."""
+    from trajstore.errors import StoreError
+    from trajstore.operations.following import Cursor, Follower
+
+    skip_before = None if options.since is not None else _limit(options) or None
+    since = None if options.since is None else Cursor.parse(options.since)
+    with closing(Follower(options.path, since)) as follower:
+        trouble, cursor = "", follower.cursor
+        try:
+            while True:
+                for cursor in _show(follower.news(options.where), options, out, skip_before):  # noqa: B007
+                    pass
+                cursor, skip_before = follower.cursor, None
+                if not options.follow:
+                    break
+                out.wait(_PAUSE)
+                try:
+                    follower.refresh()
+                    trouble = ""
+                except (StoreError, OSError) as error:  # may be temporary: a restarting run
+                    if str(error) != trouble:
+                        trouble = str(error)
+                        logger.warning("%s: %s", options.path, error)
+        finally:
+            if not options.json:
+                out.line(f"continue with: trajstore list {options.path} --since {cursor}")
+    return int(follower.damage is not None)
+
+
+def _show(news: News, options: Namespace, out: Output, newest: int | None) -> Iterator[Cursor]:
+    """Write a line for each trajectory, or for the ``newest`` ones; yield the cursor after each."""
+    from trajstore.query.ids import spelled
+
+    for warning in news.warnings:
+        logger.warning("%s: %s", options.path, warning)
+    names = SHOWN if options.columns is None else _known(_names(options), news.table)
+    skipped = 0 if newest is None else max(0, len(news.table) - newest)
+    table = spelled(news.table.slice(skipped), {"trajectory_id"})
+    for row, cursor in zip(table.iter_rows(named=True), news.cursors[skipped:], strict=True):
+        if options.json:
+            named = row if options.columns is None else {name: row[name] for name in names}
+            out.json({**{name: plain(value) for name, value in named.items()}, "cursor": str(cursor)}, indent=None)
+        else:
+            out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in names if row[name] is not None))
+        yield cursor
+    out.flush()
+
+
+def _names(options: Namespace) -> list[str]:
+    return [name.strip() for name in (options.columns or "").split(",") if name.strip()]
 
 
 def _list_open(options: Namespace, out: Output) -> int:
@@ -216,7 +304,9 @@ LIST = Command(
     summary="list trajectories and their facts",
     description=(
         "List trajectories of a store, checkpoint, run directory or directory of RLinf with facts such as "
-        "task, outcome and policy version, latest commits first. Needs Polars (extra 'query')."
+        "task, outcome and policy version, latest commits first. --follow and --since show them in the order of their "
+        "commits, a line each, and a cursor that marks where to continue: nothing is shown twice, even after restarts "
+        "or with new ranks, and ids without a trajectory are counted. Needs Polars (extra 'query')."
     ),
     configure=_configure_list,
     run=_run_list,

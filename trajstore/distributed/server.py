@@ -313,8 +313,8 @@ class StoreServer:
         rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
         return self._buffer.query().table().with_columns(rank)
 
-    def commits(self) -> tuple[str, int, IntArray]:
-        """Return the store's UUID, an id above all committed ones, and the ids that only snapshots still name."""
+    def commits(self) -> tuple[str, int, int]:
+        """Return the store's UUID, an id above all committed ones, and the number of its rollbacks."""
         return self._buffer.sink.commits()
 
     def rows(self, asked: Asked) -> Found:

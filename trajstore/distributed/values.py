@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trajstore._core.base.types import IntArray
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
@@ -67,15 +66,14 @@ class ValuesOfHandle:
         notes: list[Note] = self._handle._stores.call(rank, "history", number)
         return notes
 
-    def commits(self) -> tuple[dict[int, tuple[str, int]], dict[int, IntArray]]:
-        """Return (UUID, an id above all committed ones), and the ids that only snapshots still name, by rank.
+    def commits(self) -> dict[int, tuple[str, int, int]]:
+        """Return the UUID, an id above all committed ones, and the number of rollbacks of each store, by rank.
 
         Raises:
             StoreUnreachableError: a store does not answer.
         """
         stores = self._handle._stores
-        answers = stores.call_all(dict.fromkeys(stores.look_whole(), ()), "commits")
-        return {rank: answer[:2] for rank, answer in answers.items()}, {rank: it[2] for rank, it in answers.items()}
+        return stores.call_all(dict.fromkeys(stores.look_whole(), ()), "commits")
 
     @property
     def stride(self) -> int:

@@ -16,7 +16,6 @@ from trajstore._core.base import locks
 from trajstore._core.base.exits import forget, remember
 from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
-from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
 from trajstore._core.buffer.retention import Retention
@@ -234,8 +233,8 @@ class Sink:
         """Return the late values of a trajectory of the store."""
         raise StoreError("notes_of: this buffer has no store of its own; give the path of the store")
 
-    def commits(self) -> tuple[str, int, IntArray]:
-        """Return the store's UUID, an id above all committed ones, and the ids that only snapshots still name."""
+    def commits(self) -> tuple[str, int, int]:
+        """Return the store's UUID, an id above all committed ones, and the number of its rollbacks."""
         raise StoreError("this buffer has no store of its own")
 
     def keeping_files(self) -> AbstractContextManager[object]:
@@ -473,9 +472,9 @@ class StoreSink(Sink):
             catalog.check_known([trajectory_id])
             return catalog.notes.history(trajectory_id)
 
-    def commits(self) -> tuple[str, int, IntArray]:
+    def commits(self) -> tuple[str, int, int]:
         with self.writer.log.standing_still() as catalog:
-            return catalog.store_id, catalog.next_id, catalog.pinned["trajectory_id"].copy()
+            return catalog.store_id, catalog.next_id, catalog.visit
 
     def keeping_files(self) -> AbstractContextManager[object]:
         return self.writer.log.keeping_files()

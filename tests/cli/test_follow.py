@@ -1,4 +1,4 @@
-"""``trajstore tail`` shows each trajectory once in commit order, across restarts, rollbacks and new ranks."""
+"""``trajstore list --follow`` and ``--since`` show each trajectory once, across restarts, rollbacks and new ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from trajstore.cli.output import Output
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
+START = "e30"
+"""The cursor before the first trajectory: an empty object."""
 
-def tailed(run: Run, *words: Any) -> tuple[list[int | str], str | None]:
+
+def after(run: Run, *words: Any) -> tuple[list[int | str], str | None]:
     """Return the shown ids and the last cursor."""
-    rows = [json.loads(line) for line in run.out("tail", *words, "--json").splitlines()]
+    rows = [json.loads(line) for line in run.out("list", *words, "--json").splitlines()]
     return [row["trajectory_id"] for row in rows], rows[-1]["cursor"] if rows else None
 
 
@@ -35,14 +38,13 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
     with opened(path) as store:
         store.add_trajectories([witness(key) for key in range(4)])
         store.flush()
-        assert tailed(run, path, "--last", 2)[0] == [2, 3]
-        shown, cursor = tailed(run, path)
+        shown, cursor = after(run, path, "--since", START)
         assert shown == [0, 1, 2, 3]
-        assert tailed(run, path, "--since", cursor) == ([], None)
+        assert after(run, path, "--since", cursor) == ([], None)
         store.points.save(0)
         store.add_trajectories([witness(4)])
         store.flush()
-        shown, cursor = tailed(run, path, "--since", cursor)
+        shown, cursor = after(run, path, "--since", cursor)
         assert shown == [4]
         store.points.rollback(0)
         store.add_trajectories([witness(5), witness(6), witness(7)])
@@ -50,71 +52,46 @@ def test_each_is_shown_once_over_restarts_and_rollbacks(tmp_path: Path, run: Run
         store.evict([0])
     filled(path, [8])
     assert not caplog.text.count("have no trajectory")
-    shown, cursor = tailed(run, path, "--since", cursor)
+    shown, cursor = after(run, path, "--since", cursor)
     assert shown == [5, 7, 8]
     assert "1 id before the newest has no trajectory" in caplog.text
-    assert tailed(run, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
-    assert f"--since {cursor}" in run.out("tail", path, "--since", cursor)
+    assert "rolled back since; trajectories up to id 4 that are live again are not shown" in caplog.text
+    assert after(run, path, "--since", cursor, "--where", "trajectory_id = 0") == ([], None)
+    assert f"--since {cursor}" in run.out("list", path, "--since", cursor)
     shutil.copytree(path, tmp_path / "older")
     filled(path, [10])
-    shown, cursor = tailed(run, path, "--since", cursor)
+    shown, cursor = after(run, path, "--since", cursor)
     assert shown == [9]
     shutil.rmtree(path)
     (tmp_path / "older").rename(path)
-    cursor = run.out("tail", path, "--since", cursor).split()[-1]
+    cursor = run.out("list", path, "--since", cursor).split()[-1]
     assert "an older copy of the store lies there" in caplog.text
     filled(path, [11])
-    assert tailed(run, path, "--since", cursor)[0] == [9]
+    assert after(run, path, "--since", cursor)[0] == [9]
     shutil.rmtree(path)
     filled(path, [9])
-    assert tailed(run, path, "--since", cursor)[0] == [0]
+    assert after(run, path, "--since", cursor)[0] == [0]
     assert "another store lies there" in caplog.text
-
-
-def test_trajectories_set_aside_unseen_are_shown_once_restored(tmp_path: Path, run: Run, caplog: Any) -> None:
-    with opened(tmp_path / "store") as store:
-
-        def add(*keys: int) -> None:
-            store.add_trajectories([witness(key) for key in keys])
-            store.flush()
-
-        add(0, 1)
-        cursor = tailed(run, tmp_path / "store")[1]
-        store.points.save(0)
-        add(2, 3)
-        store.points.rollback(0)
-        add(4)
-        shown, cursor = tailed(run, tmp_path / "store", "--since", cursor)
-        assert shown == [4]
-        assert "2 trajectories were set aside before being shown; shown once restored" in caplog.text
-        store.points.go_to(next(snapshot.name for snapshot in store.points.snapshots if "aside" in snapshot.name))
-        rows = [
-            json.loads(line) for line in run.out("tail", tmp_path / "store", "--since", cursor, "--json").splitlines()
-        ]
-        assert [row["trajectory_id"] for row in rows] == [2, 3]
-        assert tailed(run, tmp_path / "store", "--since", rows[0]["cursor"])[0] == [3]
-        add(5)
-        assert tailed(run, tmp_path / "store", "--since", rows[1]["cursor"])[0] == [5]
 
 
 def test_a_run_whose_ranks_come_one_after_another(tmp_path: Path, run: Run) -> None:
     with opened(tmp_path / "rank_0") as first:
         first.add_trajectories([witness(0)])
         first.flush()
-        shown, cursor = tailed(run, tmp_path)
+        shown, cursor = after(run, tmp_path, "--since", START)
         with opened(tmp_path / "rank_1") as second:
             second.add_trajectories([witness(1), witness(2)])
             second.flush()
             first.add_trajectories([witness(3)])
             first.flush()
-            more, cursor = tailed(run, tmp_path, "--since", cursor)
+            more, cursor = after(run, tmp_path, "--since", cursor)
             second.add_trajectories([witness(4)])
-    assert [*shown, *more, *tailed(run, tmp_path, "--since", cursor)[0]] == ["0/0", "1/0", "1/1", "0/1", "1/2"]
+    assert [*shown, *more, *after(run, tmp_path, "--since", cursor)[0]] == ["0/0", "1/0", "1/1", "0/1", "1/2"]
 
 
 def follow(path: Path, cursor: list[str], pipe: Connection) -> None:
     sys.stdout = os.fdopen(pipe.fileno(), "w")
-    main(["tail", str(path), "--json", "--follow", "--every", "0.05", *cursor])
+    main(["list", str(path), "--json", "--follow", *cursor])
 
 
 def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Path) -> None:
@@ -143,13 +120,13 @@ def test_a_follower_that_is_killed_goes_on_where_its_last_line_was(tmp_path: Pat
 
 def test_the_cursor_stays_where_a_condition_is_refused(tmp_path: Path, run: Run) -> None:
     path = filled(tmp_path / "store", range(4))
-    _, cursor = tailed(run, path)
+    _, cursor = after(run, path, "--since", START)
     filled(path, range(4, 6))
-    assert f"--since {cursor}" in run.out("tail", path, "--since", cursor, "--where", "rewards > 0", code=FAILED)
-    complaint = run.err("tail", path, "--since", cursor, "--where", "rewards > 0")
+    assert f"--since {cursor}" in run.out("list", path, "--since", cursor, "--where", "rewards > 0", code=FAILED)
+    complaint = run.err("list", path, "--since", cursor, "--where", "rewards > 0")
     assert "there is no column 'rewards'" in complaint
     assert "_at" not in complaint
-    assert tailed(run, path, "--since", cursor)[0] == [4, 5]
+    assert after(run, path, "--since", cursor)[0] == [4, 5]
 
 
 def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
@@ -164,17 +141,17 @@ def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
         line(out, text)
 
     monkeypatch.setattr(Output, "line", interrupted)
-    shown = run.out("tail", path, code=INTERRUPTED)
+    shown = run.out("list", path, "--since", START, code=INTERRUPTED)
     monkeypatch.undo()
     cursor = shown.split()[-1]
-    assert tailed(run, path, "--since", cursor)[0] == [3, 4, 5]
+    assert after(run, path, "--since", cursor)[0] == [3, 4, 5]
 
 
 def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path) -> None:
-    path = stored(tmp_path / "store", [witness(0)])
-    command = [sys.executable, "-m", "trajstore.cli", "tail", "--follow", "--every", "3600", path]
+    path = stored(tmp_path / "store", [witness(0), witness(1)])
+    command = [sys.executable, "-m", "trajstore.cli", "list", "--follow", "--limit", "1", path]
     with subprocess.Popen(command, cwd=project_root, stdout=subprocess.PIPE) as follower:
         assert follower.stdout is not None
-        assert b"trajectory_id" in follower.stdout.readline()
+        assert b"trajectory_id 1" in follower.stdout.readline()
         follower.stdout.close()
         assert follower.wait() == 0
