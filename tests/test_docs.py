@@ -101,7 +101,7 @@ def test_the_code_of_every_page_runs(project_root: Path, tmp_path: Path) -> None
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
     elsewhere = {
         "docs/howto/dataproto.md",  # tests/trainer_hooks/test_dataproto.py
-        "docs/howto/demonstrations.md",  # tests/replay/test_transcripts.py
+        "docs/howto/demonstrations.md",  # tests/replay/test_demonstrations.py
         "docs/howto/gateways.md",  # tests/integrations/test_gateways.py
         "docs/howto/many-nodes.md",  # tests/distributed/test_page.py
         "docs/howto/other-trainers.md",  # tests/integrations/test_episodes.py

@@ -114,10 +114,10 @@ def test_a_full_disk_fails_each_command_that_writes_files_and_leaves_none(
 def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     words = ("--n-rollout", 4, "--success-threshold", 0.7)
-    assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
+    assert run("pool", "seed", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
     assert run("pool", "export", tmp_path / "pool", tmp_path / "files", *words)[0] == 0
     shards_of(tmp_path / "rollouts")[0].unlink()
-    out = run.out("pool", "import", tmp_path / "other", tmp_path / "rollouts", *words, code=DAMAGED)
+    out = run.out("pool", "seed", tmp_path / "other", tmp_path / "rollouts", *words, code=DAMAGED)
     assert "trajectories are damaged and left out" in out
     shards_of(tmp_path / "pool")[0].unlink()
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files", *words, code=DAMAGED)

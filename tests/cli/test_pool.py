@@ -1,4 +1,4 @@
-"""``trajstore pool``: export and import of pool files, and import of rollouts."""
+"""``trajstore pool``: a pool seeded from rollouts, files and conversations, and written as files."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from tests.cli.stores import Run, write_store
 from tests.replay.conftest import build
 from tests.replay.transcripts import TEMPLATES, conversation, make_tokenizer, write
 from tests.stores import files_of, stored
-from trainer_hooks.cli.pool import _LEFT, _REFUSED
+from trainer_hooks.cli.pool import _LEFT
 from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules, Refusal
 from trainer_hooks.replay.entry import Departure
+from trainer_hooks.replay.notices import REASONS
 from trainer_hooks.replay.persistence import read_pool
 from trajstore.cli import DAMAGED, FAILED
 
@@ -46,25 +47,23 @@ def held(path: Path) -> dict[str, list[str]]:
 def test_rollouts_enter_a_pool_that_goes_to_files_and_back(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     words = ("--n-rollout", 4, "--success-threshold", 0.7)
-    out = run.out("pool", "import", tmp_path / "named", tmp_path / "rollouts", *words, "--task-prefix", "x:")
+    out = run.out("pool", "seed", tmp_path / "named", tmp_path / "rollouts", *words, "--task-prefix", "x:")
     assert held(tmp_path / "named") == {"x:a": ["a/10", "a/11", "a/20", "a/21"]}
-    out = run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
+    out = run.out("pool", "seed", tmp_path / "pool", tmp_path / "rollouts", *words)
     assert "4 trajectories of 1 task" in out
     assert "entered: 4 of 15 rollouts" in out
     assert held(tmp_path / "pool") == {"a": ["a/10", "a/11", "a/20", "a/21"]}
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "experience_pool" / "step_2", *words)
     buckets = (tmp_path / "experience_pool" / "step_2" / "difficulty2task_dict.json").read_text()
     assert json.loads(buckets) == {"0": ["b"], "3": ["a"]}
-    assert run.json("pool", "import", tmp_path / "other", tmp_path / "experience_pool")["trajectories"] == 4
+    assert run.json("pool", "seed", tmp_path / "other", tmp_path / "experience_pool")["trajectories"] == 4
     assert held(tmp_path / "other") == held(tmp_path / "pool")
-    words = ("pool", "import", tmp_path / "other", tmp_path / "experience_pool")
-    assert "--replace" in run.err(*words), "it holds something"
-    run.out(*words, "--replace")
+    assert "the pool holds 4" in run.err("pool", "seed", tmp_path / "other", tmp_path / "experience_pool")
 
 
 def test_a_pool_of_agentevolver_is_imported(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
     source = shared_fixtures / "experience_pool_cmt" / "linear"
-    out = run.out("pool", "import", tmp_path / "pool", source, "--task-prefix", "house:")
+    out = run.out("pool", "seed", tmp_path / "pool", source, "--task-prefix", "house:")
     assert "12 trajectories of 6 tasks" in out
     assert "step_40" in out
     run.out("pool", "export", tmp_path / "pool", tmp_path / "files")
@@ -81,51 +80,47 @@ def test_a_pool_of_agentevolver_is_imported(run: Run, tmp_path: Path, shared_fix
 
 def test_a_pool_of_messages_needs_a_tokenizer(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
     pytest.importorskip("transformers")
-    words = ("pool", "import", tmp_path / "pool", shared_fixtures / "experience_pool")
+    words = ("pool", "seed", tmp_path / "pool", shared_fixtures / "experience_pool")
     assert "--tokenizer" in run.err(*words)
     assert "without --tokenizer" in run.err(*words, "--context", "linear")
     words = (*words, "--tokenizer", shared_fixtures / "experience_pool_cmt" / "tokenizer")
     out = run.out(*words)
     assert "entered: 10 of 13 rollouts" in out
-    assert "not taken: 3 have the tokens of one that the pool has (duplicate)" in out
+    assert "not taken: 3 refused as duplicate: the pool has a trajectory with its tokens" in out
     assert "had messages only: 13, which have the tokenizer's tokens now; 13 of them" in out
-    done = run.json(*words, "--replace", "--context", "linear_think")
+    done = run.json("pool", "seed", tmp_path / "other", *words[3:], "--context", "linear_think")
     assert (done["entered"], done["tokenized"], done["without_log_probs"]) == (10, 13, 13)
 
 
-def test_transcripts_become_demonstrations(run: Run, tmp_path: Path) -> None:
+def test_conversations_become_demonstrations(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("b"), conversation("a"))
-    words = ("pool", "import", tmp_path / "pool", source)
-    assert "--tokenizer" in run.err(*words)
-    out = run.out(*words, "--tokenizer", tmp_path / "tokenizer", code=DAMAGED)  # one line is not a transcript
+    words = ("pool", "seed", tmp_path / "pool", tmp_path / "demos", "--tokenizer", tmp_path / "tokenizer")
+    assert "trajstore convert FILE STORE --from chat" in run.err("pool", "seed", tmp_path / "pool", source)
+    out = run.out("convert", source, tmp_path / "demos", "--from", "chat", code=DAMAGED)
+    assert f"{source}: line 2 was left out: is not JSON" in out
+    out = run.out(*words)
     assert "2 trajectories of 2 tasks" in out
-    assert "entered: 2 of 4 conversations" in out
-    assert "not taken: 1 have the tokens of one that the pool has (duplicate)" in out
-    assert f"{source}:2: not JSON" in out
-    done = run.json(*words, "--tokenizer", tmp_path / "tokenizer", code=DAMAGED)
-    assert (done["entered"], done["refused"], done["bad"][0]["line"]) == (0, {"duplicate": 3}, 2)
+    assert "entered: 2 of 3 rollouts" in out
+    done = run.json(*words)
+    assert (done["entered"], done["refused"]) == (0, {"duplicate": 3})
     assert {task: len(several) for task, several in held(tmp_path / "pool").items()} == {"a": 1, "b": 1}
-    for words, message in (
-        ((tmp_path, "--outcome", 1.0), "--outcome"),
-        ((source, "--tokenizer", tmp_path / "none"), "no such folder"),
-        ((source, "--tokenizer", tmp_path / "tokenizer", "--replace"), "--replace"),
-        ((source, "--tokenizer", tmp_path / "tokenizer", "--same-run"), "--same-run"),
-        ((source, "--tokenizer", tmp_path / "tokenizer", "--task-prefix", "x:"), "--task-prefix"),
-        ((source, "--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
+    write(tmp_path / "more.jsonl", conversation("c", messages=[{"role": "user", "content": "go"}]), conversation("d"))
+    run.out("convert", tmp_path / "more.jsonl", tmp_path / "more", "--from", "chat")
+    out = run.out("pool", "seed", tmp_path / "pool", tmp_path / "more", *words[4:], code=DAMAGED)
+    assert f"{tmp_path / 'more'}: rollout 'more/0' of task 'c': messages: none is the model's" in out
+    assert "entered: 1 of 2" in out
+    template = ("--chat-template", TEMPLATES / "llama3.jinja")
+    for more, message in (
+        (("--tokenizer", tmp_path / "tokenizer", "--think-hint", "x"), "has no effect"),
+        (("--tokenizer", tmp_path / "tokenizer", *template), "made with tokenizer"),
+        (("--tokenizer", tmp_path / "none"), "no such folder"),
+        (("--tokenizer", "no-such/tokenizer"), "no name in the cache of the model hub on this machine"),
+        (("--tokenizer", tmp_path), "cannot be loaded from this folder"),
     ):
-        assert message in run.err("pool", "import", tmp_path / "pool", *words)
-
-
-def test_a_template_of_a_file_takes_the_place_of_the_tokenizers_own(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    source = write(tmp_path / "demos.jsonl", conversation())
-    words = ("--tokenizer", tmp_path / "tokenizer", "--chat-template", TEMPLATES / "llama3.jinja")
-    assert run("pool", "import", tmp_path / "pool", source, *words)[0] == 0
-    err = run.err("pool", "import", tmp_path / "pool", source, "--tokenizer", tmp_path / "tokenizer")
-    assert "made with tokenizer" in err
+        assert message in run.err(*words[:4], *more)
+    assert "without --tokenizer" in run.err(*words[:4], *template)
 
 
 def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path, shared_fixtures: Path) -> None:
@@ -135,8 +130,6 @@ def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path
     write_store(tmp_path / "run" / "rank_0", range(2))
     files = tmp_path / "experience_pool" / "step_40"
     shutil.copytree(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40", files)
-    source = write(tmp_path / "demos.jsonl", conversation("a"))
-    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
     for place, message in (
         ("plain", r"holds 15 trajectories (ids 0 to 14) and no experience pool"),
         ("steps", "holds 2 trajectories (ids 0 to 1) and no experience pool"),
@@ -145,9 +138,8 @@ def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path
     ):
         before = files_of(tmp_path / place)
         for words in (
-            ("import", tmp_path / place, tmp_path / "rollouts"),
-            ("import", tmp_path / place, files, "--replace"),
-            ("import", tmp_path / place, source, "--tokenizer", tmp_path / "tokenizer"),
+            ("seed", tmp_path / place, tmp_path / "rollouts"),
+            ("seed", tmp_path / place, files),
             ("export", tmp_path / place, tmp_path / "new"),
         ):
             code, out, err = run("pool", *words)
@@ -161,52 +153,52 @@ def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path
     write_rollouts(tmp_path / "rollouts")
     (tmp_path / "file").write_text("mine")
     words = ("--success-threshold", 0.7)
-    assert run("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
+    assert run("pool", "seed", tmp_path / "pool", tmp_path / "rollouts", *words)[0] == 0
     for given, message in (
-        (("import", tmp_path / "file", tmp_path / "rollouts"), "file: is a file"),
+        (("seed", tmp_path / "file", tmp_path / "rollouts"), "file: is a file"),
         (("export", tmp_path / "pool", tmp_path / "file"), "file: is a file"),
-        (("import", tmp_path / "pool", tmp_path / "pool"), "is both the pool and the source of the import"),
+        (("seed", tmp_path / "pool", tmp_path / "pool"), "is both the pool and its source"),
     ):
         assert message in run.err("pool", *given, *words)
     assert (tmp_path / "file").read_text() == "mine"
-    report = run.json("pool", "import", tmp_path / "other", tmp_path / "pool", *words)
+    report = run.json("pool", "seed", tmp_path / "other", tmp_path / "pool", *words)
     assert (report["trajectories"], report["read"]) == (4, 4)
 
 
 def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
-    out = run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
+    out = run.out("pool", "seed", tmp_path / "pool", tmp_path / "rollouts")
     assert "0 trajectories of 0 tasks" in out
     assert "of 15 rollouts" in out
     assert "not taken: 15 are no successes: the highest outcome is 0.7, success_threshold 1" in out
-    report = run.json("pool", "import", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1)
+    report = run.json("pool", "seed", tmp_path / "low", tmp_path / "rollouts", "--success-threshold", -1)
     assert (report["trajectories"], report["read"]) == (0, 15)
     assert report["left_out"] == [
         "15 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"
         " failure since, is a success"
     ]
     words = ("--success-threshold", 0.7, "--n-rollout", 40)
-    out = run.out("pool", "import", tmp_path / "bounds", tmp_path / "rollouts", *words)
+    out = run.out("pool", "seed", tmp_path / "bounds", tmp_path / "rollouts", *words)
     assert "entered: 4 of 15" in out, "the upper bound follows n_rollout: 10 successes of 40 are few"
     stored(tmp_path / "nameless", [build("", 1), build("a", 2, None), build("b", 3, metadata={REPLAY_MARK: True})])
-    out = run.out("pool", "import", tmp_path / "none", tmp_path / "nameless")
+    out = run.out("pool", "seed", tmp_path / "none", tmp_path / "nameless")
     assert "not taken: 1 have no task_id" in out
     assert "not taken: 1 came out of a pool themselves" in out
-    assert "not taken: 1 have no outcome: neither success nor failure (no_outcome)" in out
+    assert "not taken: 1 refused as no_outcome: its reward has no outcome" in out
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"loss_mask": None, "response_mask": None}, "whose tokens are they? (no_response_mask)"),
-        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, "1 have no token that the model wrote (no_llm_token)"),
-        ({"old_log_probs": None}, "neither old_log_probs nor finite entropys"),
+        ({"loss_mask": None, "response_mask": None}, "1 refused as no_response_mask"),
+        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, "1 refused as no_llm_token"),
+        ({"old_log_probs": None}, "1 refused as no_entropy"),
     ],
 )
 def test_the_reported_reason_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
     """A success with log-probs but no mask, or an empty one, is not reported as lacking log-probs."""
     stored(tmp_path / "rollouts", [build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
-    assert reason in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts")
+    assert reason in run.out("pool", "seed", tmp_path / "pool", tmp_path / "rollouts")
 
 
 def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:
@@ -214,44 +206,22 @@ def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_pa
     failed = [build("a", 10 + number, 0.0, policy_version=number) for number in range(6)]
     stored(tmp_path / "rollouts", [*made, *failed])
     words = ("--max-trajectories-per-task", 2)
-    assert "2 trajectories of 1 task" in run.out("pool", "import", tmp_path / "pool", tmp_path / "rollouts", *words)
+    assert "2 trajectories of 1 task" in run.out("pool", "seed", tmp_path / "pool", tmp_path / "rollouts", *words)
     out = run.out("pool", "export", tmp_path / "pool", tmp_path / "files")
     assert out == f"{tmp_path / 'files'}: 2 trajectories of 1 task, from {tmp_path / 'pool'}\n"
 
 
-def test_the_same_names_are_told_of_rollouts_files_and_transcripts(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    make_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    source = write(tmp_path / "demos.jsonl", conversation("a"), "{", conversation("a"))
+def test_every_name_of_a_result_is_explained(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
-    reports = []
-    for pool, words, code in (
-        ("pool", (tmp_path / "rollouts", "--success-threshold", 0.7), 0),
-        ("other", (tmp_path / "files", "--max-trajectories-per-task", 1), 0),
-        ("third", (source, "--tokenizer", tmp_path / "tokenizer"), DAMAGED),
-    ):
-        reports.append(run.json("pool", "import", tmp_path / pool, *words, code=code))
-        run("pool", "export", tmp_path / "pool", tmp_path / "files")
-    of_rollouts, of_files, of_transcripts = reports
-    assert of_rollouts.keys() == of_files.keys() == of_transcripts.keys() - {"bad", "highest_failure", "control_tokens"}
+    of_rollouts = run.json("pool", "seed", tmp_path / "pool", tmp_path / "rollouts", "--success-threshold", 0.7)
+    run("pool", "export", tmp_path / "pool", tmp_path / "files")
+    of_files = run.json("pool", "seed", tmp_path / "other", tmp_path / "files", "--max-trajectories-per-task", 1)
+    assert of_rollouts.keys() == of_files.keys()
     assert (of_files["read"], of_files["trajectories"]) == (4, 1)
     page = (Path(__file__).parents[2] / "docs" / "howto" / "agents.md").read_text()
-    assert all(f"`{key}`" in page for key in of_transcripts), "each is explained"
+    assert all(f"`{key}`" in page for key in of_rollouts)
 
 
 def test_every_reason_has_a_sentence() -> None:
-    assert {*_REFUSED} == {*Refusal}
+    assert {*REASONS} == {*Refusal}
     assert {*_LEFT} == {*Departure}
-
-
-def test_a_tokenizer_that_is_nowhere_is_told(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    source = write(tmp_path / "demos.jsonl", conversation("a"))
-    (tmp_path / "empty").mkdir()
-    for name, message in (
-        ("no-such/tokenizer", "no such folder, and no name in the cache of the model hub on this machine"),
-        (tmp_path / "absent", "no such folder"),
-        (tmp_path / "empty", "cannot be loaded from this folder"),
-    ):
-        assert message in run.err("pool", "import", tmp_path / "pool", source, "--tokenizer", name)
-    assert not (tmp_path / "pool").exists()

@@ -93,10 +93,9 @@ WRONG = [
     ("prune store --where 'nonsense(' --yes", ""),
     ("compact taken", "taken"),
     ("pool export absent files", "absent: no such directory"),
-    ("pool import pool absent", "absent: no such directory"),
-    ("pool export store files --replace", "--replace: applies to imports only"),
-    ("pool export store files --same-run", "--same-run: applies to imports only"),
-    ("pool export store files --task-prefix=a", "--task-prefix: applies to imports only"),
+    ("pool seed pool absent", "absent: no such directory"),
+    ("pool export store files --same-run", "--same-run: applies to seed only"),
+    ("pool export store files --task-prefix=a", "--task-prefix: applies to seed only"),
     ("view store --bundle out --port 8421", "--port has no effect with --bundle"),
     ("view store --bundle out --host 127.0.0.1", "--host has no effect with --bundle"),
     ("view store --where 'outcome > 0'", "--where has no effect without --bundle"),
@@ -110,7 +109,7 @@ WRONG = [
         for words in (*TO_A_NEW_PATH, "inspect PATH", "verify PATH", "convert PATH out --from jsonl", "audit PATH")
         for path in ("n" * 256, "é" * 128, "new/" + "n" * 256, "n" * 256 + "/sub", "new/" * 1025)
     ),
-    ("pool import pool " + "n" * 256, "names may have 255"),
+    ("pool seed pool " + "n" * 256, "names may have 255"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""``import_pool``: the reported counts add up to the number read."""
+"""``seed_pool``: the reported counts add up to the number read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 from tests.replay.conftest import build
 from trainer_hooks.replay import REPLAY_MARK, BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.exchange import Exchanged, import_pool
+from trainer_hooks.replay.exchange import Exchanged, seed_pool
 from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
 ALL = PoolRules(n_rollout=4, max_trajectories_per_task=3)
@@ -59,7 +60,7 @@ def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> 
     left, before = set[str](), 0
     for part in ("first", "second"):  # the second is imported into a non-empty pool
         record(tmp_path / part, [history for step in range(1, 13) for history in random_rollouts(generator, step)])
-        done = import_pool(tmp_path / "pool", tmp_path / part, rules)
+        done = seed_pool(tmp_path / "pool", tmp_path / part, rules)
         assert (done.read, done.before) == (240, before)
         check_sums(done)
         left |= set(done.left)
@@ -79,7 +80,7 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     made += [build("a", 10 * step, 0.0, policy_version=step) for step in (3, 40)]
     record(tmp_path / "rollouts", made)
     for _ in range(2):  # the second time, everything is a duplicate
-        done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
+        done = seed_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
         check_sums(done)
     assert done.trajectories == 2
     rules = dataclasses.replace(ALL, max_policy_age=50)
@@ -98,9 +99,9 @@ def test_rollouts_of_an_earlier_run_have_no_age_on_this_runs_count(
     manager.save_experience_pool_to_disk(tmp_path / "files")
     aged.close()
     # The run continues from the checkpoint of the run that made the rollouts.
-    import_pool(tmp_path / "same", tmp_path / "rollouts", ALL, same_run=True)
+    seed_pool(tmp_path / "same", tmp_path / "rollouts", ALL, same_run=True)
     assert [history.policy_version for history in pool_of(tmp_path / "same")["a"]] == [3, 40]
-    import_pool(tmp_path / "moved", tmp_path / "pool", ALL)
+    seed_pool(tmp_path / "moved", tmp_path / "pool", ALL)
     assert [history.metadata["earlier_run"]["policy_version"] for history in pool_of(tmp_path / "moved")["a"]] == [
         3,
         40,
@@ -112,13 +113,15 @@ def test_files_of_an_earlier_run_have_no_age_and_what_is_told_adds_up(tmp_path: 
     step = [build("a", number, 1.0, policy_version=5, entropy=1 - number / 10) for number in range(6)]
     manager.admit([*step, build("a", 7, 0.0)])
     manager.save_experience_pool_to_disk(tmp_path / "files")
-    done = import_pool(tmp_path / "pool", tmp_path / "files", ALL)
+    done = seed_pool(tmp_path / "pool", tmp_path / "files", ALL)
     assert (done.read, done.entered, done.trajectories, done.left) == (6, 6, 3, {"replaced": 3})
     check_sums(done)
     assert [history.policy_version for history in pool_of(tmp_path / "pool")["a"]] == [None] * 3
-    done = import_pool(tmp_path / "pool", tmp_path / "files", ALL, replace=True, same_run=True)
+    with pytest.raises(ConfigurationError, match="the pool holds 3 trajectories"):
+        seed_pool(tmp_path / "pool", tmp_path / "files", ALL)
+    done = seed_pool(tmp_path / "same", tmp_path / "files", ALL, same_run=True)
     check_sums(done)
-    assert [history.policy_version for history in pool_of(tmp_path / "pool")["a"]] == [5] * 3
+    assert [history.policy_version for history in pool_of(tmp_path / "same")["a"]] == [5] * 3
 
 
 @pytest.mark.parametrize("mode", ["argmin", "argmax", "reward", "random"])
@@ -128,11 +131,11 @@ def test_what_is_imported_again_ends_as_the_same_pool_and_is_told_as_the_guide_s
     made = [history for step in range(1, 13) for history in random_rollouts(generator, step)]
     made += [build(task, 1000 + step, 0.0, policy_version=step) for step in range(1, 13) for task in "abcd"]
     record(tmp_path / "rollouts", made)
-    first = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
+    first = seed_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
     held = {
         task: [history.rollout_id for history in several] for task, several in pool_of(tmp_path / "pool", rules).items()
     }
-    second = import_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
+    second = seed_pool(tmp_path / "pool", tmp_path / "rollouts", rules)
     again = {
         task: [history.rollout_id for history in several] for task, several in pool_of(tmp_path / "pool", rules).items()
     }
@@ -154,7 +157,7 @@ def test_why_a_rollout_was_left_out_is_said_as_it_was_then(tmp_path: Path) -> No
     made += [build("a", 10 + number, 0.0, policy_version=2) for number in range(2)]
     record(tmp_path / "rollouts", made)
     rules = PoolRules(n_rollout=2, save_filter="positive")
-    assert import_pool(tmp_path / "pool", tmp_path / "rollouts", rules).left_out == (
+    assert seed_pool(tmp_path / "pool", tmp_path / "rollouts", rules).left_out == (
         "2 are of tasks that were solved when they came: every rollout of that step, or of an earlier one without a"
         " failure since, is a success",
         "2 have no outcome above 0: the highest outcome is 0, save_filter positive",
@@ -165,6 +168,6 @@ def test_rollouts_with_values_by_row_enter_without_them(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(tmp_path / "rollouts")) as buffer:
         ids = buffer.add_trajectories([build("a", 1, 1.0), build("a", 2, 0.0)])
         annotate(buffer, ids[:1], {"advantages": [torch.ones(len(buffer.get(ids[0]).input_ids))]})
-    done = import_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
+    done = seed_pool(tmp_path / "pool", tmp_path / "rollouts", ALL)
     assert (done.entered, done.refused) == (1, {})
     assert [history.notes for history in pool_of(tmp_path / "pool")["a"]] == [{}]

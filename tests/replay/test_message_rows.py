@@ -17,7 +17,7 @@ from trainer_hooks.hook import ReplayHook
 from trainer_hooks.replay import ExperienceManager, PoolRules, newest_pool
 from trainer_hooks.replay.conversation import Context
 from trainer_hooks.replay.entry import is_demonstration
-from trainer_hooks.replay.exchange import import_pool
+from trainer_hooks.replay.exchange import seed_pool
 from trainer_hooks.replay.message_rows import MessageTokenizer, tokenized
 from trainer_hooks.replay.persistence import PoolContents, read_pool, write_pool
 from trainer_hooks.replay.rows import rows_of
@@ -36,7 +36,7 @@ HINT = (
 
 @pytest.fixture(scope="module")
 def tokenizer(request: pytest.FixtureRequest) -> Any:
-    from trainer_hooks.replay.transcripts import load_tokenizer
+    from trainer_hooks.replay.message_rows import load_tokenizer
 
     return load_tokenizer(str(request.getfixturevalue("shared_fixtures") / "experience_pool_cmt" / "tokenizer"))
 
@@ -184,7 +184,7 @@ def test_one_that_cannot_become_tokens_does_not_block_the_others(
     with caplog.at_level(logging.WARNING):
         assert manager.load_experience_pool_from_disk(tmp_path / "step_1") == 3
     assert manager.refused == {"no_tokens": 2}
-    assert "messages[1].content: a list" in caplog.text
+    assert "messages[1].content: has parts that are not text" in caplog.text
     assert "none is the model's" in caplog.text
     (demonstration,) = manager.task2trajectories["t"]
     assert is_demonstration(demonstration)
@@ -208,10 +208,10 @@ def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixture
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rollouts") as buffer:
         buffer.add_trajectories([*bare, *failures])
     words = (tmp_path / "pool", tmp_path / "rollouts", RULES)
-    assert import_pool(*words).refused == {"no_tokens": len(whole)}
-    done = import_pool(*words, tokenizer=MessageTokenizer.of(tokenizer))
+    assert seed_pool(*words).refused == {"no_tokens": len(whole)}
+    done = seed_pool(*words, tokenizer=MessageTokenizer.of(tokenizer))
     assert (done.tokenized, done.without_log_probs) == (len(whole), 1)
-    assert done.refused == {"no_entropy": 1, "duplicate": len(whole) - 1 - done.entered}
+    assert done.refused == {"duplicate": len(whole) - done.entered}
     assert done.entered > 5
 
 

@@ -15,7 +15,7 @@ import torch
 from tests.replay.conftest import build
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, Refusal, persistence
 from trainer_hooks.replay.entry import DEMONSTRATION
-from trainer_hooks.replay.exchange import import_pool
+from trainer_hooks.replay.exchange import seed_pool
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.operations.inspect import inspect
@@ -177,7 +177,7 @@ def by_seed(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 def by_import_of_files(one: AgentTrajectory, folder: Path) -> dict[str, int]:
     beside = rollout(task_id="b")  # a pool without any tokens is refused as a whole
     persistence.write_pool(folder / "files", persistence.PoolContents({1: ["a"]}, [], {"a": [one], "b": [beside]}))
-    done = import_pool(folder / "pool", folder / "files", RULES)
+    done = seed_pool(folder / "pool", folder / "files", RULES)
     assert done.entered + done.refused.total() == 2
     return dict(done.refused)
 
@@ -185,7 +185,7 @@ def by_import_of_files(one: AgentTrajectory, folder: Path) -> dict[str, int]:
 def by_import_of_rollouts(one: AgentTrajectory, folder: Path) -> dict[str, int]:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=str(folder / "rollouts")) as buffer:
         buffer.add_trajectories(with_a_failure(one))
-    done = import_pool(folder / "pool", folder / "rollouts", RULES)
+    done = seed_pool(folder / "pool", folder / "rollouts", RULES)
     assert done.entered + done.refused.total() == 1
     return dict(done.refused)
 
@@ -238,7 +238,7 @@ def test_what_metadata_held_is_replayed_from_the_fields(case: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_demonstration_is_no_rollout_of_a_step(way: str, tmp_path: Path) -> None:
-    by_itself = way in ("save", "seed", "import of files")
+    by_itself = way in ("save", "seed", "import of files", "import of rollouts")
     assert WAYS[way](rollout(**DEMONSTRATED), tmp_path) == ({} if by_itself else {"no_entropy": 1})
 
 
@@ -314,7 +314,7 @@ def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
     several = [None if change is None else {**whole, **change} for change in UNREADABLE.values()]
     path = tmp_path / "files" / persistence.TRAJECTORIES_FILE
     path.write_bytes(pickle.dumps({"a": [*several, whole], "b": [{**whole, "task_id": "b"}]}))
-    done = import_pool(tmp_path / "pool", tmp_path / "files", RULES, same_run=same_run)
+    done = seed_pool(tmp_path / "pool", tmp_path / "files", RULES, same_run=same_run)
     assert (done.read, done.entered, done.tasks) == (len(several) + 2, 2, 2)
     assert done.refused == {"malformed": len(several)}
     assert f"{path}: task 'a' has a trajectory (1) that cannot be read" in caplog.text

@@ -23,8 +23,8 @@ from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.guidance.summary import unicode_of
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trainer_hooks.replay.conversation import ChatTemplate, with_tokens
+from trainer_hooks.replay.message_rows import load_tokenizer
 from trainer_hooks.replay.rows import turns_as_rows
-from trainer_hooks.replay.transcripts import load_tokenizer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 

@@ -22,7 +22,7 @@ from trainer_hooks.integrations.rollouts import Recording
 from trainer_hooks.losses import LossAggMode, aggregate_loss, het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.exchange import import_pool
+from trainer_hooks.replay.exchange import seed_pool
 from trainer_hooks.replay.rows import rows_of, whole_sessions
 from trainer_hooks.steps import recompute, step_inputs
 from trainer_hooks.trained import trained_step
@@ -204,7 +204,7 @@ def test_the_rows_of_a_store_are_imported_as_sessions(tmp_path: Path) -> None:
         row.policy_version = 1 + number % 3
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories(rows)
-    done = import_pool(tmp_path / "pool", tmp_path / "store", RULES, same_run=True)
+    done = seed_pool(tmp_path / "pool", tmp_path / "store", RULES, same_run=True)
     assert (done.entered, dict(done.refused)) == (2, {})
     with contextlib.closing(BufferStore.open(tmp_path / "pool")) as store:
         held = ExperienceManager(RULES, store=store).task2trajectories

@@ -10,7 +10,9 @@ import torch
 
 from tests.replay.transcripts import write
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.transcripts import TranscriptReader, import_transcripts, load_tokenizer
+from trainer_hooks.replay.exchange import seed_pool
+from trainer_hooks.replay.message_rows import MessageTokenizer, load_tokenizer
+from trajstore.interop.convert import convert_from
 
 from .assets import TRAIN_ROWS, Assets, make_rows
 from .runs import GROUP, REPLAY, Train, log_probs_of
@@ -30,8 +32,9 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
     limits = (f"data.max_response_length={longest}", "trainer.total_training_steps=2")
     pool = tmp_path / "checkpoints" / "trajstore" / "pool"
     pool.parent.mkdir(parents=True)
-    reader = TranscriptReader(load_tokenizer(str(verl_assets.model)))
-    assert import_transcripts(pool, source, PoolRules(n_rollout=GROUP), reader).entered == TRAIN_ROWS
+    convert_from(source, tmp_path / "demos", "chat")
+    tokenizer = MessageTokenizer.of(load_tokenizer(str(verl_assets.model)))
+    assert seed_pool(pool, tmp_path / "demos", PoolRules(n_rollout=GROUP), tokenizer=tokenizer).entered == TRAIN_ROWS
     store = BufferStore.open(pool)
     held = ExperienceManager(PoolRules(n_rollout=GROUP), store=store).task2trajectories
     store.close()

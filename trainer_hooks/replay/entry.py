@@ -44,7 +44,7 @@ class Refusal(StrEnum):
             ``entropys`` of another length than ``old_log_probs``, token ids that are not integers, metadata that is not
             JSON. The log names the field.
         NO_TOKENS: no token ids, only messages at most, so there is nothing to train on. A tokenizer makes them
-            (``ReplayHook(tokenizer=...)``, ``trajstore pool import --tokenizer``).
+            (``ReplayHook(tokenizer=...)``, ``trajstore pool seed --tokenizer``).
         LOG_PROBS_ABOVE_ZERO: a recorded log-probability that counts is above 0 by more than rounding.
         NO_OUTCOME: the rollout has no outcome, so it is neither a success nor a failure.
         OUTCOME_NOT_FINITE: the rollout's outcome is NaN or infinite.

@@ -1,8 +1,7 @@
-"""Export, import and checks of experience pools: the work of ``trajstore pool``."""
+"""Pools filled from rollouts and files, and written as files: the work of ``trajstore pool``."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,14 +9,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from trainer_hooks.replay.entry import EARLIER_RUN, of_earlier_run
-from trainer_hooks.replay.message_rows import MessageTokenizer
+from trainer_hooks.replay.agentevolver import with_fields_of_metadata
+from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, of_earlier_run
+from trainer_hooks.replay.message_rows import MessageTokenizer, Tokenized, tokenized
 from trainer_hooks.replay.outcomes import asked_for, is_replayed, known_outcome
 from trainer_hooks.replay.persistence import newest_pool
 from trainer_hooks.replay.pool import ExperienceManager
 from trainer_hooks.replay.rows import whole_sessions
 from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.selection import LeftOut, is_worth_keeping
+from trainer_hooks.replay.selection import LeftOut, is_worth_keeping, outcome_refusal
 from trainer_hooks.replay.store import BufferStore
 from trajstore._core.files.held import check_path
 from trajstore._core.files.opening import open_directory
@@ -31,12 +31,12 @@ from trajstore.errors import (
     listed,
     trajectories,
 )
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import AgentTrajectory, Reward
 
 
 @dataclass(frozen=True)
 class Exchanged:
-    """Result of an export or import.
+    """Result of writing a pool as files, or of filling one.
 
     Attributes:
         source: the source; of several ``step_N``, the chosen one.
@@ -52,6 +52,8 @@ class Exchanged:
         unreadable: damaged trajectories of the source store, left out.
         tokenized: trajectories that had messages only and were given tokens.
         without_log_probs: how many of these have no recorded log-probs that fit the tokens.
+        control_tokens: names of control tokens in their texts, each of which has a space in it now.
+        problems: for each rollout whose messages cannot become tokens, its name and the reason.
     """
 
     source: str
@@ -66,6 +68,8 @@ class Exchanged:
     unreadable: int = 0
     tokenized: int = 0
     without_log_probs: int = 0
+    control_tokens: int = 0
+    problems: tuple[str, ...] = ()
 
 
 def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
@@ -92,73 +96,84 @@ def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
         )
 
 
-def import_pool(
+def seed_pool(
     store: str | Path,
     source: str | Path,
     rules: PoolRules,
     *,
-    replace: bool = False,
     same_run: bool = False,
     tokenizer: MessageTokenizer | None = None,
     task_prefix: str = "",
+    outcome: float | None = None,
 ) -> Exchanged:
-    """Fill a store's pool from files or from rollouts; the store is created if there is none.
+    """Fill a store's pool from rollouts or from pool files; the store is created if there is none.
 
-    Rollouts are admitted step by step, as during training. Importing them again gives the same pool, unless
-    ``save_filter="best"`` draws by ``exp_select_mode="random"``.
+    Rollouts are admitted step by step, as during training, and demonstrations
+    (``metadata["demonstration"]``, and messages without matching log-probs) by :meth:`ExperienceManager.seed`. Seeding
+    from the same rollouts again gives the same pool, unless ``save_filter="best"`` draws by
+    ``exp_select_mode="random"``.
 
     Args:
         store: directory or URL of the pool's store.
-        source: files of a pool (ours or AgentEvolver's), a folder ``experience_pool`` (its newest step), or a store of
-            agent rollouts, which are admitted in order of their policy versions.
+        source: a store of agent rollouts, which are admitted in order of their policy versions; or files of a pool
+            (ours or AgentEvolver's), or a folder ``experience_pool`` (its newest step), for an empty pool.
         rules: the rules of admission.
-        replace: whether files may replace a pool that is not empty. Rollouts are always added.
         same_run: whether policy versions count the steps of the run that will use the pool, because it continues from
             the checkpoint of these rollouts. Otherwise an earlier run made them, and their age is unknown
             (``of_earlier_run``).
         tokenizer: of the run that will use the pool, for rollouts that have messages only.
         task_prefix: prepended to the name of every task, as in the run that will use the pool.
+        outcome: of rollouts that have none.
 
     Raises:
-        ConfigurationError: ``store`` is not a pool; or the pool is not empty and ``replace`` is not set, or it has
-            another tokenizer; or the files have messages only, and there is no tokenizer.
+        ConfigurationError: ``store`` is not a pool; or files are given for a pool that is not empty, or together with
+            ``outcome``; or the pool has another tokenizer, or rules that never replay demonstrations; or the files have
+            messages only, and there is no tokenizer.
         StoreNotFoundError: there is nothing at ``source``.
         StoreLockedError: a run is using the store.
         CorruptStoreError: the store or the files cannot be read.
     """
     path = check_path(Path(source))
     files = path if (path / POOL_FILES[0]).is_file() else newest_pool(path)
-    if files is None and path.exists() and Path(store).exists() and path.samefile(store):
-        raise ConfigurationError(
-            f"{store}: is both the pool and the source of the import; name another store of rollouts"
-        )
     if files is None:
+        if path.exists() and Path(store).exists() and path.samefile(store):
+            raise ConfigurationError(f"{store}: is both the pool and its source; name another store of rollouts")
         with _Reader(source) as reader:  # first, so that an unreadable source does not leave an empty pool
             rollouts, unreadable = reader.rollouts(), reader.unreadable
+    elif outcome is not None:
+        raise ConfigurationError(f"outcome: {outcome:g}, but trajectories in the files of {files} have theirs")
     check_is_pool(store)
     with BufferStore.open(store) as buffer:
-        manager = ExperienceManager(rules, store=buffer, tokenizer=tokenizer)
-        before, entered = len(manager), 0
+        fingerprint = tokenizer.fingerprint if tokenizer else ""
+        manager = ExperienceManager(
+            rules,
+            store=buffer,
+            tokenizer_fingerprint=fingerprint,
+            tokenizer=tokenizer if files else None,  # rollouts have their tokens before they are admitted
+        )
+        before = len(manager)
         if files is None:
-            left_out: dict[LeftOut, int] = {}
-            with_task = [
-                dataclasses.replace(rollout, task_id=task_prefix + rollout.task_id)
-                for rollout in rollouts
-                if rollout.task_id
-            ]
-            for step, same_step in itertools.groupby(with_task, _step_of):
-                stamped = [rollout if same_run and step >= 0 else of_earlier_run(rollout) for rollout in same_step]
-                offered, refused = manager.admit(stamped, asked_for(stamped), left_out=left_out)
-                entered += offered - refused
-            left_out_reasons, read = _sentences(left_out, rollouts, rules), len(rollouts) + unreadable
+            prepared = [_prepared(rollout, task_prefix, outcome) for rollout in rollouts]
+            each = [tokenized([rollout], tokenizer) if tokenizer else Tokenized([rollout]) for rollout in prepared]
+            made = sum(each, Tokenized([]))
+            made.log(source)
+            problems = tuple(
+                f"rollout {rollout.rollout_id!r} of task {rollout.task_id!r}: {problem}"
+                for rollout, result in zip(prepared, each, strict=True)
+                for problem in result.problems
+            )
+            left_out = _admit(manager, [one for result in each for one in result.histories], same_run=same_run)
+            read = len(rollouts) + unreadable
+            entered = len(rollouts) - sum(left_out.values()) - manager.refused.total()
         else:
-            if len(manager) and not replace:
+            if before:
                 raise ConfigurationError(
-                    f"{store}: the pool holds {trajectories(len(manager))}, which an import from files replaces; say so"
-                    " (--replace), or give another store"
+                    f"{store}: the pool holds {trajectories(before)}, whose buckets and skip set files would replace;"
+                    " give another store"
                 )
             read = manager.load_experience_pool_from_disk(files, same_run=same_run, task_prefix=task_prefix)
-            left_out_reasons, entered, unreadable, before = (), read - manager.refused.total(), 0, 0
+            left_out, entered, unreadable, made = {}, read - manager.refused.total(), 0, manager.tokenized
+            problems = tuple(made.problems)
         manager.flush()
         return Exchanged(
             str(files or source),
@@ -169,11 +184,38 @@ def import_pool(
             before=before,
             entered=entered,
             left=manager.left,
-            left_out=left_out_reasons,
+            left_out=tuple(f"{count:,} {reason}" for reason, count in Counter(left_out).most_common()),
             unreadable=unreadable,
-            tokenized=manager.tokenized.made,
-            without_log_probs=manager.tokenized.without_log_probs,
+            tokenized=made.made,
+            without_log_probs=made.without_log_probs,
+            control_tokens=made.control_tokens,
+            problems=problems,
         )
+
+
+def _prepared(rollout: AgentTrajectory, task_prefix: str, outcome: float | None) -> AgentTrajectory:
+    """Return a rollout with its task's whole name, AgentEvolver's values in its fields, and an outcome if given."""
+    rollout = with_fields_of_metadata(rollout)
+    if rollout.task_id:
+        rollout = replace(rollout, task_id=task_prefix + rollout.task_id)
+    if outcome is not None and known_outcome(rollout) is None:
+        rollout = replace(rollout, reward=replace(rollout.reward or Reward(), outcome=outcome))
+    return rollout
+
+
+def _admit(manager: ExperienceManager, rollouts: Sequence[AgentTrajectory], *, same_run: bool) -> dict[str, int]:
+    """Admit rollouts step by step, then demonstrations; return the number that could never enter, by reason."""
+    left_out: dict[LeftOut, int] = {}
+    with_task = [rollout for rollout in rollouts if rollout.task_id]
+    demonstrations = [rollout for rollout in with_task if is_demonstration(rollout)]
+    sampled = [rollout for rollout in with_task if not is_demonstration(rollout)]
+    for step, same_step in itertools.groupby(sampled, _step_of):
+        stamped = [rollout if same_run and step >= 0 else of_earlier_run(rollout) for rollout in same_step]
+        manager.admit(stamped, asked_for(stamped), left_out=left_out)
+    worthy = [one for one in demonstrations if is_worth_keeping(one, manager.rules) or outcome_refusal(one)]
+    left_out["not_worth_keeping"] = left_out.get("not_worth_keeping", 0) + len(demonstrations) - len(worthy)
+    manager.seed(worthy)
+    return _sentences(left_out, rollouts, manager.rules)
 
 
 def check_is_pool(store: str | Path) -> None:
@@ -209,8 +251,8 @@ def check_is_pool(store: str | Path) -> None:
 
 def _sentences(
     left_out: Mapping[LeftOut, int], rollouts: Sequence[AgentTrajectory], rules: PoolRules
-) -> tuple[str, ...]:
-    """Return how many rollouts could never enter, and why, the most frequent reason first."""
+) -> dict[str, int]:
+    """Return how many rollouts could never enter, by the reason in words."""
     positive = rules.save_filter == "positive"
     below = [rollout for rollout in rollouts if not is_replayed(rollout) and not is_worth_keeping(rollout, rules)]
     highest = max((outcome for rollout in below if (outcome := known_outcome(rollout)) is not None), default=0.0)
@@ -226,7 +268,7 @@ def _sentences(
     }
     counts = Counter({texts[reason]: count for reason, count in left_out.items()})
     counts["have no task_id"] = sum(not rollout.task_id for rollout in rollouts)
-    return tuple(f"{count:,} {reason}" for reason, count in (+counts).most_common())
+    return +counts
 
 
 def _step_of(rollout: AgentTrajectory) -> int:
@@ -261,11 +303,16 @@ class _Reader(BufferStore):
         return self._absent + len(self._damaged)
 
     def rollouts(self) -> list[AgentTrajectory]:
-        """Return all readable rollouts in order of their policy versions, unknown ones first; sessions as one each."""
+        """Return all readable rollouts in order of their policy versions, unknown ones first; sessions as one each.
+
+        Those without a ``rollout_id`` get the name of the store and their id there.
+        """
         readable = []
         for number in self.ids():
             with suppress(CorruptStoreError):  # counted in `unreadable`
-                readable.append(self.get(number))
+                rollout = self.get(number)
+                name = rollout.rollout_id or f"{Path(self._path).name}/{number}"
+                readable.append(replace(rollout, rollout_id=name))
         return sorted(whole_sessions(readable, strict=False), key=_step_of)
 
     def close(self) -> None:

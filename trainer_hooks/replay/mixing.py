@@ -141,7 +141,7 @@ class ExperienceMixCollateFn(Generic[Task]):
             raise ConfigurationError(
                 f"the experience pool has trajectories of {counted(len(tasks), 'task')} ({listed(tasks, 3)}), the "
                 "training data have none of these: another dataset? Give the run a pool of its own, or the data of the "
-                "pool. Other names for the same tasks? `trajstore pool import --task-prefix`"
+                "pool. Other names for the same tasks? `trajstore pool seed --task-prefix`"
             )
 
     def __call__(

@@ -21,7 +21,7 @@ from trajstore.trajectory import AgentTrajectory
 logger = logging.getLogger(__name__)
 
 
-_REASONS = {
+REASONS = {
     Refusal.NO_LLM_TOKEN: "none of its tokens is the model's",
     Refusal.NO_RESPONSE_MASK: "neither loss_mask with response_start nor response_mask marks the model's tokens",
     Refusal.LOG_PROBS_MISMATCH: "old_log_probs are absent, not finite, or not one for each token of the response;"
@@ -31,8 +31,15 @@ _REASONS = {
     Refusal.NO_OUTCOME: "its reward has no outcome",
     Refusal.OUTCOME_NOT_FINITE: "its outcome is NaN or infinite",
     Refusal.NO_ENTROPY: "it has neither log-probs nor a finite entropy",
+    Refusal.MALFORMED: "a field is malformed; the log names it",
+    Refusal.NOT_WORTH_KEEPING: "it is no success",
+    Refusal.DUPLICATE: "the pool has a trajectory with its tokens",
+    Refusal.NOT_BETTER: "its task has its full number of trajectories, and it is no better",
 }
-"""Without ``malformed``, which names the field, and without those that are no fault of the rollout."""
+"""What each refusal means, as a clause on one rollout."""
+
+_NOT_WARNED_OF = (Refusal.MALFORMED, Refusal.NOT_WORTH_KEEPING, Refusal.DUPLICATE, Refusal.NOT_BETTER)
+"""``malformed`` has its own warning, which names the field; the others are no fault of the rollout."""
 
 
 class PoolNotices:
@@ -54,7 +61,7 @@ class PoolNotices:
             logger.warning(
                 "experience pool: %s without a policy version of this run (made by an earlier run?), which"
                 " are never replayed with max_policy_age: %d (set null to replay them). If this run continues from "
-                "the checkpoint of theirs, import them with same_run (--same-run), which keeps their versions",
+                "the checkpoint of theirs, seed the pool with same_run (--same-run), which keeps their versions",
                 trajectories(without),
                 rules.max_policy_age,
             )
@@ -84,8 +91,8 @@ class PoolNotices:
             refused: number of refused rollouts by reason.
             among: the rollouts; the first refused one is named.
         """
-        for reason, text in _REASONS.items():
-            if not refused.get(reason.value) or not self._first(reason.value):
+        for reason, text in REASONS.items():
+            if reason in _NOT_WARNED_OF or not refused.get(reason.value) or not self._first(reason.value):
                 continue
             first = next(
                 (rollout for rollout in among if reason in (outcome_refusal(rollout), new_entry(rollout, 0))), None
@@ -114,8 +121,8 @@ class PoolNotices:
         logger.warning(
             "experience pool: %s policy versions up to %d, this is step %d: the step count"
             " restarted (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
-            " belongs to the pool, or begin with an empty one; to use what an earlier run made, import it"
-            " (`trajstore pool import`)",
+            " belongs to the pool, or begin with an empty one; to use what an earlier run made, fill a"
+            " pool by `trajstore pool seed`",
             trajectories(len(newer), "has", "have"),
             max(newer),
             global_steps,

@@ -1,4 +1,8 @@
-"""Conversations: OpenAI's chat JSON lines (``chat``), Parquet of TRL (``trl``) and of verl (``verl``), and back."""
+"""Conversations: OpenAI's chat JSON lines (``chat``), Parquet of TRL (``trl``) and of verl (``verl``), and back.
+
+A line of ``chat`` may have ``success`` (true or false) in place of a ``reward``. Messages are kept as they are;
+:mod:`trainer_hooks.replay.message_rows` makes tokens of them.
+"""
 
 from __future__ import annotations
 
@@ -116,6 +120,8 @@ def _line_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
 def _of_line(line: Row) -> AgentTrajectory:
     parts = {name: line.pop(name, None) for name in (*_TEXTS, "reward")}
     messages = line.pop("messages", None)
+    if parts["reward"] is None and isinstance(line.get("success"), bool):
+        parts["reward"] = float(line.pop("success"))
     line["tools"] = _parsed("tools", line.get("tools"))
     return _rollout_of(messages, parts, _metadata_of(line.pop("metadata", None), line))
 

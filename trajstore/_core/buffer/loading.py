@@ -237,7 +237,7 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
             f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
         )
     raise StoreNotFoundError(
-        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool import "
+        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool seed "
         "STORE FILES` makes a store of it"
     )
 
