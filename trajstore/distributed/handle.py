@@ -17,6 +17,7 @@ from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import as_list, flatten_all
 from trajstore._core.columns.flat import FlatTrajectories
 from trajstore._core.columns.rollouts import flatten_rollouts
+from trajstore._core.sessions.arguments import OpensSessions
 from trajstore.distributed.actors import NAMESPACE, Stores, ray
 from trajstore.distributed.options import HandleOptions, handle_options
 from trajstore.distributed.receipts import Outbox, Receipt
@@ -41,7 +42,7 @@ _PLACE = "place among the facts"
 """Name of a temporary column; no fact can have this name."""
 
 
-class DistributedReplayBuffer(RestorableHandle, Closing):
+class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Closing):
     """Handle of a buffer whose stores are Ray actors. Make one with :meth:`create` or :meth:`connect`.
 
     Every process has its own handle; a pickled handle reconnects when unpickled. Thread-safe.
@@ -185,35 +186,8 @@ class DistributedReplayBuffer(RestorableHandle, Closing):
         self._check_open()
         return self._outbox.send(runs)
 
-    def session(
-        self,
-        task_id: str,
-        rollout_id: str = "",
-        *,
-        query: str = "",
-        data_id: str = "",
-        tokenizer_fingerprint: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> RemoteSession:
-        """Open a session in a store, or continue an open one; see :meth:`TrajectoryReplayBuffer.session`.
-
-        All sessions of a task are in one store. Processes of this machine record faster with ``trajstore.Sessions``.
-
-        Args:
-            task_id: its task: rollouts of one task are a group.
-            rollout_id: its name within the task; empty for a new session.
-            query: the user's request.
-            data_id: row of a dataset.
-            tokenizer_fingerprint: identifies tokenizer and chat template.
-            metadata: any JSON, for its rollouts; all but the key ``session``.
-
-        Raises:
-            StoreUnreachableError: the store has not answered.
-            InvalidCallError, StoreLockedError, StoreWriteError: see :meth:`trajstore.Sessions.session`.
-        """
+    def _open_session(self, fields: dict[str, Any]) -> RemoteSession:
         self._check_open()
-        about = {"query": query, "data_id": data_id, "tokenizer_fingerprint": tokenizer_fingerprint}
-        fields = {"task_id": task_id, "rollout_id": rollout_id, **about, "metadata": metadata}
         return RemoteSession(self._stores, fields)
 
     def flush(self, timeout: float | None = None) -> None:

@@ -47,6 +47,9 @@ MOST_STORES = 1024
 _MOST_PATHS = 1 << 12
 """Most rollouts of a session whose ids are looked up after a restart."""
 
+_MOST_SESSIONS = 1_000
+"""Sessions in memory beyond which those that are over are forgotten."""
+
 _GIVEN = frozenset({"auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"})
 
 
@@ -226,6 +229,9 @@ class StoreServer:
                 if session_id is not None and not self._has_open(session_id):
                     return self._after_the_end(session_id, method)
                 session = self._buffer.session(**fields)
+                if len(self._sessions) >= _MOST_SESSIONS:  # those that are over are answered as after a restart
+                    kept = {name: each for name, each in self._sessions.items() if each.state in ("open", "frozen")}
+                    self._sessions = kept
                 self._sessions[session.id] = session
             if method in ("id", "state"):
                 return getattr(session, method)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from zlib import crc32
 
-from trajstore._core.sessions.checks import sampled_log_probs, token_ids
+from trajstore._core.sessions.arguments import TakesCalls
 from trajstore._core.sessions.records import decode_call, scan
-from trajstore._core.sessions.tree import Call, CallTree
+from trajstore._core.sessions.tree import Call, CallTree, Tokens
 from trajstore.distributed.actors import Stores
-from trajstore.errors import InvalidCallError, StoreUnreachableError
+from trajstore.errors import StoreUnreachableError
 
 
-class RemoteSession:
+class RemoteSession(TakesCalls[str]):
     """A session in a store of a handle; as :class:`trajstore.Session`, unless a method says otherwise. Thread-safe.
 
     All sessions of a task are in one store. Every call may be sent again after the actor was lost: it is recorded once.
@@ -37,33 +37,9 @@ class RemoteSession:
         self.rollout_id = named
         self.id: str = self._ask("id")
 
-    def add_call(
-        self,
-        prompt_ids: Any,
-        sampled_ids: Any,
-        log_probs: Any = None,
-        *,
-        call_id: str | None = None,
-        parent: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        policy_version: int | None = None,
-        finish_reason: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Add a call of the model, and return its id when it is durable; see :meth:`trajstore.Session.add_call`.
-
-        Raises:
-            StoreUnreachableError: the store has not answered. Add the call again, under the same ``call_id``.
-        """
-        try:
-            prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
-            probs = sampled_log_probs(log_probs, len(sampled))
-        except InvalidCallError as error:
-            raise InvalidCallError(f"session {self.task_id}/{self.rollout_id}: {error}") from error
+    def _add_call(self, prompt: Tokens, sampled: Tokens, *, call_id: str | None, **options: Any) -> str:
         call_id = call_id or uuid.uuid4().hex[:12]  # so that a repeated attempt is recognized
-        options: dict[str, Any] = {"parent": parent, "messages": messages, "policy_version": policy_version}
-        options |= {"finish_reason": finish_reason, "metadata": metadata}
-        self._ask("add_call", prompt, sampled, probs, call_id=call_id, **options)
+        self._ask("add_call", prompt, sampled, options.pop("log_probs"), call_id=call_id, **options)
         return call_id
 
     def incomplete(self, call_id: str, reason: str = "", *, metadata: Mapping[str, Any] | None = None) -> None:

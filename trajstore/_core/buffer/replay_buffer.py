@@ -35,6 +35,7 @@ from trajstore._core.files.opening import check_options, directories_above, open
 from trajstore._core.formats import get_format
 from trajstore._core.reading.places import check_no_store_above
 from trajstore._core.sampling.draws import Draws
+from trajstore._core.sessions.arguments import OpensSessions
 from trajstore._core.store.run_ids import ids_from
 from trajstore._core.writing.options import WriterOptions
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreError, listed, trajectories
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class TrajectoryReplayBuffer(Reader):
+class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
     """A replay buffer of trajectories ``[T, B, ...]`` (or agent trajectories) on disk, or in memory only.
 
     With ``auto_save=True`` every trajectory is written to ``auto_save_path`` in the background; flushed trajectories
@@ -219,42 +220,8 @@ class TrajectoryReplayBuffer(Reader):
         """
         return self.sink.add_flattened(flatten_rollouts(columns, lengths, documents, prompts, starts))
 
-    def session(
-        self,
-        task_id: str,
-        rollout_id: str = "",
-        *,
-        query: str = "",
-        data_id: str = "",
-        tokenizer_fingerprint: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Session:
-        """Open a session of an agent, or continue an open one of the same ``task_id`` and ``rollout_id``.
-
-        A session takes the calls of a model one by one, each durable at once; when it is finished, its paths become
-        rollouts. Other processes use :class:`trajstore.Sessions`.
-
-        Args:
-            task_id: its task: rollouts of one task are a group.
-            rollout_id: its name within the task; empty for a new session, which is named by its UUID.
-            query: the user's request.
-            data_id: row of a dataset.
-            tokenizer_fingerprint: identifies tokenizer and chat template.
-            metadata: any JSON, for its rollouts; all but the key ``session``.
-
-        Raises:
-            StoreError: the buffer has no store.
-            ConfigurationError: the store is not on a local disk.
-            InvalidCallError, StoreLockedError, StoreWriteError: see :meth:`Sessions.session`.
-        """
-        return self.sink.sessions.session(
-            task_id,
-            rollout_id,
-            query=query,
-            data_id=data_id,
-            tokenizer_fingerprint=tokenizer_fingerprint,
-            metadata=metadata,
-        )
+    def _open_session(self, fields: dict[str, Any]) -> Session:
+        return self.sink.sessions.session(**fields)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.

@@ -13,15 +13,15 @@ import numpy as np
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import check_kind, text
 from trajstore._core.base.clock import microseconds
-from trajstore._core.columns.limits import shown, version_number
-from trajstore._core.sessions.checks import sampled_log_probs, token_ids
+from trajstore._core.columns.limits import shown
+from trajstore._core.sessions.arguments import Named, TakesCalls, check_metadata
 from trajstore._core.sessions.journal import CallJournal, Entry
 from trajstore._core.sessions.records import encode_call, frame, plain
-from trajstore._core.sessions.tree import Call, CallTree
-from trajstore.errors import CallConflictError, InvalidCallError, InvalidTrajectoryError, SessionFinishedError
+from trajstore._core.sessions.tree import Call, CallTree, Tokens
+from trajstore.errors import CallConflictError, InvalidCallError, SessionFinishedError
 
 
-class Session:
+class Session(TakesCalls[Call]):
     """One run of an agent: a tree of model calls, each durable before :meth:`add_call` returns. Thread-safe.
 
     ``TrajectoryReplayBuffer.session`` and ``Sessions.session`` return it. When it is finished, each path of the tree,
@@ -66,70 +66,30 @@ class Session:
     def __repr__(self) -> str:
         return f"Session({self.id}, task_id={self.task_id!r}, rollout_id={self.rollout_id!r})"
 
-    def add_call(
+    def _add_call(
         self,
-        prompt_ids: Any,
-        sampled_ids: Any,
-        log_probs: Any = None,
+        prompt: Tokens,
+        sampled: Tokens,
         *,
-        call_id: str | None = None,
-        parent: str | None = None,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        policy_version: int | None = None,
-        finish_reason: str = "",
-        metadata: Mapping[str, Any] | None = None,
+        call_id: str | None,
+        parent: str | None,
+        messages: Sequence[Mapping[str, Any]] | None,
+        **about: Any,
     ) -> Call:
-        """Add a call of the model, and return it when it is durable.
-
-        Only what it adds is stored: tokens and messages that it shares with an earlier call are not. Arrays and tensors
-        are converted faster than lists. A call that was added before under the same ``call_id`` is returned again; one
-        that was :meth:`incomplete` no longer is.
-
-        Args:
-            prompt_ids: token ids of the whole prompt, with the history ``[P]``, P > 0.
-            sampled_ids: token ids that the model sampled ``[S]``.
-            log_probs: of the sampled tokens ``[S]``, natural logarithm, as the engine reported them; None if unknown.
-            call_id: unique within the session, for attempts that are repeated; None numbers the calls.
-            parent: id of the call that this one continues; the prompt must begin with all its tokens. None: the call
-                whose tokens are the longest prefix of the prompt; a root if there is none.
-            messages: the conversation up to and including the model's answer. None: that of the parent.
-            policy_version: training step whose weights sampled.
-            finish_reason: why the model stopped.
-            metadata: any JSON.
-
-        Raises:
-            InvalidCallError: arguments do not fit together; the session is as before.
-            CallConflictError: another call has this ``call_id``.
-            SessionFinishedError: the session was frozen, finished or discarded.
-            StoreWriteError: it could not be written, and was not added; the next call may succeed.
-            StoreClosedError: the sessions were closed, or belong to the parent process.
-        """
         self._check()
-        with self._refusals(call_id):
-            prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
-            if not len(prompt):
-                raise InvalidCallError("prompt_ids: empty, must have at least one token")
-            probs = sampled_log_probs(log_probs, len(sampled))
-            check_kind("call_id", call_id, str, "a text or None")
-            check_kind("parent", parent, str, "the id of a call, or None")
-            check_kind("metadata", metadata, Mapping, "a dict")
-            check_kind("finish_reason", finish_reason, str, "a text")
-            more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": finish_reason or ""})
-            version = None if policy_version is None else version_number("policy_version", policy_version)
-            about = {"log_probs": probs, "policy_version": version, "time": microseconds()}
-            about |= {"finish_reason": more["finish_reason"], "metadata": more["metadata"]}
-            with self._lock:
-                while True:
-                    failures = self._settle()
-                    call = self._prepared(prompt, sampled, call_id, parent, messages, about)
-                    known = self._tree.by_id.get(call.id)
-                    if known is not None and known.gap is None:
-                        _check_same(known, call, named=parent is not None, spoken=messages is not None)
-                        entry = next((entry for entry, number in self._pending if number == known.number), None)
-                        call = known
-                        break
-                    if (entry := self._queue(call, failures)) is not None:
-                        break
+        about["time"] = microseconds()
+        with Named(self.task_id, self.rollout_id, call_id), self._lock:
+            while True:
+                failures = self._settle()
+                call = self._prepared(prompt, sampled, call_id, parent, messages, about)
+                known = self._tree.by_id.get(call.id)
+                if known is not None and known.gap is None:
+                    _check_same(known, call, named=parent is not None, spoken=messages is not None)
+                    entry = next((entry for entry, number in self._pending if number == known.number), None)
+                    call = known
+                    break
+                if (entry := self._queue(call, failures)) is not None:
+                    break
         if entry is not None:
             self._journal.wait(entry)
         return call
@@ -154,7 +114,7 @@ class Session:
         text("call_id", call_id)
         check_kind("reason", reason, str, "a text")
         check_kind("metadata", metadata, Mapping, "a dict")
-        with self._refusals(call_id), self._lock:
+        with Named(self.task_id, self.rollout_id, call_id), self._lock:
             more = plain({"id": call_id, "reason": reason or "", "metadata": dict(metadata or {})})
             while True:
                 failures = self._settle()
@@ -201,7 +161,7 @@ class Session:
         """
         self._check()
         entry: Entry | None
-        with self._refusals(None):
+        with Named(self.task_id, self.rollout_id):
             check_kind("metadata", metadata, Mapping, "a dict")
             check_kind("is_terminated", is_terminated, bool | np.bool_, "True, False or None")
             if reward is not None and not dataclasses.is_dataclass(reward):
@@ -277,9 +237,6 @@ class Session:
         if self.state in ("open", "frozen"):  # the journal of a session that is over may be deleted
             self._journal.check()
 
-    def _refusals(self, call_id: str | None) -> _Named:
-        return named(self.task_id, self.rollout_id, call_id)
-
     def _settle(self) -> int:
         """Forget records that are durable, and undo those that failed; return the journal's number of failures."""
         pending, failures = self._pending, self._journal.failures
@@ -326,8 +283,8 @@ class Session:
 
     def _prepared(
         self,
-        prompt: np.ndarray[Any, np.dtype[np.int32]],
-        sampled: np.ndarray[Any, np.dtype[np.int32]],
+        prompt: Tokens,
+        sampled: Tokens,
         call_id: str | None,
         parent: str | None,
         messages: Sequence[Mapping[str, Any]] | None,
@@ -361,33 +318,6 @@ class Session:
             messages=spoken,
             **about,
         )
-
-
-def named(task_id: str, rollout_id: str, call_id: str | None = None) -> _Named:
-    """Return a context that names a session, and a call, in refusals."""
-    name = f"session {task_id}/{rollout_id}" + (f", call {call_id}" if call_id else "")
-    return _Named(name.encode("utf8", "backslashreplace").decode())  # half of a surrogate pair cannot be printed
-
-
-class _Named:
-    """Names session and call in refusals, all of which become :class:`InvalidCallError`."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, InvalidCallError | InvalidTrajectoryError):
-            made = type(error) if isinstance(error, InvalidCallError) else InvalidCallError
-            raise made(f"{self._name}: {error}") from error
-
-
-def check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Refuse metadata with the key that the session's rollouts use themselves."""
-    if "session" in metadata:
-        raise InvalidCallError("metadata: the key 'session' is the session's own; use another")
 
 
 def _unused(name: str, tree: CallTree) -> str:

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore._core.base import locks
-from trajstore._core.base.arguments import check_kind, path_or_url
+from trajstore._core.base.arguments import path_or_url
 from trajstore._core.base.clock import microseconds
 from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
+from trajstore._core.sessions.arguments import OpensSessions
 from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.journal import CallJournal
-from trajstore._core.sessions.records import encode_call, frame, plain
-from trajstore._core.sessions.session import Session, check_metadata, named
+from trajstore._core.sessions.records import encode_call, frame
+from trajstore._core.sessions.session import Session
 from trajstore._core.sessions.tree import Call, CallTree
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.opening import check_not_mirror
@@ -33,7 +34,7 @@ from trajstore.errors import (
 )
 
 
-class Sessions:
+class Sessions(OpensSessions[Session]):
     """The sessions of a store, for processes that do not write it themselves: gateways, workers. Thread-safe.
 
     The process that writes the store uses ``TrajectoryReplayBuffer.session``. Each process has a journal of its own in
@@ -68,40 +69,8 @@ class Sessions:
         self._journals: dict[str, CallJournal] = {}
         self._known: dict[tuple[str, str], Session] = {}
 
-    def session(
-        self,
-        task_id: str,
-        rollout_id: str = "",
-        *,
-        query: str = "",
-        data_id: str = "",
-        tokenizer_fingerprint: str = "",
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Session:
-        """Open a session, or continue an open one of the same ``task_id`` and ``rollout_id``.
-
-        Args:
-            task_id: its task: rollouts of one task are a group.
-            rollout_id: its name within the task; empty for a new session, which is named by its UUID.
-            query: the user's request.
-            data_id: row of a dataset.
-            tokenizer_fingerprint: identifies tokenizer and chat template.
-            metadata: any JSON, for its rollouts; all but the key ``session``.
-
-        Raises:
-            InvalidCallError: a value cannot be stored, or differs from that of the open session.
-            StoreLockedError: another process that is alive has this session open.
-            StoreWriteError: it could not be recorded.
-        """
-        texts = {"task_id": task_id, "rollout_id": rollout_id, "query": query, "data_id": data_id}
-        texts["tokenizer_fingerprint"] = tokenizer_fingerprint
-        for name, value in texts.items():
-            check_kind(name, value, str, "a text")
-        check_kind("metadata", metadata, Mapping, "a dict")
-        with named(task_id, rollout_id):
-            fields = plain({name: value or "" for name, value in texts.items()} | {"metadata": dict(metadata or {})})
+    def _open_session(self, fields: dict[str, Any]) -> Session:
         task_id, rollout_id = fields["task_id"], fields["rollout_id"]
-        check_metadata(fields["metadata"])
         self._check_process()
         with self._lock:
             session = self._known.get((task_id, rollout_id)) if rollout_id else None
