@@ -1,7 +1,7 @@
-"""The pickle virtual machine, restricted to data.
+"""The standard library's pickle machine, restricted to data.
 
-It differs from the standard library's in that ``resolve`` defines the meaning of names, only objects of the
-caller's own classes accept state, and every size is compared with the available bytes.
+It differs from ``pickle.Unpickler`` in that ``resolve`` defines the meaning of names, only objects of the
+caller's own classes accept state, hashed keys are limited, and every size is compared with the available bytes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import pickle
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from trajstore._core.formats.pickles.safe_values import (
     RefusedError,
@@ -28,37 +28,91 @@ Resolve = Callable[[str, str], Any]
 PersistentLoad = Callable[[Any], Any]
 
 _FLOAT = struct.Struct(">d")
-_INT = struct.Struct("<i")
+
 _DAMAGE = (
-    *(IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError),
+    *(IndexError, KeyError, TypeError, ValueError, AttributeError, OverflowError, pickle.UnpicklingError),
     *(struct.error, RuntimeError, MemoryError, RecursionError, UnfitError),
 )
 
 
-class Machine:
+class _File:
+    """The bytes of a pickle as the file that the standard library's machine reads."""
+
+    def __init__(self, data: memoryview, position: int) -> None:
+        self.data = data
+        self.position = position
+
+    def read(self, count: int) -> bytes:
+        start, end = self.position, self.position + count
+        require(end <= len(self.data), f"{count} bytes are announced, {len(self.data) - start} are there")
+        self.position = end
+        return self.data[start:end].tobytes()
+
+    def readline(self) -> bytes:
+        end = self.position
+        while self.data[end] != 0x0A:
+            end += 1
+        return self.read(end + 1 - self.position)
+
+
+class Machine(pickle._Unpickler):
     """Runs the one pickle that begins at ``position`` of ``data``.
+
+    The implementation in Python is used because the one in C has no operations to replace.
 
     Args:
         data: bytes that contain the pickle.
         resolve: returns the object for a name, (module, name).
         persistent_load: returns the object for a persistent id; None = no such ids.
         source: name of the pickle in messages.
-        position: of its beginning; afterwards, of its end.
+        position: of its beginning.
     """
+
+    stack: list[Any]
+    read: Callable[[int], bytes]
+    metastack: list[list[Any]]
+    pop_mark: Callable[[], list[Any]]
 
     def __init__(
         self, data: memoryview, resolve: Resolve, persistent_load: PersistentLoad | None, source: str, position: int = 0
     ) -> None:
-        self.data = data
-        self.position = position
-        self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
-        self._resolve = resolve
-        self._persistent_load = persistent_load
+        self._file = _File(data, position)
+        super().__init__(self._file)
+        self.find_class = resolve  # type: ignore[method-assign, assignment]
+        if persistent_load is not None:
+            self.persistent_load = persistent_load  # type: ignore[method-assign, assignment]
         self._source = source
-        self._below: list[list[Any]] = []  # stacks interrupted by a MARK
         self._stand_ins: dict[int, Any] = {}  # by id(), objects of the caller's classes: only these accept state
         self._states: list[Any] = []
+
+    def load(self) -> Any:
+        """Run the operations up to STOP; lists of numbers are read without a call."""
+        file, data = self._file, self._file.data
+        self.read, self.readline = file.read, file.readline
+        self.metastack, self.stack = [], []
+        self.append = self.stack.append
+        try:
+            while True:
+                operation, position = data[file.position], file.position + 1
+                file.position = position
+                if operation == 0x4B:  # BININT1
+                    self.append(data[position])
+                    file.position = position + 1
+                elif operation == 0x4D:  # BININT2
+                    self.append(data[position] | data[position + 1] << 8)
+                    file.position = position + 2
+                elif operation == 0x47:  # BINFLOAT
+                    self.append(_FLOAT.unpack_from(data, position)[0])
+                    file.position = position + 8
+                else:
+                    self.dispatch[operation](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+
+    @property
+    def position(self) -> int:
+        """The position behind the last byte read."""
+        return self._file.position
 
     def run(self) -> Any:
         """Run the pickle and return its object.
@@ -68,8 +122,8 @@ class Machine:
             CorruptStoreError: this is not a pickle, it is truncated, or a size exceeds its data.
         """
         try:
-            result = self._run()
-            check_nesting([result, *self._states], limit=64 * len(self.data) + 10_000)
+            result = self.load()
+            check_nesting([result, *self._states], limit=64 * len(self._file.data) + 10_000)
         except TrajstoreError:
             raise
         except RefusedError as error:
@@ -80,104 +134,42 @@ class Machine:
             ) from error
         return result
 
-    def _run(self) -> Any:
-        data, position, stack = self.data, self.position, self.stack
-        while True:
-            operation = data[position]
-            # The opcodes of long lists of numbers come first, without a call.
-            if operation == 0x4D:  # BININT2
-                stack.append(data[position + 1] | data[position + 2] << 8)
-                position += 3
-            elif operation == 0x4B:  # BININT1
-                stack.append(data[position + 1])
-                position += 2
-            elif operation == 0x47:  # BINFLOAT
-                stack.append(_FLOAT.unpack_from(data, position + 1)[0])
-                position += 9
-            elif operation == 0x4A:  # BININT
-                stack.append(_INT.unpack_from(data, position + 1)[0])
-                position += 5
-            elif operation == 0x2E:  # STOP
-                self.position = position + 1
-                return stack.pop()
-            else:
-                self.position = position + 1
-                method = _OPERATIONS.get(operation)
-                if method is None:
-                    raise UnfitError(f"operation {operation:#04x} is unknown")
-                method(self)
-                position, stack = self.position, self.stack
+    # -- operations that allocate a claimed size, hash, or change objects --------------------------------
 
-    # -- reading ---------------------------------------------------------------------------------
+    def _unsupported(self) -> None:
+        raise UnfitError(f"operation {self._file.data[self.position - 1]:#04x} is unknown")
 
-    def take(self, count: int) -> memoryview:
-        start, end = self.position, self.position + count
-        require(end <= len(self.data), f"{count} bytes are announced, {len(self.data) - start} are there")
-        self.position = end
-        return self.data[start:end]
+    def _frame(self) -> None:
+        self.read(8)
 
-    def number(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
+    def _byte_array(self) -> None:
+        self.stack.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
 
-    def line(self, encoding: str = "utf-8") -> str:
-        start = end = self.position
-        while self.data[end] != 0x0A:
-            end += 1
-        self.position = end + 1
-        return str(self.data[start:end], encoding)
-
-    def until_mark(self) -> list[Any]:
-        items = self.stack
-        self.stack = self._below.pop()
-        return items
-
-    # -- operations ------------------------------------------------------------------------------
-
-    def proto(self) -> None:
-        require(self.number(1) <= pickle.HIGHEST_PROTOCOL, "an unknown pickle protocol")
-
-    def frame(self) -> None:
-        self.take(8)
-
-    def mark(self) -> None:
-        self._below.append(self.stack)
-        self.stack = []
-
-    def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.until_mark()
-
-    def dup(self) -> None:
-        self.stack.append(self.stack[-1])
-
-    def dict_mark(self) -> None:
-        items = self.until_mark()
-        self.stack.append({})
-        self.set_items(items)
-
-    def frozenset_mark(self) -> None:
-        items = self.until_mark()
+    def _frozen_set(self) -> None:
+        items = self.pop_mark()
         for item in items:
             check_key(item)
         self.stack.append(frozenset(items))
 
-    def extend(self, items: list[Any]) -> None:
+    def _add_items(self) -> None:
+        items, target = self.pop_mark(), self.stack[-1]
+        require(type(target) is set, f"elements are added to a {type(target).__name__}")
+        for item in items:
+            check_key(item)
+            target.add(item)
+
+    def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if type(target) is Unwanted:
-            return
-        require(type(target) is list, f"items are appended to a {type(target).__name__}")
-        target.extend(items)
+        if type(target) is not Unwanted:
+            require(type(target) is list, f"items are appended to a {type(target).__name__}")
+            target.extend(items)
 
-    def set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items([key, value])
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.stack.append({})
+        self._set_items(items)
 
-    def set_items(self, items: list[Any]) -> None:
+    def _set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is Unwanted:
             return
@@ -186,43 +178,19 @@ class Machine:
             check_key(key)
             target[key] = value
 
-    def add_items(self) -> None:
-        items = self.until_mark()
-        target = self.stack[-1]
-        require(type(target) is set, f"elements are added to a {type(target).__name__}")
-        for item in items:
-            check_key(item)
-            target.add(item)
+    # -- calls and state ---------------------------------------------------------------------------------
 
-    # -- names and calls -------------------------------------------------------------------------
-
-    def push_global(self) -> None:
-        module = self.line()
-        self.stack.append(self._resolve(module, self.line()))
-
-    def stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        require(type(name) is str and type(module) is str, "a name that is not a text")
-        self.stack.append(self._resolve(module, name))
-
-    def reduce(self) -> None:
+    def _reduce(self) -> None:
         arguments, target = self.stack.pop(), self.stack.pop()
-        require(type(arguments) is tuple, "arguments that are not a tuple")
         self._apply(target, arguments, {})
-
-    def new_object(self) -> None:
-        self._new_object({})
-
-    def new_object_ex(self) -> None:
-        self._new_object(self.stack.pop())
 
     def _new_object(self, keywords: Any) -> None:
         arguments, target = self.stack.pop(), self.stack.pop()
-        require(type(arguments) is tuple and type(keywords) is dict, "arguments that are not a tuple")
         require(isinstance(target, Token) and target.stand_in, "an object of something that is not a class")
         self._apply(target, arguments, keywords)
 
-    def _apply(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def _apply(self, target: Any, arguments: Any, keywords: Any) -> None:
+        require(type(arguments) is tuple and type(keywords) is dict, "arguments that are not a tuple")
         require(isinstance(target, Token) and target.call is not None, f"a {type(target).__name__} is called")
         if target.left_out:
             self.stack.append(Unwanted())
@@ -234,7 +202,7 @@ class Machine:
             self._stand_ins[id(value)] = value
         self.stack.append(value)
 
-    def build(self) -> None:
+    def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is Unwanted:
             return
@@ -250,122 +218,33 @@ class Machine:
         require(type(state) is dict and all(type(key) is str for key in state), "a state that is not a dict")
         vars(target).update(state)
 
-    def persistent(self) -> None:
-        if self._persistent_load is None:
-            raise UnfitError("a persistent id, where there is nothing it could mean")
-        self.stack.append(self._persistent_load(self.stack.pop()))
+    _INHERITED = (
+        *(pickle.PROTO, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),
+        *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2),
+        *(pickle.LONG, pickle.LONG1, pickle.LONG4, pickle.FLOAT, pickle.BINFLOAT, pickle.UNICODE, pickle.BINSTRING),
+        *(pickle.SHORT_BINSTRING, pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+        *(pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8, pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+        *(pickle.EMPTY_SET, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+        *(pickle.LIST, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.GET, pickle.BINGET),
+        *(pickle.LONG_BINGET, pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.BINPERSID),
+    )
+    """Operations that make data of their own bytes, or ask ``find_class`` or ``persistent_load``."""
 
-
-_Operation = Callable[[Machine], object]
-
-
-def _push(make: Callable[[Machine], Any]) -> _Operation:
-    """Return the operation that pushes the result of ``make``."""
-
-    def push(machine: Machine) -> None:
-        value = make(machine)  # may switch to another stack
-        machine.stack.append(value)
-
-    return push
-
-
-def _counted(kind: Callable[[memoryview], Any], width: int) -> _Operation:
-    """Push the result of ``kind`` on bytes preceded by their count, a number of ``width`` bytes."""
-    return _push(lambda machine: kind(machine.take(machine.number(width))))
-
-
-def _put(width: int) -> _Operation:
-    """Memoize the top of the stack under a number of ``width`` bytes; 0 = a line of text."""
-
-    def put(machine: Machine) -> None:
-        machine.memo[machine.number(width) if width else int(machine.line())] = machine.stack[-1]
-
-    return put
-
-
-def _get(width: int) -> _Operation:
-    return _push(lambda machine: machine.memo[machine.number(width) if width else int(machine.line())])
-
-
-def _tuple(count: int) -> _Operation:
-    def make(machine: Machine) -> None:
-        require(len(machine.stack) >= count, "a tuple lacks items")
-        machine.stack[-count:] = [tuple(machine.stack[-count:])]
-
-    return make
-
-
-def _whole(line: str) -> int | bool:
-    return {"00": False, "01": True}[line] if line in ("00", "01") else int(line)
-
-
-def _text(raw: memoryview) -> str:
-    return str(raw, "utf-8", "surrogatepass")
-
-
-def _ascii(raw: memoryview) -> str:
-    return str(raw, "ascii")
-
-
-def _long(raw: memoryview) -> int:
-    return int.from_bytes(raw, "little", signed=True)
-
-
-# Machine._run handles STOP, BININT, BININT1, BININT2 and BINFLOAT.
-# Unsupported: persistent ids as text, INST and OBJ (old classes), the extension registry, out-of-band buffers.
-_OPERATIONS: Mapping[int, _Operation] = {
-    pickle.PROTO[0]: Machine.proto,
-    pickle.FRAME[0]: Machine.frame,
-    pickle.MARK[0]: Machine.mark,
-    pickle.POP[0]: Machine.pop,
-    pickle.POP_MARK[0]: Machine.until_mark,
-    pickle.DUP[0]: Machine.dup,
-    pickle.NONE[0]: _push(lambda machine: None),
-    pickle.NEWTRUE[0]: _push(lambda machine: True),
-    pickle.NEWFALSE[0]: _push(lambda machine: False),
-    pickle.INT[0]: _push(lambda machine: _whole(machine.line())),
-    pickle.LONG[0]: _push(lambda machine: int(machine.line().removesuffix("L"))),
-    pickle.FLOAT[0]: _push(lambda machine: float(machine.line())),
-    pickle.UNICODE[0]: _push(lambda machine: machine.line("raw-unicode-escape")),
-    pickle.LONG1[0]: _counted(_long, 1),
-    pickle.LONG4[0]: _counted(_long, 4),
-    pickle.BINSTRING[0]: _counted(_ascii, 4),
-    pickle.SHORT_BINSTRING[0]: _counted(_ascii, 1),
-    pickle.SHORT_BINUNICODE[0]: _counted(_text, 1),
-    pickle.BINUNICODE[0]: _counted(_text, 4),
-    pickle.BINUNICODE8[0]: _counted(_text, 8),
-    pickle.SHORT_BINBYTES[0]: _counted(bytes, 1),
-    pickle.BINBYTES[0]: _counted(bytes, 4),
-    pickle.BINBYTES8[0]: _counted(bytes, 8),
-    pickle.BYTEARRAY8[0]: _counted(bytearray, 8),
-    pickle.EMPTY_LIST[0]: _push(lambda machine: []),
-    pickle.EMPTY_DICT[0]: _push(lambda machine: {}),
-    pickle.EMPTY_SET[0]: _push(lambda machine: set()),
-    pickle.EMPTY_TUPLE[0]: _push(lambda machine: ()),
-    pickle.TUPLE1[0]: _tuple(1),
-    pickle.TUPLE2[0]: _tuple(2),
-    pickle.TUPLE3[0]: _tuple(3),
-    pickle.TUPLE[0]: _push(lambda machine: tuple(machine.until_mark())),
-    pickle.LIST[0]: _push(Machine.until_mark),
-    pickle.DICT[0]: Machine.dict_mark,
-    pickle.FROZENSET[0]: Machine.frozenset_mark,
-    pickle.APPEND[0]: lambda machine: machine.extend([machine.stack.pop()]),
-    pickle.APPENDS[0]: lambda machine: machine.extend(machine.until_mark()),
-    pickle.SETITEM[0]: Machine.set_item,
-    pickle.SETITEMS[0]: lambda machine: machine.set_items(machine.until_mark()),
-    pickle.ADDITEMS[0]: Machine.add_items,
-    pickle.PUT[0]: _put(0),
-    pickle.BINPUT[0]: _put(1),
-    pickle.LONG_BINPUT[0]: _put(4),
-    pickle.MEMOIZE[0]: Machine.memoize,
-    pickle.GET[0]: _get(0),
-    pickle.BINGET[0]: _get(1),
-    pickle.LONG_BINGET[0]: _get(4),
-    pickle.GLOBAL[0]: Machine.push_global,
-    pickle.STACK_GLOBAL[0]: Machine.stack_global,
-    pickle.REDUCE[0]: Machine.reduce,
-    pickle.NEWOBJ[0]: Machine.new_object,
-    pickle.NEWOBJ_EX[0]: Machine.new_object_ex,
-    pickle.BUILD[0]: Machine.build,
-    pickle.BINPERSID[0]: Machine.persistent,
-}
+    # Unsupported: persistent ids as text, INST and OBJ (old classes), the extension registry, out-of-band buffers.
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **dict.fromkeys(range(256), _unsupported),
+        **{operation[0]: pickle._Unpickler.dispatch[operation[0]] for operation in _INHERITED},
+        pickle.FRAME[0]: _frame,
+        pickle.BYTEARRAY8[0]: _byte_array,
+        pickle.FROZENSET[0]: _frozen_set,
+        pickle.ADDITEMS[0]: _add_items,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.DICT[0]: _dict,
+        pickle.SETITEM[0]: lambda self: self._set_items([self.stack.pop(-2), self.stack.pop()]),
+        pickle.SETITEMS[0]: lambda self: self._set_items(self.pop_mark()),
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: lambda self: self._new_object({}),
+        pickle.NEWOBJ_EX[0]: lambda self: self._new_object(self.stack.pop()),
+        pickle.BUILD[0]: _build,
+    }

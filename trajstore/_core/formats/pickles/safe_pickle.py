@@ -1,11 +1,11 @@
 """Reads untrusted pickles without running code that they name.
 
 ``pickle.loads`` calls any callable that a pickle names. Restricting its ``find_class`` is not enough for untrusted
-files: the C unpickler sets attributes on any object, allocates claimed sizes, and hashes
-nested keys until the stack overflows. A small interpreter of the same opcodes is used instead
+files: the C unpickler sets attributes on any object, allocates claimed sizes, and hashes nested keys until the stack
+overflows. A subclass of the unpickler in Python, which replaces these operations, is used instead
 (:mod:`trajstore._core.formats.pickles.machine`). It supports plain containers, numbers, text, torch tensors, numpy
-arrays (:mod:`trajstore._core.formats.pickles.safe_values`), and the caller's stand-ins. Memory is
-bounded by a multiple of the size of the pickle.
+arrays (:mod:`trajstore._core.formats.pickles.safe_values`), and the caller's stand-ins. Memory is bounded by a
+multiple of the size of the pickle.
 """
 
 from __future__ import annotations
