@@ -14,11 +14,8 @@ from tests.interrupting import Tracer
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
 from trajstore._core.files.partial import PartialMap
-from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, SlotTable
-from trajstore._core.reading.column_interner import ColumnInterner, axes_of
-from trajstore._core.reading.map_limit import MapLimit
+from trajstore._core.reading.address_table import AddressTable, MappedShard, RunningCopies
 from trajstore._core.reading.plan import HeldRows
-from trajstore._core.reading.running_copies import RunningCopies
 
 SCHEMA = Schema("step", (ColumnSpec("x", "float32", (), Axis.SAMPLES),))
 EXTENT = Extent(1, 1, 1, 1)
@@ -177,81 +174,6 @@ def test_it_grows_beside_the_arrays_that_a_copy_has() -> None:
     assert held.first[slots[0], 0] == 42_000  # copies that use it may still read there
 
 
-# -- Column numbers and signatures: equal where trajectories can be sampled together --
-
-
-X = ColumnSpec("x", "float32", (2,), Axis.SAMPLES)
-DONES = ColumnSpec("dones", "bool", (), Axis.FIRST_EXTRA)
-DOCUMENT = ColumnSpec("document", "uint8", (), Axis.DOCUMENT)
-
-
-def test_columns_of_one_name_dtype_and_shape_have_one_number() -> None:
-    columns = ColumnInterner()
-    numbers, _ = columns.of(Schema("step", (X, DONES)))
-    again, _ = columns.of(Schema("step", (DONES, X, ColumnSpec("x", "float64", (2,), Axis.SAMPLES))))
-    assert numbers.tolist() == [0, 1]
-    assert again.tolist() == [1, 0, 2]
-    assert [(spec.name, spec.dtype) for spec in columns.specs] == [
-        ("x", "float32"),
-        ("dones", "bool"),
-        ("x", "float64"),
-    ]
-
-
-def test_a_signature_tells_what_can_be_sampled_in_whatever_order_and_the_kind() -> None:
-    columns = ColumnInterner()
-    _, plain = columns.of(Schema("step", (X, DONES)))
-    _, turned = columns.of(Schema("step", (DONES, X)))
-    _, documented = columns.of(Schema("step", (X, DONES, DOCUMENT)))
-    _, fewer = columns.of(Schema("step", (X,)))
-    _, agent = columns.of(Schema("agent", (X, DONES)))
-    assert plain == turned == documented
-    assert len({plain, fewer, agent}) == 3
-    (kind, sampled), (other, _) = columns.sampled[plain], columns.sampled[agent]
-    assert sampled.numbers.tolist() == [0, 1]
-    assert (kind, other) == ("step", "agent")
-
-
-def test_the_axis_is_each_schemas_own() -> None:
-    columns = ColumnInterner()
-    moved = ColumnSpec("dones", "bool", (), Axis.LAST_EXTRA)
-    _, number = columns.of(Schema("step", (DONES,)))
-    _, other = columns.of(Schema("step", (moved,)))
-    assert number == other
-    assert axes_of(Schema("step", (DONES, moved, DOCUMENT))) == [Axis.FIRST_EXTRA, Axis.LAST_EXTRA, 0]
-
-
-# -- Number of mapped files: the oldest shards go first, except those a batch needs --
-
-
-def test_the_oldest_go_until_the_limit_holds() -> None:
-    maps = MapLimit(4)
-    for slot, count in ((7, 2), (8, 1), (9, 1)):
-        maps.add(slot, count)
-    assert not maps.is_over
-    maps.add(3, 2)
-    assert maps.is_over
-    assert maps.too_old(keep=()) == [7]
-    assert maps.too_old(keep={7}) == [8, 9]
-    assert maps.too_old(keep={7, 8, 9, 3}) == []
-    assert len(maps) == 4  # the caller removes them after unmapping
-    maps.remove(7)
-    assert not maps.is_over
-    assert 7 not in maps
-
-
-def test_what_is_mapped_once_more_counts_once_and_is_the_newest() -> None:
-    maps = MapLimit(2)
-    maps.add(1, 1)
-    maps.add(2, 1)
-    maps.add(1, 1)
-    assert not maps.is_over
-    maps.add(3, 1)
-    assert maps.too_old(keep=()) == [2]
-    maps.remove(5)
-    assert len(maps) == 3
-
-
 # -- Released memory stays until no copy is running; only then is its slot free --
 
 
@@ -360,24 +282,3 @@ def test_in_a_forked_child_no_copy_runs() -> None:
     assert free == [1]
     copies.end(copy)
     assert copies.idle
-
-
-# -- Slot numbers: their tables, and their reuse --
-
-
-def test_each_slot_is_the_shard_or_the_memory_that_it_was_given_for() -> None:
-    slots = AddressTable(1)
-    several = slots.add_shards(2, np.array([5, 7]), np.array([1, 1]))
-    shard, memory = slots.add_shard(3, 9, 1), slots.add_memory(MappedShard(SCHEMA, [0], None), 1)
-    assert [*several.tolist(), shard, memory] == [0, 1, 2, 3]
-    assert [slots.shard_of(slot) for slot in (0, 1, 2)] == [(2, 5), (2, 7), (3, 9)]
-    assert slots.are_memory(np.array([0, 1, 2, 3, UNAVAILABLE])).tolist() == [False, False, False, True, False]
-    assert len(slots) == 4
-
-
-def test_it_grows_and_keeps_what_it_has() -> None:
-    slots = SlotTable()
-    for row in range(200):
-        assert slots.add_shard(0, row, 1) == row
-    assert slots.add_shards(1, np.arange(1000), np.ones(1000, np.intp)).tolist() == list(range(200, 1200))
-    assert [slots.shard_of(slot) for slot in (0, 199, 200, 1199)] == [(0, 0), (0, 199), (1, 0), (1, 999)]

@@ -19,8 +19,7 @@ import torch
 
 from trajstore._core.columns.memory import Arena, Lease
 from trajstore._core.files.filemap import FileMap
-from trajstore._core.reading.address_table import AddressTable, MappedShard, Rows
-from trajstore._core.reading.running_copies import RunningCopies
+from trajstore._core.reading.address_table import AddressTable, MappedShard, Rows, RunningCopies
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,13 +58,13 @@ def _refuse_notes(notes: Any) -> None:
         )
 
 
-def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor], **known: Any) -> AnyTrajectory:
+def trajectory_of(schema: Schema, extent: Extent, tensors: Mapping[str, torch.Tensor], **known: Any) -> AnyTrajectory:
     """Return the trajectory of stored columns; inverse of :func:`flatten`.
 
     Args:
         schema: the columns.
         extent: rows per axis.
-        tensors: one per column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
+        tensors: by name of the column, ``[rows, *row_shape]`` or already ``[T, B, *row_shape]``.
         known: fields kept in the index (``max_episode_length``, ``model_weights_id``), which agent trajectories lack.
 
     Raises:
@@ -72,7 +72,8 @@ def trajectory_of(schema: Schema, extent: Extent, tensors: Sequence[torch.Tensor
     """
     document: dict[str, Any] = {}
     values: dict[str, torch.Tensor] = {}
-    for column, tensor in zip(schema.columns, tensors, strict=True):
+    for column in schema.columns:
+        tensor = tensors[column.name]
         if column.axis is Axis.DOCUMENT:
             document = parse_document(tensor)
         elif schema.kind == "step":

@@ -146,6 +146,8 @@ class Schema:
     @cached_property
     def stored_once(self) -> Mapping[int, int]:
         """The part of :attr:`following` whose equal rows are stored once."""
+        if self.kind == "agent":
+            return {}
         return {n: before for n, before in self.following.items() if self.columns[n].axis is Axis.NEXT}
 
     @cached_property

@@ -17,31 +17,24 @@ class Descriptor:
         number: the descriptor, owned by this object from now on.
         of_process: for locks: a forked child closes its copy at once. The system releases a lock when the last copy
             of its descriptor is closed, so a child that outlives its parent would keep the lock.
+
+    Attributes:
+        number: for system calls; -1 once it is closed, which they refuse.
+        is_open: True until it is closed.
     """
 
-    __slots__ = ("__weakref__", "_number")
+    __slots__ = ("__weakref__", "is_open", "number")
 
     def __init__(self, number: int, *, of_process: bool = False) -> None:
-        self._number: int | None = number
+        self.number = number
+        self.is_open = True
         if of_process:
             _of_process.add(self)
 
-    @property
-    def number(self) -> int:
-        """The descriptor, for system calls; valid only while it is open."""
-        if self._number is None:
-            raise ValueError("the descriptor was closed")
-        return self._number
-
-    @property
-    def is_open(self) -> bool:
-        """True until it is closed."""
-        return self._number is not None
-
     def close(self, close: Callable[[int], None] = os.close) -> None:
         """Close it. Closing again does nothing."""
-        number, self._number = self._number, None
-        if number is not None:
+        if self.is_open:
+            self.is_open, number, self.number = False, self.number, -1
             close(number)
 
     def __del__(self) -> None:

@@ -195,8 +195,9 @@ class HeldFolder:
         """Yield a descriptor as from :meth:`open` and close it after the block; errors in the block name the file."""
         descriptor = self.open(name, flags)
         try:
-            with self.naming(name):
-                yield descriptor
+            yield descriptor
+        except OSError as error:
+            raise self.named(error, name) from error
         finally:
             os.close(descriptor)
 

@@ -8,6 +8,7 @@ were held before have been released.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,13 +16,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.base import locks
 from trajstore._core.columns.flat import Block
 from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
 from trajstore._core.files.partial import PartialMap, PartialMaps
 from trajstore._core.formats.base import ShardManifest, ShardReader
-from trajstore._core.reading.column_interner import ColumnInterner, axes_of
-from trajstore._core.reading.map_limit import MapLimit
-from trajstore._core.reading.running_copies import RunningCopies
+from trajstore._core.reading.column_interner import ColumnInterner
 
 UNAVAILABLE = -1
 """Marks a trajectory that was only in memory and has been evicted; not a slot."""
@@ -152,11 +152,75 @@ class ShardOpener(Protocol):
         """Return a reader of a shard."""
 
 
+class RunningCopies:
+    """Keeps maps, memory and slot numbers alive while a copy may use them.
+
+    Copies run without ``Contents.lock``, on addresses obtained with it held. Releases wait until no copy runs; copies
+    are short, so their individual use is not tracked.
+
+    The lock guards running copies and waiting releases. It is held for a few instructions; nothing is destroyed under
+    it.
+
+    Args:
+        free: called with slot numbers that can be reused.
+    """
+
+    def __init__(self, free: Callable[[list[int]], None]) -> None:
+        self._free = free
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting: list[tuple[int | None, Any]] = []
+        self._lock = locks.lock("RunningCopies._lock")
+
+    def begin(self, copy: Any) -> None:
+        """Keep everything resident in place until :meth:`end`; with ``Contents.lock`` held.
+
+        Args:
+            copy: identifies the copy. It may be dropped without :meth:`end`, for example on an interrupt; the next copy
+                to end then releases what waits.
+        """
+        with self._lock:
+            self._running.add(copy)
+
+    def end(self, copy: Any) -> None:
+        """End the copy begun with :meth:`begin`."""
+        over: list[tuple[int | None, Any]] = []
+        with self._lock:
+            self._running.discard(copy)
+            if not len(self._running) and self._waiting:
+                over, self._waiting = self._waiting, over
+                self._free([slot for slot, _ in over if slot is not None])
+
+    def let_go(self, owner: Any, slot: int | None) -> None:
+        """Release the owner of rows, and free its slot (None keeps it), once all copies begun before have ended."""
+        with self._lock:
+            if len(self._running):
+                self._waiting.append((slot, owner))
+                return
+        if slot is not None:
+            self._free([slot])
+
+    @property
+    def idle(self) -> bool:
+        """True if no copy is running and no release is waiting."""
+        with self._lock:
+            return not len(self._running) and not self._waiting
+
+    def stop(self) -> None:
+        """Block copies from beginning or ending until :meth:`go_on`."""
+        self._lock.acquire()
+
+    def go_on(self, *, in_child: bool) -> None:
+        """Undo :meth:`stop`; a forked child has no copying threads."""
+        if in_child:
+            self._running.clear()
+        self._lock.release()
+
+
 class AddressTable(SlotTable):
     """Maps and unmaps slots. Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
 
     Args:
-        map_limit: maximum number of mapped files.
+        map_limit: maximum number of mapped files; a single batch may exceed it.
 
     Attributes:
         columns: numbers and signatures of the columns.
@@ -183,7 +247,9 @@ class AddressTable(SlotTable):
         """Owners of the rows of resident slots, and of all slots in memory."""
         self.partial: dict[int, Sequence[PartialMap]] = {}
         self._homes: dict[int, PartialMaps] = {}
-        self._maps = MapLimit(map_limit)
+        self._map_limit = map_limit
+        self._maps: dict[int, int] = {}
+        """Number of file maps of each mapped shard, by slot, oldest first."""
 
     # -- slots ------------------------------------------------------------------------------------
 
@@ -247,7 +313,7 @@ class AddressTable(SlotTable):
     def number_of(self, slot: int, column: ColumnSpec) -> int:
         """Return the number of a column of a resident slot's schema."""
         schema = self.schema(slot)
-        return int(self.columns.of(schema)[0][schema.columns.index(column)])
+        return int(self.columns.of(schema).numbers[schema.columns.index(column)])
 
     def partial_maps(self, slots: npt.NDArray[np.int64]) -> list[PartialMap]:
         """Return the files of these resident slots whose rows must be fetched before reading."""
@@ -289,17 +355,23 @@ class AddressTable(SlotTable):
             if shard is None:
                 undecoded.append(slot)
                 continue
-            self._maps.add(slot, shard.maps)
+            self._maps[slot] = shard.maps
             if shard.partial:
                 self.partial[slot] = shard.partial
                 self._homes.update((id(partial_map.home), partial_map.home) for partial_map in shard.partial)
             if shard.extent is not None:
                 on_extent(slot, shard.extent)
             self._make_resident(slot, shard)  # last: if interrupted before, the shard is mapped again
-        if self._maps.is_over:
-            for slot in self._maps.too_old(set(np.unique(slots).tolist())):
-                self.copies.let_go(self._unmap(slot), None)
+        if len(absent) and (over := sum(self._maps.values()) - self._map_limit) > 0:
+            self._unmap_oldest(over, frozenset(slots.tolist()))
         return undecoded
+
+    def _unmap_oldest(self, maps: int, keep: frozenset[int]) -> None:
+        """Unmap the oldest shards, with at least this number of file maps, except slots to ``keep``."""
+        for slot, count in list(self._maps.items()):
+            if maps > 0 and slot not in keep:
+                maps -= count
+                self.copies.let_go(self._unmap(slot), None)
 
     def ensure_decoded(self, slots: npt.NDArray[np.int64]) -> None:
         """Make slots of per-row values resident; unmappable shards are decoded, and evicted like maps.
@@ -312,15 +384,15 @@ class AddressTable(SlotTable):
             manifest, reader = self._sources[source].manifest(row), self._sources[source].reader(row)
             tensors = [reader.rows(number, 0, rows) for number, rows in enumerate(manifest.rows)]
             shard = MappedShard(manifest.schema, [tensor.data_ptr() for tensor in tensors], tensors)
-            self._maps.add(slot, shard.maps)
+            self._maps[slot] = shard.maps
             self._make_resident(slot, shard)
 
     def _make_resident(self, slot: int, rows: Rows) -> None:
-        numbers, signature = self.columns.of(rows.schema)
+        numbers, signature, axes = self.columns.of(rows.schema)
         self._reserve(0)
         self._rows[slot] = rows
         self.first[slot, numbers] = rows.addresses
-        self.axes[slot, numbers] = axes_of(rows.schema)
+        self.axes[slot, numbers] = axes
         self.packed[slot] = isinstance(rows, MappedShard) and rows.packed
         if rows.schema.stored_once:
             self.once |= frozenset(numbers[list(rows.schema.stored_once)].tolist())
@@ -330,5 +402,5 @@ class AddressTable(SlotTable):
         """Make a shard non-resident; return the owner of its rows for the caller to release, or None."""
         self.signature[slot] = -1  # first: readers check nothing else
         self.partial.pop(slot, None)
-        self._maps.remove(slot)
+        self._maps.pop(slot, None)
         return self._rows.pop(slot, None)

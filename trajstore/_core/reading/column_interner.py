@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import VALID, Axis
 from trajstore._core.columns.schema import ColumnSpec, Kind, Schema
 
 _ANY_AXIS = 0
 
 
-def can_be_sampled(column: ColumnSpec) -> bool:
-    """Return whether a column has a row for each sample, and belongs to batches."""
-    return (column.axis <= Axis.LAST_EXTRA or column.axis is Axis.NEXT) and column.name != VALID
+class Numbered(NamedTuple):
+    """The columns of a schema.
+
+    Attributes:
+        numbers: of the columns, ``[columns]``.
+        signature: of the sampleable ones: those with a row for each sample, which belong to batches.
+        axes: of each column for the kernels; arbitrary for columns that cannot be sampled.
+    """
+
+    numbers: IntArray
+    signature: int
+    axes: list[int]
 
 
 class ColumnSet:
@@ -52,16 +62,22 @@ class ColumnInterner:
         self.specs: list[ColumnSpec] = []
         self.sampled: list[tuple[Kind, ColumnSet]] = []
         self._numbers: dict[ColumnSpec, int] = {}
-        self._known: dict[Schema, tuple[npt.NDArray[np.int64], int]] = {}
+        self._known: dict[Schema, Numbered] = {}
         self._signatures: dict[tuple[Kind | int, ...], int] = {}
 
-    def of(self, schema: Schema) -> tuple[npt.NDArray[np.int64], int]:
-        """Return the number of each column of a schema, and the signature of its sampleable columns."""
+    def of(self, schema: Schema) -> Numbered:
+        """Return the numbers, the signature and the axes of a schema's columns."""
         known = self._known.get(schema)
         if known is None:
-            numbers = [self._number(ColumnSpec(c.name, c.dtype, c.row_shape)) for c in schema.columns]
-            sampled = [n for n, column in zip(numbers, schema.columns, strict=True) if can_be_sampled(column)]
-            known = self._known[schema] = (np.array(numbers, np.int64), self._signature(schema.kind, sampled))
+            numbers, sampled, axes = [], [], []
+            for column in schema.columns:
+                numbers.append(self._number(ColumnSpec(column.name, column.dtype, column.row_shape)))
+                is_sampled = (column.axis <= Axis.LAST_EXTRA or column.axis is Axis.NEXT) and column.name != VALID
+                axes.append(column.axis if is_sampled else _ANY_AXIS)
+                if is_sampled:
+                    sampled.append(numbers[-1])
+            known = Numbered(np.array(numbers, np.int64), self._signature(schema.kind, sampled), axes)
+            self._known[schema] = known
         return known
 
     def set_of(self, numbers: Sequence[int]) -> ColumnSet:
@@ -82,8 +98,3 @@ class ColumnInterner:
             self.sampled.append((kind, self.set_of(sampled)))
             signature = self._signatures[key] = len(self.sampled) - 1
         return signature
-
-
-def axes_of(schema: Schema) -> list[int]:
-    """Return each column's axis for the kernels; arbitrary for columns that cannot be sampled."""
-    return [column.axis if can_be_sampled(column) else _ANY_AXIS for column in schema.columns]

@@ -432,7 +432,8 @@ class Contents:
         Needs ``lock``; raises the errors of :meth:`make_resident`.
         """
         schemas = [self.addresses.schema(slot) for slot in self.make_resident(positions).tolist()]
-        self.forget_decoded()
+        if self._decoded:
+            self.forget_decoded()
         return schemas
 
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
@@ -474,25 +475,23 @@ class Contents:
         with self.lock:
             positions = np.array([position], np.int64)
             slots = self.make_resident(positions, cached=False)
-            schema = self.addresses.schema(int(slots[0]))
-            plan = plan_runs(self.addresses, self.index, positions, slots, None)
-            self.forget_decoded()
+            schema, index = self.addresses.schema(int(slots[0])), self.index
+            plan = plan_runs(self.addresses, index, positions, slots, None)
+            if self._decoded:
+                self.forget_decoded()
             tensors = plan.read()
-            entry = self.index.entry(position)
             trajectory = trajectory_of(
                 schema,
-                entry.extent,
-                [tensors[column.name] for column in schema.columns],
-                max_episode_length=entry.max_episode_length,
-                model_weights_id=entry.model_weights_id,
+                index.extent(position),
+                tensors,
+                max_episode_length=int(index.at("max_episode_length", position)),
+                model_weights_id=index.texts[int(index.at("weights", position))],
             )
-            rows = self._late_rows_of(position, schema)
-            trajectory = replace(trajectory, notes=rows) if rows else trajectory
-            return (
-                with_notes(trajectory, self.index.given(position))
-                if isinstance(trajectory, AgentTrajectory)
-                else trajectory
-            )
+            if index.row_notes and (rows := self._late_rows_of(position, schema)):
+                trajectory = replace(trajectory, notes=rows)
+            if isinstance(trajectory, AgentTrajectory) and (late_values := index.given(position)):
+                return with_notes(trajectory, late_values)
+            return trajectory
 
     def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
         """Return all per-row values of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""

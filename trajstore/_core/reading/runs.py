@@ -17,7 +17,7 @@ from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.machine_code import packing_kernels as packing
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
-from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent
+from trajstore._core.columns.schema import DOCUMENT, ColumnSpec, Extent, Schema
 from trajstore._core.reading.address_table import AddressTable
 from trajstore._core.reading.agreement import agree, in_words
 from trajstore._core.reading.late_rows import LateColumn
@@ -174,27 +174,32 @@ def plan_runs(
     Raises:
         SchemaMismatchError: a trajectory lacks a column, or has another shape of it.
     """
-    plan = RunPlan(
-        table, np.concatenate([slots, *(column_rows.slots[column_rows.slots >= 0] for column_rows in given)])
-    )
-    schemas = {slot: table.schema(slot) for slot in dict.fromkeys(slots.tolist())}
-    objects = {id(schema): schema for schema in schemas.values()}  # few, even for many slots
-    kinds = list(dict.fromkeys(objects.values()) if len(objects) > 1 else objects.values())
-    kind_of = {key: kinds.index(schema) for key, schema in objects.items()}
-    kind_numbers = np.array([kind_of[id(schemas[slot])] for slot in slots.tolist()], np.intp)
+    late_slots = [column_rows.slots[column_rows.slots >= 0] for column_rows in given]
+    plan = RunPlan(table, np.concatenate([slots, *late_slots]))
+    kinds: list[Schema] = []
+    kind_of: dict[int, int] = {}  # by identity: few objects, even for many slots
+    of_slot: dict[int, int] = {}
+    for slot in dict.fromkeys(slots.tolist()):
+        schema = table.schema(slot)
+        if id(schema) not in kind_of:
+            if schema not in kinds:
+                kinds.append(schema)
+            kind_of[id(schema)] = kinds.index(schema)
+        of_slot[slot] = kind_of[id(schema)]
+    kind_numbers = np.array(list(map(of_slot.__getitem__, slots.tolist())), np.intp)
 
     def who(at: Sequence[int]) -> str:
         return in_words(index.at("trajectory_id", positions[np.isin(kind_numbers, at)]))
 
-    plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
-    asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
-    if len(kinds) == 1 and asked is None:
-        taken = [column.name for column in plain[0]]
+    if len(kinds) == 1 and names is None:
+        taken = [column.name for column in kinds[0].columns if column.name != DOCUMENT]
     else:
+        plain = [[column for column in schema.columns if column.name != DOCUMENT] for schema in kinds]
+        asked = None if names is None else [name for name in dict.fromkeys(names) if name != DOCUMENT]
         agreed = agree(plain, asked, who, "", "name the columns to read")
         taken = [plain[0][place].name for place in agreed[0]] if plain else []
     if names is None or DOCUMENT in names:
-        taken.append(DOCUMENT)
+        taken = [*taken, DOCUMENT]
     for name in taken if kinds else ():
         zeros = np.zeros((3, len(slots)), np.int64)
         plan.columns[name] = Run([_NO_DOCUMENT] * len(kinds), kind_numbers, zeros[0], zeros[1], zeros[2] - 1)
@@ -203,7 +208,7 @@ def plan_runs(
     packed = table.packed[slots]
     for kind, schema in enumerate(kinds):
         mine: Any = slice(None) if len(kinds) == 1 else kind_numbers == kind
-        first = plan.first[slots[mine]][:, table.columns.of(schema)[0]]
+        first = plan.first[slots[mine]][:, table.columns.of(schema).numbers]
         for place, spec in enumerate(schema.columns):
             run = plan.columns.get(spec.name)
             if run is None:

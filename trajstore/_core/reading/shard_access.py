@@ -108,7 +108,7 @@ class ShardAccess:
         return trajectory_of(
             Schema(schema.kind, columns),
             entry.extent,
-            [tensors[column.name] for column in columns],
+            tensors,
             max_episode_length=entry.max_episode_length,
             model_weights_id=entry.model_weights_id,
         )

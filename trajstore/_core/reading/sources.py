@@ -187,10 +187,11 @@ class StoreSource(Source):
         Raises:
             CorruptStoreError: a checksum does not match; names files, columns and trajectories.
         """
-        in_ranges = self.directory.reads_ranges and all(place is not None for place in manifest.places)
-        copied = self.directory.copies_files and not in_ranges
-        if manifest.name in self._sound or not (self.checked or copied):
+        directory = self.directory
+        if manifest.name in self._sound or not (self.checked or directory.copies_files):
             return
+        if not self.checked and directory.reads_ranges and None not in manifest.places:
+            return  # read in place
         damage = damage_of(self.directory, manifest)
         if damage and self.directory.drop_copies(file.name for file in manifest.files):
             logger.warning("%s/%s: fetched again", self.directory.url, "; ".join(damage))
@@ -211,15 +212,14 @@ class StoreSource(Source):
         self._sound.add(manifest.name)
 
     def map_shard(self, row: int) -> MappedShard | None:
-        manifest = self.manifest(row)
+        manifest = self.catalog.shards.manifest(row)
         self._check(row, manifest)
-        if any(place is None for place in manifest.places):
+        if None in manifest.places:
             self._tell_whole(manifest)
             return None
         open_file = self.directory.map if self.checked else self.directory.map_rows  # checksums cover whole columns
         maps = [open_file(file.name, file.size) for file in manifest.files]
-        bases = [mapped.address for mapped in maps]
-        addresses = [bases[place.file] + place.offset for place in manifest.places if place is not None]
+        addresses = [maps[place.file].address + place.offset for place in manifest.places if place is not None]
         partial = [file_map for file_map in maps if isinstance(file_map, PartialMap)]
         keep: list[Any] = [*maps]
         for column, before in manifest.schema.stored_once.items():
@@ -260,5 +260,7 @@ class StoreSource(Source):
 
 def _bytes_at(address: int, nbytes: int, partial: Sequence[PartialMap]) -> bytes:
     """Return a copy of bytes of mapped files, fetched where necessary."""
+    if not partial:
+        return ctypes.string_at(address, nbytes)
     with fetched(partial, lambda: (np.array([address]), np.array([nbytes]))):
         return ctypes.string_at(address, nbytes)

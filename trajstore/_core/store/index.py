@@ -408,13 +408,12 @@ class TrajectoryIndex:
     def given(self, position: int) -> dict[str, float | str]:
         """Return the latest late values of the trajectory at a position, by name."""
         values: dict[str, float | str] = {}
-        for name in self.notes:
-            value = self.at(name, position)
-            if is_text(name):
-                if value >= 0:
-                    values[name.removeprefix(NOTE_TEXT)] = self.texts[int(value)]
-            elif not np.isnan(value):
-                values[name.removeprefix(NOTE)] = float(value)
+        for name, array in self._arrays.items():
+            if name.startswith(NOTE_TEXT):
+                if array[position] >= 0:
+                    values[name.removeprefix(NOTE_TEXT)] = self.texts[int(array[position])]
+            elif name.startswith(NOTE) and not np.isnan(array[position]):
+                values[name.removeprefix(NOTE)] = float(array[position])
         return values
 
     def note(self, ids: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
