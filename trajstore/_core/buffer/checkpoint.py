@@ -319,8 +319,9 @@ def _point_files(
             files.append(file)
     with suppress(CorruptStoreError):
         if head.values is not None:
-            values, rows = catalog.shards_of_values(catalog.values_of(head), homes)
-            file, details["values"] = values_file(head.name, uuid.uuid4().hex, values)
+            notes = catalog.values_of(head)
+            values, rows = catalog.shards_of_values(notes, notes.ids(), homes)
+            file, details["values"] = values_file(head.name, uuid.uuid4().hex, values or {})
             details["shards"] = [homes[row] for row in rows]
             files.append(file)
     try:

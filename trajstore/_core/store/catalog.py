@@ -409,7 +409,10 @@ class Catalog(Committed):
     def load_pins(self) -> None:
         """Read the ids that pins name; drop evicted entries that no pin names any more."""
         self.pins.load(self._damaged_pin)
-        # Also right after loading: the snapshot may be older than the removal of a pin.
+        self.drop_unnamed()  # also right after loading: the snapshot may be older than the removal of a pin
+
+    def drop_unnamed(self) -> None:
+        """Drop evicted entries that no pin names any more."""
         unpinned = np.flatnonzero(~self.pins.named(self.pinned["trajectory_id"]))
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)

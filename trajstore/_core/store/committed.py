@@ -464,20 +464,23 @@ class Committed:
         """Return the number of uncommitted trajectories that a snapshot names."""
         return head.count - sum(len(part.positions_in(head.ids)) for part in (self.pinned, self.index))
 
-    def shards_of_values(self, notes: Notes, intact: Collection[int] | None = None) -> tuple[dict[str, Any], list[int]]:
-        """Return late values as JSON for a snapshot, and the rows of the shards with values by row.
+    def shards_of_values(
+        self, notes: Notes, ids: npt.NDArray[np.int64], intact: Collection[int] | None = None
+    ) -> tuple[dict[str, Any] | None, list[int]]:
+        """Return late values as JSON for a snapshot, None for none, and the rows of the shards with values by row.
 
         Args:
             notes: the values.
+            ids: of the trajectories whose values are returned.
             intact: rows of the shards that are intact; None if all are.
         """
-        ids = np.unique(notes.ids())
+        if not np.isin(notes.ids(), ids).any():
+            return None, []
         needed = notes.rows_needed(ids, intact)
         rows = notes.shards(needed)
         places = np.full(len(self.shards), -1, np.int32)
         places[rows] = np.arange(len(rows))
-        value = notes.to_json(ids, needed, places) | {"sources": []}
-        return value, rows.tolist()
+        return notes.to_json(ids, needed, places) | {"sources": []}, rows.tolist()
 
     # -- saving -----------------------------------------------------------------------------------
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.facts import joined
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import id_ranges
+from trajstore._core.store.log_records import id_ranges, lie_in
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import CorruptStoreError, trajectories
@@ -109,14 +111,15 @@ def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[Trajecto
     """
     live, pinned = TrajectoryIndex(), TrajectoryIndex()
     live.texts, pinned.texts = catalog.index.texts, catalog.pinned.texts
+    parts: dict[TrajectoryIndex, list[Mapping[str, npt.NDArray[Any]]]] = {live: [], pinned: []}
     for source in (catalog.index, catalog.pinned):
-        inside = np.zeros(source.end, np.bool_)
-        inside[source.positions_in(ranges)] = True
-        outside = ~inside
-        outside[: source.first] = False
-        outside[source.first :] &= catalog.pins.named(source["trajectory_id"])
-        for target, chosen, home in ((live, inside, catalog.index), (pinned, outside, catalog.pinned)):
-            columns = source.take(np.flatnonzero(chosen))
-            target.append(columns if source is home else target.translated(columns, source.texts))
-    live.replace(live.take(np.argsort(live["trajectory_id"], kind="stable")))
+        ids = source["trajectory_id"]
+        inside = lie_in(ids, ranges)
+        for target, chosen in ((live, inside), (pinned, ~inside & catalog.pins.named(ids))):
+            columns = source.take(source.first + np.flatnonzero(chosen))
+            parts[target].append(target.translated(columns, source.texts))
+    for target, columns_of in parts.items():
+        columns = joined(columns_of)
+        order = np.argsort(columns["trajectory_id"], kind="stable") if target is live else slice(None)
+        target.adopt({name: column[order] for name, column in columns.items()})
     return live, pinned

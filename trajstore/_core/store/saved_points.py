@@ -18,7 +18,7 @@ import orjson
 from trajstore._core.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore._core.files.base import Buffer, Directory, EncodedFile, check_name
 from trajstore._core.formats.base import crc32_of
-from trajstore._core.store.log_records import id_ranges, lie_in, natural, parse_ranges
+from trajstore._core.store.log_records import lie_in, natural, parse_ranges
 from trajstore._core.store.pin_names import ASIDE, IN_UTF8, STEP
 from trajstore._core.store.sealed import seal, unseal
 from trajstore._core.store.states import decode_state
@@ -134,7 +134,7 @@ class Pins:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._heads: dict[str, Snapshot] = {}
-        self._coming: dict[str, tuple[npt.NDArray[np.int64], tuple[int, ...]]] = {}
+        self._coming: dict[str, Snapshot] = {}
 
     def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
         """Reload all snapshots, without values and states.
@@ -194,23 +194,24 @@ class Pins:
     def named(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any snapshot names it."""
         named = np.zeros(len(ids), np.bool_)
-        coming = (ranges for ranges, _ in self._coming.values())
-        for ranges in (*(head.ids for head in self._heads.values()), *coming):
-            named |= lie_in(ids, ranges)
+        for head in (*self._heads.values(), *self._coming.values()):
+            named |= lie_in(ids, head.ids)
         return named
 
     def shards(self) -> list[int]:
         """Return the numbers of the shards with late values by row that any snapshot names."""
-        coming = (shards for _, shards in self._coming.values())
-        return sorted(set().union(*(head.shards for head in self._heads.values()), *coming))
+        heads = (*self._heads.values(), *self._coming.values())
+        return sorted({number for head in heads for number in head.shards})
 
-    def expect(self, name: str, ids: npt.NDArray[np.int64], shards: tuple[int, ...]) -> None:
-        """Count a snapshot that is being written as existing, until :meth:`arrived`."""
-        self._coming[name] = id_ranges(ids), shards
+    def expect(self, head: Snapshot) -> None:
+        """Count a snapshot that is being written as existing, beside an earlier one, until :meth:`arrived`."""
+        self._coming[head.name] = head
 
-    def arrived(self, name: str) -> None:
-        """End :meth:`expect`: the snapshot was written, or writing failed."""
+    def arrived(self, name: str, head: Snapshot | None = None) -> None:
+        """End :meth:`expect`: the snapshot was written; None if writing failed."""
         self._coming.pop(name, None)
+        if head is not None:
+            self._heads = dict(sorted({**self._heads, name: head}.items(), key=lambda item: pin_name(item[0])))
 
     def details(self, name: str) -> dict[str, Any]:
         """Return the values in a snapshot's file.

@@ -60,7 +60,7 @@ def put(directory: Directory, store_id: str, update: LateValues) -> str:
 
 def waiting(directory: Directory) -> list[str]:
     """Return the names of the pending files in a store's inbox, oldest first."""
-    return sorted(name for name in directory.names(INBOX_FOLDER) if name.endswith(_WAITS) and not _is_hidden(name))
+    return [name for name in directory.listing(INBOX_FOLDER)[0] if name.endswith(_WAITS) and not _is_hidden(name)]
 
 
 def waiting_or_refused(directory: Directory) -> list[str]:
@@ -69,7 +69,7 @@ def waiting_or_refused(directory: Directory) -> list[str]:
     The refused copy is written before the original is deleted; in between, only the copy is listed.
     """
     ends = (_WAITS, _REFUSED)
-    names = {name for name in directory.names(INBOX_FOLDER) if name.endswith(ends) and not _is_hidden(name)}
+    names = {name for name in directory.listing(INBOX_FOLDER)[0] if name.endswith(ends) and not _is_hidden(name)}
     return sorted(name for name in names if name.endswith(_REFUSED) or _aside(name) not in names)
 
 

@@ -9,16 +9,23 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore._core.base import locks
 from trajstore._core.files.base import EncodedFile
+from trajstore._core.formats.base import crc32_of
 from trajstore._core.store.log_records import id_ranges
-from trajstore._core.store.notes import Notes
 from trajstore._core.store.pin_names import aside_name, check_pin_name, point_name
 from trajstore._core.store.rollback import Change, has_a_name, plan_change, with_live
-from trajstore._core.store.saved_points import SavedPoint, Snapshot, pin_file, state_file, values_file
+from trajstore._core.store.saved_points import (
+    SavedPoint,
+    SideFile,
+    Snapshot,
+    pin_file,
+    state_file,
+    values_file,
+)
 from trajstore._core.store.states import encode_state
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
@@ -59,29 +66,32 @@ class _Taken:
     """A snapshot in memory, not written yet.
 
     Attributes:
-        name: of the snapshot.
-        notes: its late values.
-        values: the same, as JSON for its file.
+        head: the snapshot, without its files.
+        values: its late values, as JSON for their file; None for none.
         state: of a saved point.
         details: further values for its file.
     """
 
-    name: str
-    notes: Notes
-    values: Mapping[str, Any]
+    head: Snapshot
+    values: Mapping[str, Any] | None
     state: Mapping[str, Any]
     details: Mapping[str, Any]
 
-    def files(self) -> list[EncodedFile]:
-        """Encode the files; the last one names the others."""
-        files, details, unique = [], dict(self.details), uuid.uuid4().hex
-        if len(self.notes):
-            file, details["values"] = values_file(self.name, unique, self.values)
+    def encoded(self) -> tuple[Snapshot, list[EncodedFile]]:
+        """Return the snapshot with its files; the last one names the others."""
+        head, unique, files = self.head, uuid.uuid4().hex, []
+        place = {"generation": head.generation, "visit": head.visit, "line": head.line}
+        details = {**self.details, **place, "ids": head.ids.tolist(), "shards": head.shards}
+        if self.values is not None:
+            file, details["values"] = values_file(head.name, unique, self.values)
             files.append(file)
+            head = replace(head, values=SideFile(*details["values"].values()))
         if self.state:
-            file, details["state"] = state_file(self.name, unique, [encode_state(self.state)])
+            file, details["state"] = state_file(head.name, unique, [encode_state(self.state)])
             files.append(file)
-        return [*files, pin_file(self.name, details)]
+            head = replace(head, state=SideFile(*details["state"].values()))
+        files.append(pin_file(head.name, details))
+        return replace(head, crc32=crc32_of(files[-1].pieces)), files
 
 
 class Points:
@@ -163,7 +173,10 @@ class Points:
         """
         check_pin_name(name)
         with self._one_change():
-            return self._write(name, lambda: ({}, details)).generation
+            head = self._write(name, lambda: ({}, details))
+            with self._changing():
+                self._release(())  # files of an earlier snapshot of this name
+            return head.generation
 
     def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
         """Save a point of the committed state, and remove the oldest points of the current line.
@@ -198,44 +211,62 @@ class Points:
             return SavedPoint.of(head)
 
     def _write(self, name: str, capture: Capture) -> Snapshot:
-        """Take a snapshot; within :meth:`_one_change`."""
+        """Take a snapshot; within :meth:`_one_change`. Files of an earlier one of this name stay."""
         catalog = self._log.catalog
         with self._changing():
             taken = self._taken(name, *capture())
-            catalog.pins.expect(name, catalog.index["trajectory_id"].copy(), tuple(taken.details["shards"]))
+            catalog.pins.expect(taken.head)
         try:
-            *files, head = taken.files()
-            if files:
-                self._publish("was saved", *files)
+            head, files = taken.encoded()
+            if files[:-1]:
+                self._publish("was saved", *files[:-1])
             with self._changing():
-                self._publish("was saved", head)
-        finally:
+                self._publish("was saved", files[-1])
+                self._add(head)
+        except BaseException:
             with self._log.standing_still():
                 catalog.pins.arrived(name)
                 catalog.load_pins()
-        with self._changing():
-            if (found := catalog.pins.heads.get(name)) is None:
-                self._confirm("was saved")  # a writer that has taken over may have removed it
-                raise StoreWriteError(
-                    f"{self._directory.url}: the snapshot {name!r} was removed while it was saved, not by this writer"
-                )
-            self._release(())  # files of an earlier snapshot of this name
-            return found
+            raise
+        return head
+
+    def _add(self, head: Snapshot) -> None:
+        """Add a snapshot whose files are durable; within :meth:`_changing`.
+
+        Raises:
+            StoreWriteError: another process has removed it from an object store.
+        """
+        catalog = self._log.catalog
+        catalog.pins.arrived(head.name, head)
+        catalog.drop_unnamed()
+        if self._directory.can_append:
+            return
+        catalog.load_pins()
+        if head.name not in catalog.pins.heads:
+            self._confirm("was saved")  # a writer that has taken over may have removed it
+            raise StoreWriteError(
+                f"{self._directory.url}: the snapshot {head.name!r} was removed while it was saved, not by this writer"
+            )
 
     def _taken(self, name: str, state: Mapping[str, Any], details: Mapping[str, Any]) -> _Taken:
         """Return the current head as a snapshot; within :meth:`_changing`."""
         catalog = self._log.catalog
-        ids = catalog.index["trajectory_id"]
-        notes = catalog.notes.kept(ids)
-        values, rows = catalog.shards_of_values(notes)
-        shards = tuple(map(catalog.shards.number, rows))
-        line = [head.name for head in catalog.points() if head.name != name]
-        if "step" in details:
-            line = [head.name for head in catalog.points() if (head.step or 0) < details["step"]]
-        place = {"generation": catalog.generation, "visit": catalog.visit, "line": line}
-        return _Taken(
-            name, notes, values, state, {**details, **place, "ids": id_ranges(ids).tolist(), "shards": shards}
+        ids, step = catalog.index["trajectory_id"], details.get("step")
+        values, rows = catalog.shards_of_values(catalog.notes, ids)
+        before = [point for point in catalog.points() if point.name != name]
+        line = tuple(point.name for point in before if step is None or (point.step or 0) < step)
+        head = Snapshot(
+            name,
+            id_ranges(ids),
+            catalog.generation,
+            catalog.visit,
+            line,
+            shards=tuple(map(catalog.shards.number, rows)),
+            step=step,
+            ranks=details.get("ranks"),
+            left_for=details.get("left_for"),
         )
+        return _Taken(head, values, state, details)
 
     def _check_order(self, step: int, points: Sequence[Snapshot]) -> None:
         newest = max([head.step or 0 for head in points], default=step)
@@ -317,8 +348,9 @@ class Points:
             if not change.is_empty:
                 if aside and not has_a_name(catalog, change.line):
                     left = aside_name(catalog.generation + 1)
-                    self._publish("was changed", *self._taken(left, {}, {"left_for": change.to.name}).files())
-                    catalog.load_pins()
+                    head, files = self._taken(left, {}, {"left_for": change.to.name}).encoded()
+                    self._publish("was changed", *files)
+                    self._add(head)
                 change.notes.sources.update(catalog.notes.sources)
                 self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
             if not aside:  # also leftovers of an earlier crash
