@@ -46,7 +46,7 @@ from trainer_hooks.replay.entry import with_reward_fingerprint
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
-from trainer_hooks.replay.store import BufferStore
+from trainer_hooks.replay.store import BufferStore, PoolStore
 from trainer_hooks.trained import StepRecorder
 from trajstore._core.base.arguments import finite, path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
@@ -90,6 +90,7 @@ class ReplayHook(Closing, Generic[Task]):
         rollouts: local folder of a store in which :meth:`step_done` records all fresh rollouts, with which
             ``trajstore replay-step`` recomputes steps. The ledger is then its folder ``ledger``, unless given. The pool
             is a choice of these rollouts, and has no store of its own.
+        store: of the pool, instead of that of the configuration: among the rollouts that the trainer records itself.
 
     Raises:
         ConfigurationError: k is not below ``n_rollout``, ``store`` is invalid, or the pool has another tokenizer or
@@ -114,6 +115,7 @@ class ReplayHook(Closing, Generic[Task]):
         max_response_length: int | None = None,
         ledger: str | Path | None = None,
         rollouts: str | Path | None = None,
+        store: PoolStore | None = None,
     ) -> None:
         for name, folder in (("ledger", ledger), ("rollouts", rollouts)):
             if folder is not None:
@@ -136,7 +138,7 @@ class ReplayHook(Closing, Generic[Task]):
         rules = config.pool_rules(
             n_rollout, max_prompt_length=max_prompt_length, max_response_length=max_response_length
         )
-        self._store = config.open_store() if config.enable and rollouts is None else None
+        self._store = config.open_store() if config.enable and rollouts is None and store is None else store
         self._made: ReplayParts[Task] | None = None
         self._recorder: StepRecorder | None = None
         try:
@@ -146,7 +148,7 @@ class ReplayHook(Closing, Generic[Task]):
             if not config.enable:
                 return
             if self._recorder is not None and self._recorder.buffer is not None:
-                self._store = BufferStore(self._recorder.buffer, self._recorder.ids)
+                self._store = BufferStore(self._recorder.buffer, self._recorder.find)
             manager = ExperienceManager(
                 rules,
                 store=self._store,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,8 +91,11 @@ class _Documents:
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         return self._read(self._index.position_of(trajectory_id))
 
-    def ids(self) -> list[int]:
-        return [int(number) for number in self._index["trajectory_id"]]
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return {*ids} & {*self._index["trajectory_id"].tolist()}
+
+    def newest_id(self) -> int:
+        return max(self._index["trajectory_id"].tolist(), default=-1)
 
     def newest_point(self) -> PoolPoint | None:
         return newest_point(self._catalog)

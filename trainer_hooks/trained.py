@@ -261,6 +261,10 @@ class StepRecorder(Closing):
             names = ((rollout.task_id, rollout.rollout_id) for rollout in fresh)
             self.ids.update(zip(names, self.buffer.add_trajectories(list(fresh)), strict=True))
 
+    def find(self, rollouts: Sequence[AgentTrajectory]) -> list[int | None]:
+        """Return the ids of stored rollouts, by task and rollout id."""
+        return [self.ids.get((rollout.task_id, rollout.rollout_id)) for rollout in rollouts]
+
     def record(
         self,
         batch: Batch,

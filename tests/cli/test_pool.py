@@ -131,8 +131,7 @@ def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path
     files = tmp_path / "experience_pool" / "step_40"
     shutil.copytree(shared_fixtures / "experience_pool_cmt" / "linear" / "step_40", files)
     for place, message in (
-        ("plain", r"holds 15 trajectories (ids 0 to 14) and no experience pool"),
-        ("steps", "holds 2 trajectories (ids 0 to 1) and no experience pool"),
+        ("steps", "trajectory 1 is a step trajectory"),
         ("run", "holds a run directory with rank_0"),
         ("experience_pool/step_40", "holds the files of a pool, not its store"),
     ):
@@ -146,7 +145,26 @@ def test_what_is_no_pool_is_neither_filled_nor_exported(run: Run, tmp_path: Path
             assert (code, out) == (FAILED, ""), words
             assert message in err, words
         assert files_of(tmp_path / place) == before
+    assert "plain: holds rollouts and no experience pool" in run.err("pool", "export", tmp_path / "plain", "new")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_store_of_rollouts_can_be_seeded(run: Run, tmp_path: Path) -> None:
+    """The pool chooses among the rollouts of a run that records there later; nothing is evicted."""
+    write_rollouts(tmp_path / "rollouts")
+    write_rollouts(tmp_path / "run")
+    assert (
+        run.json("pool", "seed", tmp_path / "run", tmp_path / "rollouts", "--n-rollout", 4, "--success-threshold", 0.7)[
+            "trajectories"
+        ]
+        == 4
+    )
+    with closing(BufferStore.open(tmp_path / "run")) as store:
+        manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
+        assert (store.is_recording, len(manager)) == (True, 4)
+        manager.rerate(lambda one: 0.0)
+        manager.flush()
+        assert (len(manager), len(store.ids())) == (0, 19)
 
 
 def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path) -> None:

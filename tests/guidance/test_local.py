@@ -29,7 +29,7 @@ from trainer_hooks.guidance import (
     with_guidance,
 )
 from trainer_hooks.guidance.summary import unguided
-from trainer_hooks.replay import BufferStore, MemoryStore
+from trainer_hooks.replay import BufferStore
 from trajstore.errors import StoreWriteError
 from trajstore.operations.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
@@ -99,7 +99,7 @@ def test_a_summary_that_fails_does_not_keep_others_from_theirs() -> None:
 
 
 def test_an_experience_that_cannot_be_stored_does_not_keep_others_out() -> None:
-    class Full(MemoryStore):
+    class Full(BufferStore):
         def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
             if trajectories[0].task_id == "bad":
                 raise StoreWriteError("disk is full")
@@ -113,7 +113,7 @@ def test_an_experience_that_cannot_be_stored_does_not_keep_others_out() -> None:
 
 
 def test_other_records_of_the_store_and_damaged_ones_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore()
+    store = BufferStore()
     store.add_trajectories([rollout("x", "y"), AgentTrajectory(metadata={"experience": {"kind": "experience"}})])
     LocalMaker(store).summarize([rollout("cup", "go kitchen")])
     assert len(LocalMaker(store)) == 1

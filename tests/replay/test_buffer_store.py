@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -16,6 +16,7 @@ import torch
 from tests.replay.conftest import build, rollouts, step, view
 from tools.crash.forked import forking
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
+from trainer_hooks.replay.store import Recorded
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
@@ -32,6 +33,11 @@ def train(manager: ExperienceManager, number: int, record: Callable[[list[AgentT
     batch = rollouts(f"t{number % 5}", outcomes, first=10 * number)
     record(batch)
     step(manager, batch, [float((7 * number + i) % 11) for i in range(3)])
+
+
+def finding(ids: Mapping[tuple[str, str], int]) -> Recorded:
+    """Return a function that finds recorded rollouts by their names."""
+    return lambda made: [ids.get((one.task_id, one.rollout_id)) for one in made]
 
 
 @pytest.mark.parametrize("kind", ["pt", "pkl"])
@@ -62,7 +68,7 @@ def train_until_killed(path: Path, is_recorded: bool, pipe: Connection) -> None:
         names = [(one.task_id, one.rollout_id) for one in made]
         ids.update(zip(names, buffer.add_trajectories(made), strict=True))
 
-    manager = ExperienceManager(RULES, store=BufferStore(buffer, ids if is_recorded else None))
+    manager = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids) if is_recorded else None))
     for number in range(10**6):
         train(manager, number, record if is_recorded else len)
         if number % 7 == 0:
@@ -190,13 +196,12 @@ def test_a_pool_that_is_begun_among_other_trajectories_says_so(
         manager = ExperienceManager(RULES, store=store)
         train(manager, 1)
         store.close()
-        assert caplog.text.count("its store holds 2 trajectories of no pool") == expected_count
+        assert caplog.text.count("its store holds trajectories of no pool, up to id 1") == expected_count
 
 
 def test_a_pool_is_asked(tmp_path: Path) -> None:
     pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
-    with pytest.raises(ConfigurationError, match=r"store=BufferStore.open\(path\)"):
-        ExperienceManager(RULES).query()
+    assert ExperienceManager(RULES).query().rows() == []
     store = BufferStore.open(tmp_path / "pool")
     manager = ExperienceManager(RULES, store=store)
     assert manager.query().rows() == []
@@ -260,11 +265,11 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         names = [(one.task_id, one.rollout_id) for one in recorded]
         ids = dict(zip(names, buffer.add_trajectories(recorded), strict=True))
         ids["b", "b/7"] = 99  # evicted
-        manager = ExperienceManager(RULES, store=BufferStore(buffer, ids))
+        manager = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
         assert manager.save_trajectories_to_memory([replace(recorded[0], entropy=2.0), build("b", 7)]) == 2
         other = build("a", 1, entropy=3.0, old_log_probs=torch.tensor([-0.5, -9.0, -0.25, -2.0]))
         assert manager.save_trajectories_to_memory([other]) == 1
-        assert manager._ledger.to_save([])["entries"] == {"a": [0, 4], "b": [3]}
+        assert manager._ledger.to_save()["entries"] == {"a": [0, 4], "b": [3]}
         state, before = manager.state_dict(), view(manager)
         assert manager.save_trajectories_to_memory([replace(recorded[2], entropy=1.0)]) == 1
         manager.flush()
@@ -274,7 +279,7 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         assert view(manager) == before
         assert len(buffer.trajectory_ids) == 5
         manager.flush()
-        again = ExperienceManager(RULES, store=BufferStore(buffer, ids))
+        again = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
         assert view(again) == before
         with closing(OfReader(tmp_path, None, copied=False)) as shown:
             assert shown.pool is not None
@@ -289,3 +294,34 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         assert manager.rerate(lambda one: 0.0) == 0
         manager.flush()
         assert opened.ids() == [0, 1, 2, 3, 4], "rollouts that are recorded are not evicted"
+
+
+def test_retention_keeps_what_the_pool_and_its_checkpoints_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def opened() -> TrajectoryReplayBuffer:
+        return TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, enable_cache=False)
+
+    ids: dict[tuple[str, str], int] = {}
+    with opened() as buffer:
+        manager = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids), capacity=4))
+        for number in range(4):
+            made = [build("a", number, entropy=4.0 - number), build("b", 100 + number)]
+            ids |= zip([(one.task_id, one.rollout_id) for one in made], buffer.add_trajectories(made), strict=True)
+            manager.save_trajectories_to_memory(made[:1])
+            if number == 1:
+                state, before = manager.state_dict(), view(manager)
+            manager.flush()
+        assert caplog.text.count("beyond its limits stay, as they are in use") == 1
+    with opened() as buffer:
+        manager = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids), capacity=4))
+        buffer.add_trajectories([build("c", number) for number in range(9)])
+        buffer.flush()
+        assert buffer.trajectory_ids.tolist() == [0, 2, 4, 6, 13, 14, 15, 16], "of two points, and the newest"
+        manager.load_state_dict(state)
+        assert view(manager) == before
+        manager.flush()
+        manager.hold([])
+        buffer.add_trajectories([build("d", 0)])
+        buffer.flush()
+        assert buffer.trajectory_ids.tolist() == [0, 2, 14, 15, 16, 17]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.replay.conftest import build
 from tests.support.waiting import wait_until
-from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.notices import why_nothing
 from trajstore import annotate
 from trajstore.errors import ConfigurationError
@@ -43,7 +43,7 @@ def full_pool(path: Path, rules: PoolRules = RULES) -> ExperienceManager:
 
 def until_taken_in(pool: ExperienceManager, number: int, value: float | None) -> None:
     store = pool._ledger.store
-    wait_until(lambda: store.outcomes_given().get(number) == value)
+    wait_until(lambda: store.outcomes_given([number]).get(number) == value)
 
 
 def test_a_success_that_was_none_comes_out_no_more_from_the_next_step_on(
@@ -124,7 +124,7 @@ def test_a_pool_that_was_corrected_is_saved_and_resumed_as_any(tmp_path: Path) -
 PLAIN = PoolRules(n_rollout=4)
 
 
-def filled(store: MemoryStore | None = None, reward: str = "exact:1") -> ExperienceManager:
+def filled(store: BufferStore | None = None, reward: str = "exact:1") -> ExperienceManager:
     manager = ExperienceManager(PLAIN, store=store, reward_fingerprint=reward)
     manager.save_trajectories_to_memory([build(task, tokens) for task in "ab" for tokens in (1, 2)])
     manager.flush()
@@ -133,7 +133,7 @@ def filled(store: MemoryStore | None = None, reward: str = "exact:1") -> Experie
 
 @pytest.mark.parametrize("way", ["restart", "checkpoint", "files"])
 def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
-    store = MemoryStore()
+    store = BufferStore()
     first = filled(store)
     first.save_experience_pool_to_disk(tmp_path / "step_1")
     for fingerprint, warned in (("exact:1", False), ("", False), ("partial:2", True)):
@@ -149,7 +149,7 @@ def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_outcomes_can_be_given_anew() -> None:
-    store = MemoryStore()
+    store = BufferStore()
     filled(store)
     manager = ExperienceManager(PLAIN, store=store, reward_fingerprint="partial:2")
     assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
@@ -168,7 +168,7 @@ def test_outcomes_can_be_given_anew() -> None:
 
 @pytest.mark.parametrize("way", ["rollouts", "restart", "checkpoint", "files"])
 def test_another_tokenizer_is_refused(tmp_path: Path, way: str) -> None:
-    store = MemoryStore()
+    store = BufferStore()
     first = ExperienceManager(PLAIN, store=store)
     strangers = [build(tokens=1), build(tokens=2, tokenizer_fingerprint="qwen:1")]
     first.save_trajectories_to_memory(strangers)

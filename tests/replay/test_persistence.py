@@ -18,7 +18,7 @@ import torch
 
 from tests.replay.conftest import build, rollouts, row, step
 from tests.support.faults import FaultPlan, failing_disk
-from trainer_hooks.replay import BufferStore, ExperienceManager, MemoryStore, PoolRules, newest_pool
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, newest_pool
 from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool
 from trajstore._core.reading.places import POOL_FILES
@@ -258,7 +258,7 @@ def test_what_has_other_values_stays() -> None:
 def test_a_pool_in_memory_has_copies_of_its_own_and_not_the_batch_of_which_they_are_slices() -> None:
     whole = -torch.rand(8, 1000)
     trajectory = AgentTrajectory(old_log_probs=whole[3, :5], entropys=whole[3, :5], metadata={"a": [1]})
-    store = MemoryStore()
+    store = BufferStore()
     (number,) = store.add_trajectories([trajectory])
     expected = whole[3, :5].clone()
     whole.zero_()

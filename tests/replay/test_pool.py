@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.replay.conftest import build, rollouts, step
-from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
@@ -255,7 +255,7 @@ def test_outcomes_that_are_no_numbers_are_refused_and_counted() -> None:
 
 
 def test_uses_survive_a_state_dict_and_a_restart() -> None:
-    store = MemoryStore()
+    store = BufferStore()
     rules = PoolRules(n_rollout=4, in_turns=True)
     manager = ExperienceManager(rules, store=store)
     manager.save_trajectories_to_memory([build(tokens=t, entropy=1.0 + t) for t in range(3)])
@@ -269,7 +269,7 @@ def test_uses_survive_a_state_dict_and_a_restart() -> None:
 
 
 def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(caplog: pytest.LogCaptureFixture) -> None:
-    store = MemoryStore()
+    store = BufferStore()
     manager = ExperienceManager(PoolRules(n_rollout=4), store=store)
     manager.global_steps = 500
     step(manager, [build("a", t, o, policy_version=500) for t, o in ((1, 1.0), (2, 0.0))])

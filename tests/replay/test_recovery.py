@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.replay.conftest import build, rollouts, step, view
-from trainer_hooks.replay import ExperienceManager, MemoryStore, PoolRules
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.ledger import MOST_LEFT
 from trainer_hooks.replay.store import PoolPoint
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
 TASKS = ("a", "b", "c")
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=2, seed=5)
 
 
-class LoggedStore(MemoryStore):
-    """A store that logs its operations, so that any prefix can be restored."""
-
-    store_id = "of this test"
+class LoggedStore(BufferStore):
+    """A store in memory that logs its operations, so that any prefix can be restored."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.store_id = "of this test"
         self.log: list[tuple[str, Any]] = []
-        self.points: dict[str, tuple[PoolPoint, dict[int, AgentTrajectory]]] = {}
+        self.points: dict[str, Any] = {}
+        self.hidden: set[int] = set()
         self.fail_after: int | None = None
 
     def _write(self) -> None:
@@ -45,21 +44,35 @@ class LoggedStore(MemoryStore):
         self.log += [("add", trajectory) for trajectory in trajectories]
         return super().add_trajectories(trajectories)
 
+    def ids(self) -> list[int]:
+        return [number for number in super().ids() if number not in self.hidden]
+
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return super().kept(ids) - self.hidden
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        if trajectory_id in self.hidden:
+            raise TrajectoryUnavailableError(f"trajectory {trajectory_id} was evicted")
+        return super().get(trajectory_id)
+
+    def hide(self, ids: Sequence[int]) -> None:
+        self.hidden.update(ids)
+
     def evict(self, ids: Sequence[int], /) -> None:
         assert self.log[-1][0] == "save", "evicted before a point says so"
         self.log.append(("evict", list(ids)))
-        super().evict(ids)
+        self.hide(ids)
 
-    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+    def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
         self._write()
         self.log.append(("save", document))
-        self._point = PoolPoint(f"step-{len(self.log)}", dict(document))
-        self.points[self._point.name] = self._point, dict(self._kept)
-        return self._point.name
+        self._current = PoolPoint(f"step-{len(self.log)}", dict(document))
+        self.points[self._current.name] = self._current, set(self.hidden)
+        return self._current.name
 
     def go_to(self, name: str, /) -> None:
-        self._point, kept = self.points[name]
-        self._kept = dict(kept)
+        self._current, hidden = self.points[name]
+        self.hidden = set(hidden)
 
     def first(self, count: int) -> LoggedStore:
         restored = LoggedStore()
@@ -67,7 +80,7 @@ class LoggedStore(MemoryStore):
             if kind == "add":
                 restored.add_trajectories([value])
             elif kind == "save":
-                restored.save(value, keep=False)
+                restored.save(value, False)
             else:
                 restored.evict(value)
         return restored
@@ -277,7 +290,7 @@ def test_a_point_of_another_version_is_named(damage: dict[str, Any]) -> None:
     store = LoggedStore()
     manager = ExperienceManager(RULES, store=store)
     manager.flush()
-    store.save({**store.log[-1][1], **damage}, keep=False)
+    store.save({**store.log[-1][1], **damage}, False)
     with pytest.raises(CorruptStoreError, match="not the state of an experience pool"):
         ExperienceManager(RULES, store=store)
 
@@ -286,7 +299,7 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_nothing_else()
     class Bounded(LoggedStore):
         def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
             ids = super().add_trajectories(trajectories)
-            MemoryStore.evict(self, self.ids()[:-20])
+            self.hide(self.ids()[:-20])
             return ids
 
     store = Bounded()
@@ -294,7 +307,7 @@ def test_a_store_that_evicts_its_oldest_gives_up_trajectories_and_nothing_else()
     for number in range(30):
         step(manager, rollouts(f"t{number}", [1.0, 1.0, 0.0]))
         manager.flush()
-        again = ExperienceManager(RULES, store=copy.deepcopy(store))
+        again = ExperienceManager(RULES, store=store)
         assert again.difficulty2task_dict == manager.difficulty2task_dict
         assert view(again)["entries"] == view(manager)["entries"]
     assert len(manager) == 20
@@ -310,7 +323,7 @@ def test_what_gave_up_its_place_stays_away_whatever_the_rules_are() -> None:
     manager.save_trajectories_to_memory(several)  # the third replaces the first
     manager.save_trajectories_to_memory([build("b", number, entropy=2.0 - number / 10) for number in range(3)])
     assert len(store.ids()) > len(manager), "those that left are not deleted yet"
-    store.save(manager._ledger.to_save(store.ids()), keep=False)
+    store.save(manager._ledger.to_save(), False)
     there = view(manager)["entries"]
     assert {task: len(held) for task, held in there.items()} == {"a": 2, "b": 2}
     for most in (1, 2, 10):

@@ -30,7 +30,7 @@ def test_a_run_that_begins_with_demonstrations(longest: int, train: Train, verl_
         lines.append({"task_id": f"digit:{task['extra_info']['index']}", "messages": messages, "reward": 1.0})
     source = write(tmp_path / "demos.jsonl", *lines)
     limits = (f"data.max_response_length={longest}", "trainer.total_training_steps=2")
-    pool = tmp_path / "checkpoints" / "trajstore" / "pool"
+    pool = tmp_path / "checkpoints" / "trajstore" / "rollouts"
     pool.parent.mkdir(parents=True)
     convert_from(source, tmp_path / "demos", "chat")
     tokenizer = MessageTokenizer.of(load_tokenizer(str(verl_assets.model)))

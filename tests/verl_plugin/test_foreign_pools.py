@@ -82,7 +82,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
     assets = make_assets(tmp_path / "assets", tokenizer=tokenizer, rows=rows)
     words = ["--tokenizer", str(assets.model), "--task-prefix", f"{SOURCE}:"]
     words += ["--context", "linear_think", "--think-hint", HINT] if kind == "linear_think" else []
-    assert main(["pool", "import", str(tmp_path / "checkpoints" / "trajstore" / "pool"), str(source), *words]) == 0
+    assert main(["pool", "import", str(tmp_path / "checkpoints" / "trajstore" / "rollouts"), str(source), *words]) == 0
 
     overrides = [
         "trainer.v1.trainer_mode=sync_replay",

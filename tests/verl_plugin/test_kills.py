@@ -22,7 +22,6 @@ from tools.crash.verl.layout import (
     calls_path,
     cut_path,
     journal_path,
-    pool_path,
     rollouts_path,
     step_named_by_tracker,
 )
@@ -88,7 +87,6 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     kept = AgentTrajectory(rollout_id="kept_0_0", task_id="digit:1", policy_version=1, messages=[SAID])
     bare = AgentTrajectory(rollout_id="bare_0_0", task_id="digit:1", policy_version=1)
     make_store(rollouts_path(tmp_path), [kept, bare])
-    make_store(pool_path(tmp_path), [])
     problems: list[str] = []
     promises = Promises()
     promises.take({"event": "acknowledged", "rollouts": {"0": ["kept_0_0", digest(kept)]}}, problems.append)
@@ -204,7 +202,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
 
 
 def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
-    """Rollouts of two steps were acknowledged before the first checkpoint; the pool's store lacks those of the second.
+    """Rollouts of two steps were acknowledged before the first checkpoint; the pool lacks those of the second.
 
     Those of the first step enter when it is repeated.
     """
@@ -215,7 +213,6 @@ def test_what_keep_leaves_out_is_seen(tmp_path: Path) -> None:
         rollout("c_0_0", "digit:3", 1),
     ]
     make_store(rollouts_path(tmp_path), made)
-    make_store(pool_path(tmp_path), [])
     problems: list[str] = []
     promises = Promises()
     acknowledged = {str(number): [history.rollout_id, digest(history)] for number, history in enumerate(made)}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from trainer_hooks.guidance.experience import Experience
 from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
 from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer, by_task
-from trainer_hooks.replay import MemoryStore, PoolStore
+from trainer_hooks.replay import BufferStore
 from trainer_hooks.retrieval import RetrievalIndex
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import whole
@@ -40,12 +40,12 @@ class LocalMaker:
 
     def __init__(
         self,
-        store: PoolStore | None = None,
+        store: BufferStore | None = None,
         *,
         summarizer: Summarizer | None = None,
         present: Callable[[Sequence[Experience]], str] = as_text,
     ) -> None:
-        self._store: PoolStore = MemoryStore() if store is None else store
+        self._store = BufferStore() if store is None else store
         self._summarizer: Summarizer = summarizer or ExtractiveSummarizer()
         self._present = present
         self._index = RetrievalIndex()

@@ -14,7 +14,7 @@ from trainer_hooks.replay.outcomes import REPLAY_MARK, is_success
 from trainer_hooks.replay.persistence import newest_pool
 from trainer_hooks.replay.pool import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.store import BufferStore, MemoryStore, PoolStore
+from trainer_hooks.replay.store import BufferStore
 
 __all__ = [
     "REPLAY_MARK",
@@ -24,9 +24,7 @@ __all__ = [
     "CurrentEntropy",
     "ExperienceManager",
     "ExperienceMixCollateFn",
-    "MemoryStore",
     "PoolRules",
-    "PoolStore",
     "RatioSchedule",
     "Refusal",
     "TaskSampling",

@@ -85,7 +85,8 @@ def export_pool(store: str | Path, folder: str | Path) -> Exchanged:
         CorruptStoreError: the pool in the store cannot be decoded.
         StoreWriteError: the folder did not reach the disk.
     """
-    check_is_pool(store)
+    if holds_others(store):
+        raise ConfigurationError(f"{store}: holds rollouts and no experience pool; there is nothing to export")
     if check_path(Path(folder)).exists() and not Path(folder).is_dir():
         raise ConfigurationError(f"{folder}: is a file; give the folder that is to be written")
     with _Reader(store) as reader:
@@ -126,7 +127,7 @@ def seed_pool(
         outcome: of rollouts that have none.
 
     Raises:
-        ConfigurationError: ``store`` is not a pool; or files are given for a pool that is not empty, or together with
+        ConfigurationError: ``store`` is not a store; or files are given for a pool that is not empty, or together with
             ``outcome``; or the pool has another tokenizer, or rules that never replay demonstrations; or the files have
             messages only, and there is no tokenizer.
         StoreNotFoundError: there is nothing at ``source``.
@@ -142,8 +143,9 @@ def seed_pool(
             rollouts, unreadable = reader.rollouts(), reader.unreadable
     elif outcome is not None:
         raise ConfigurationError(f"outcome: {outcome:g}, but trajectories in the files of {files} have theirs")
-    check_is_pool(store)
+    is_recording = holds_others(store)
     with BufferStore.open(store) as buffer:
+        buffer.is_recording |= is_recording  # the pool then chooses among what is recorded later, and evicts none
         fingerprint = tokenizer.fingerprint if tokenizer else ""
         manager = ExperienceManager(
             rules,
@@ -218,13 +220,11 @@ def _admit(manager: ExperienceManager, rollouts: Sequence[AgentTrajectory], *, s
     return _sentences(left_out, rollouts, manager.rules)
 
 
-def check_is_pool(store: str | Path) -> None:
-    """Refuse a place that holds something other than a pool, since pool entries would mix with other trajectories.
-
-    A missing place and a store without trajectories pass.
+def holds_others(store: str | Path) -> bool:
+    """Return whether a store has trajectories and no pool: the recorded rollouts of a run.
 
     Raises:
-        ConfigurationError: it holds something else, which the message names.
+        ConfigurationError: the place holds something that is no store of rollouts, which the message names.
         StoreNotFoundError: it is a file.
         CorruptStoreError: it cannot be read.
     """
@@ -233,20 +233,19 @@ def check_is_pool(store: str | Path) -> None:
     except StoreNotFoundError:
         if "://" not in str(store) and Path(store).is_file():
             raise
-        return
+        return False
     if place.kind != "store":
         descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
         folder = "a run directory" if place.rank_names else "a folder"
         description = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{store}: holds {description}; give the directory of the pool's store")
     with _Reader(store) as reader:
-        numbers = reader.ids()
-        if not numbers or reader.newest_point() is not None:
-            return
-    raise ConfigurationError(
-        f"{store}: holds {trajectories(len(numbers))} (ids {numbers[0]:,} to {numbers[-1]:,}) and no experience pool,"
-        " whose entries would be mixed with them; give the pool its own directory"
-    )
+        newest = reader.newest_id()
+        if newest < 0 or reader.newest_point() is not None:
+            return False
+        with suppress(CorruptStoreError):
+            reader.get(newest)  # refuses steps
+    return True
 
 
 def _sentences(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer_hooks.replay.entry import mean_entropy
-from trajstore._core.columns.facts import GIVEN
+from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore.trajectory import AgentTrajectory
 
 TRAINED_STEP, DROPPED_STEP, TASK_ROLLOUTS = "trained_step", "dropped_step", "task_rollouts"
@@ -27,14 +27,17 @@ def with_training(rollout: AgentTrajectory) -> AgentTrajectory:
 
     ``old_log_probs``, ``entropys`` and ``entropy`` are the actor's; where weights older than the actor's sampled, the
     log-probs are the engine's. ``metadata`` has ``step``, ``trained``, ``task_rollouts``, and ``run``, the process of
-    this step; a rollout whose step did not finish has no ``trained``.
+    this step; a rollout whose step did not finish has no ``trained``. One that was recorded without a score has the
+    late one, and no ``token_scores``.
     """
     late: Mapping[str, Any] = rollout.metadata.get(GIVEN, {})
     trained = late.get(TRAINED_STEP)
     step = trained if trained is not None else late.get(DROPPED_STEP)
     if step is None:
         return rollout
-    metadata = {name: value for name, value in rollout.metadata.items() if not name.startswith("trajstore.")}
+    metadata = {name: value for name, value in rollout.metadata.items() if name not in (GIVEN, RECORDED)}
+    if rollout.metadata.get(RECORDED, {}).get(SCORE, 0.0) is None:
+        metadata.pop("token_scores", None)
     metadata |= {"step": int(step), "trained": trained is not None}
     metadata["run"] = late.get(REUSED_BY, metadata.get("run", ""))
     if late.get(TASK_ROLLOUTS) is not None:

@@ -12,7 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +28,9 @@ from trainer_hooks.replay.state import (
     set_generator_state,
     warn_of_unreadable,
 )
-from trainer_hooks.replay.store import BufferStore, PoolStore
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError, trajectories
+from trainer_hooks.replay.store import PoolStore
+from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
-
-if TYPE_CHECKING:
-    from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
 
@@ -62,18 +59,17 @@ class PoolLedger:
         self.state.begin_run()
         self._saved: Mapping[str, Any] = {}
         """Document of the newest point that this object saved."""
-        if isinstance(store, BufferStore):
-            store.before_close = self.save
+        store.before_close = self.save
 
     def _read_store(self) -> None:
         recovered = recover(self.store)
         if recovered.generator is not None:
             set_generator_state(self.generator, recovered.generator)
-        elif (others := self.store.ids()) and not (isinstance(self.store, BufferStore) and self.store.is_recording):
+        elif (newest := self.store.newest_id()) >= 0 and not self.store.is_recording:
             logger.warning(
-                "experience pool: its store holds %s of no pool; the pool starts beside them. To keep them apart, give"
-                " the pool its own directory",
-                trajectories(len(others)),
+                "experience pool: its store holds trajectories of no pool, up to id %d; the pool starts beside them."
+                " To keep them apart, give the pool its own directory",
+                newest,
             )
         self.state = recovered.state
         """The pool's contents, changed only by this class."""
@@ -81,18 +77,6 @@ class PoolLedger:
         """Name of the point whose trajectories the store has; empty if others were added since."""
         self._garbage = recovered.garbage
         self._count(Departure.UNREADABLE, recovered.unreadable)
-
-    def query(self, relation: str) -> Query:
-        """Return a query over all records of the store.
-
-        Raises:
-            ConfigurationError: the store has no index.
-        """
-        if not isinstance(self.store, BufferStore):
-            raise ConfigurationError(
-                "query: the pool has no store, which would have the facts; give it one, store=BufferStore.open(path)"
-            )
-        return self.store.query(relation)
 
     def read(self, entries: Sequence[PoolEntry]) -> list[tuple[PoolEntry, AgentTrajectory]]:
         """Return entries with their records, which the caller must not change.
@@ -116,7 +100,7 @@ class PoolLedger:
 
     def correct(self) -> None:
         """Apply late outcome corrections and their retractions."""
-        given = self.store.outcomes_given()
+        given = self.store.outcomes_given([entry.trajectory_id for entry in self.state.all_entries()])
         changed = [
             entry
             for entry in self.state.all_entries()
@@ -194,16 +178,12 @@ class PoolLedger:
         """Return everything but the trajectories as plain containers."""
         return {**self.state.to_document(), "generator": generator_state(self.generator)}
 
-    def to_save(self, ids: Sequence[int]) -> dict[str, Any]:
-        """Return the document of a saved point.
-
-        Args:
-            ids: of all trajectories in the store.
-        """
+    def to_save(self) -> dict[str, Any]:
+        """Return the document of a saved point."""
         return {
             **self.document(),
             "entries": {task: [entry.trajectory_id for entry in held] for task, held in self.state.entries.items()},
-            "newest": ids[-1] if ids else -1,
+            "newest": self.store.newest_id(),
             "left": list(self._garbage),
         }
 
@@ -219,13 +199,12 @@ class PoolLedger:
             StoreWriteError: the store could not write; the points before are unchanged.
         """
         self.store.flush()
-        ids = self.store.ids()
-        before = self.state.count()
-        self.state.keep_only(set(ids))
-        self._count(Departure.UNAVAILABLE, before - self.state.count())
-        document = self.to_save(ids)
+        kept = self.store.kept([entry.trajectory_id for entry in self.state.all_entries()])
+        for entry in [entry for entry in self.state.all_entries() if entry.trajectory_id not in kept]:
+            self._forget(entry, Departure.UNAVAILABLE)
+        document = self.to_save()
         if keep or document != self._saved:
-            self._point = self.store.save(document, keep=keep)
+            self._point = self.store.save(document, keep)
             self._saved = document
         if self._garbage:
             self.store.evict(self._garbage)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_hooks.replay.buckets import DifficultyBuckets
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, token_digest
 from trainer_hooks.replay.facts import with_pool_facts
+from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.replay.state import PoolState, recover
 from trainer_hooks.replay.store import PoolPoint, newest_point
@@ -113,7 +114,7 @@ class Records:
         """
         self._files = self._point_files()
         recovered = recover(self, lambda _, number: self._entries[number])
-        kept = set(self.ids())
+        kept = self.kept(self._known)
         self._known = {number: record for number, record in self._known.items() if number in kept}
         self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
         state = recovered.state
@@ -139,16 +140,20 @@ class Records:
         known = self._known.get(trajectory_id)
         if known is not None:
             return known
-        record = self._reader.get(trajectory_id)
-        if not isinstance(record, AgentTrajectory):
+        stored = self._reader.get(trajectory_id)
+        if not isinstance(stored, AgentTrajectory):
             raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
+        record = with_training(stored)
         self._entries[trajectory_id] = entry_of(record, trajectory_id)
         light = AgentTrajectory(task_id=record.task_id, tokenizer_fingerprint=record.tokenizer_fingerprint)
         self._known[trajectory_id] = light
         return light
 
-    def ids(self) -> list[int]:
-        return [int(number) for number in self._reader.trajectory_ids]
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return {*ids} & {*self._reader.trajectory_ids.tolist()}
+
+    def newest_id(self) -> int:
+        return max(self._reader.trajectory_ids.tolist(), default=-1)
 
 
 def pool_of_files(directory: Path) -> tuple[SeenPool, str | None]:

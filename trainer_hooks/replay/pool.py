@@ -51,7 +51,7 @@ from trainer_hooks.replay.selection import (
     worthy,
 )
 from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy
-from trainer_hooks.replay.store import MemoryStore, PoolStore
+from trainer_hooks.replay.store import BufferStore, PoolStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory, Reward
@@ -114,7 +114,7 @@ class ExperienceManager:
             tokenizer_fingerprint = tokenizer.fingerprint
         self.reward_fingerprint = reward_fingerprint
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
-        self._ledger = PoolLedger(MemoryStore() if store is None else store, self._generator)
+        self._ledger = PoolLedger(BufferStore() if store is None else store, self._generator)
         check_same(self._state.fingerprint, tokenizer_fingerprint, "the pool in the store")
         check_demonstrations(self._state.demonstrations(), rules)
         self._state.fingerprint = tokenizer_fingerprint or self._state.fingerprint
@@ -492,9 +492,9 @@ class ExperienceManager:
             relation: kind of the rows: ``"trajectories"``, ``"messages"``, ``"tokens"``.
 
         Raises:
-            ConfigurationError: the pool is in memory; or there is no such relation.
+            ConfigurationError: there is no such relation.
         """
-        every = self._ledger.query(relation)
+        every = self._ledger.store.query(relation)
         return replace(every, facts=lambda: with_pool_facts(every.facts(), self._state))
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
-from trainer_hooks.replay.store import RECORDED, PoolRecords
+from trainer_hooks.replay.store import RECORDED, PoolRecords, ids_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -191,11 +191,6 @@ class PoolState:
         else:
             self.entries.pop(task, None)
 
-    def keep_only(self, ids: Collection[int]) -> None:
-        """Drop entries whose ids are not among these."""
-        for entry in [entry for entry in self.all_entries() if entry.trajectory_id not in ids]:
-            self.forget(entry)
-
     def forget(self, entry: PoolEntry) -> None:
         """Drop one entry; a task without entries is removed."""
         left = tuple(other for other in self.entries.get(entry.task_id, ()) if other is not entry)
@@ -333,13 +328,13 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     Raises:
         CorruptStoreError: the document cannot be decoded.
     """
-    point, kept = store.newest_point(), store.ids()
+    point = store.newest_point()
     if point is None:
         return Recovered(PoolState(), None, "", [], 0)
     state = PoolState.of_document(point.document)
     listed, left, newest = _ids_in(point.document)
-    is_changed = bool(kept) and kept[-1] > newest
-    there = set(kept)
+    is_changed = store.newest_id() > newest
+    there = store.kept([*ids_of(point.document), *left])
     result = Recovered(state, point.document["generator"], "" if is_changed else point.name, [], 0)
     result.among_others = bool(point.document.get(RECORDED))
     result.garbage = [number for number in left if number in there]

@@ -1,23 +1,25 @@
-"""Storage of the pool's records: the required interface, and two implementations.
+"""Storage of the pool's records: the required interface, and a buffer on disk or in memory.
 
 Takes no lock: only the training loop that owns the pool calls it.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 import orjson
 import torch
 
+from trainer_hooks.replay.late_values import with_training
 from trajstore._core.base.arguments import one_of, path_or_url, whole_or_none
 from trajstore._core.base.closing import Closing
 from trajstore._core.base.settings import unknown
+from trajstore._core.columns.facts import GIVEN
+from trajstore._core.columns.facts import RECORDED as RECORDED_VALUES
 from trajstore._core.columns.limits import shown
 from trajstore._core.formats import FORMATS
 from trajstore.errors import (
@@ -98,16 +100,18 @@ class PoolRecords(Protocol):
             TrajectoryUnavailableError: no such id, or no longer kept.
         """
 
-    def ids(self) -> list[int]:
-        """Return the ids of kept trajectories, ascending."""
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        """Return those of these ids whose trajectories are still kept."""
+
+    def newest_id(self) -> int:
+        """Return the highest id; -1 if there is none."""
 
     def newest_point(self) -> PoolPoint | None:
         """Return the newest saved point; ``None`` if there is none."""
 
 
-@runtime_checkable
 class PoolStore(PoolRecords, Protocol):
-    """A store of agent trajectories under ascending ids.
+    """Where a pool's trajectories are: a :class:`BufferStore`, or that of another process.
 
     A crash preserves a prefix of the additions: never a later one without the earlier ones.
     """
@@ -116,11 +120,21 @@ class PoolStore(PoolRecords, Protocol):
     def store_id(self) -> str:
         """Identifies the store; empty if the records do not survive the process."""
 
+    @property
+    def is_recording(self) -> bool:
+        """True if the store has all rollouts of a trainer."""
+
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """Store private copies and return their ids, ascending and above all earlier ones. All or none."""
 
-    def outcomes_given(self) -> Mapping[int, float]:
-        """Return outcomes that were corrected after addition, by id; :meth:`get` has them too."""
+    before_close: Callable[[], object] | None
+    """Called by :meth:`close`: saves the pool."""
+
+    def outcomes_given(self, ids: Collection[int], /) -> Mapping[int, float]:
+        """Return which of these had their outcome corrected after addition, by id; :meth:`get` has it too."""
+
+    def query(self, relation: str, /) -> Query:
+        """Return a query over all records, including trajectories that left the pool."""
 
     def flush(self) -> None:
         """Block until every addition is as durable as the store can make it."""
@@ -128,7 +142,7 @@ class PoolStore(PoolRecords, Protocol):
     def evict(self, ids: Sequence[int], /) -> None:
         """Evict trajectories. Unknown ids are ignored."""
 
-    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+    def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
         """Save a point with this document and all trajectories; return its name.
 
         Args:
@@ -146,106 +160,78 @@ class PoolStore(PoolRecords, Protocol):
     def hold(self, names: Collection[str], /) -> None:
         """Remove all points but these and the newest one. Unknown names are ignored."""
 
+    def close(self) -> None:
+        """Release the store. Idempotent."""
 
-class MemoryStore:
-    """Keeps records in this process only."""
 
-    store_id = ""
-
-    def __init__(self) -> None:
-        self._kept: dict[int, AgentTrajectory] = {}
-        self._next = 0
-        self._point: PoolPoint | None = None
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """As :meth:`PoolStore.add_trajectories`."""
-        for trajectory in trajectories:
-            columns = [value for value in vars(trajectory).values() if isinstance(value, torch.Tensor)]
-            # Tensors in the memo are not copied again: deepcopy would copy the whole storage of a slice.
-            self._kept[self._next] = copy.deepcopy(
-                trajectory, {id(column): column.detach().clone() for column in columns}
-            )
-            self._next += 1
-        return list(range(self._next - len(trajectories), self._next))
-
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """As :meth:`PoolStore.get`."""
-        try:
-            return self._kept[trajectory_id]
-        except KeyError:
-            raise TrajectoryUnavailableError(f"trajectory {trajectory_id} is not in the pool's memory") from None
-
-    def ids(self) -> list[int]:
-        """As :meth:`PoolStore.ids`."""
-        return list(self._kept)
-
-    def outcomes_given(self) -> Mapping[int, float]:
-        """As :meth:`PoolStore.outcomes_given`: always empty, since trajectories in memory cannot be annotated."""
-        return {}
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        """As :meth:`PoolStore.evict`."""
-        for trajectory_id in ids:
-            self._kept.pop(trajectory_id, None)
-
-    def newest_point(self) -> PoolPoint | None:
-        """As :meth:`PoolStore.newest_point`."""
-        return self._point
-
-    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
-        """As :meth:`PoolStore.save`. Only the newest point exists, for another pool that opens this store."""
-        self._point = PoolPoint("", dict(document))
-        return ""
-
-    def go_to(self, name: str, /) -> None:
-        """Raise an error: there is no earlier point in memory."""
-        raise StoreNotFoundError(f"{name}: a pool in memory keeps no points; its checkpoints contain the trajectories")
-
-    def hold(self, names: Collection[str], /) -> None:
-        """Do nothing."""
+Recorded = Callable[[Sequence[AgentTrajectory]], Sequence[int | None]]
+"""Returns the ids of rollouts that a trainer recorded, by their names; ``None`` = not recorded."""
 
 
 class BufferStore(Closing):
-    """The pool's trajectories in a trajectory buffer that writes to disk.
+    """The pool's trajectories in a trajectory buffer, on disk or in memory.
 
     The buffer belongs to the pool. With a capacity, the pool's oldest trajectories are evicted first.
 
     If the buffer has all rollouts of a trainer (``recorded``, now or before), the pool only chooses among them: nothing
-    is copied or evicted, and going to a point changes the choice, not the buffer's contents.
+    is copied or evicted, going to a point changes the choice, not the buffer's contents, and the buffer's retention
+    keeps what the pool and its points name.
 
     Args:
-        buffer: a buffer with ``auto_save=True``.
-        recorded: ids of the trainer's rollouts in it by task and rollout id, read at each admission. The trainer closes
-            the buffer.
+        buffer: a buffer with ``auto_save=True``; ``None`` = one in memory, for this process only.
+        recorded: finds the trainer's rollouts in it. The trainer closes the buffer.
+        capacity: number of rollouts that a recording keeps beside those that the pool and its points name; ``None`` =
+            as the buffer's retention says. The buffer has no retention then, which would evict those on opening.
 
     Raises:
         ConfigurationError: the buffer is in memory only.
     """
 
-    _recorded: Mapping[tuple[str, str], int] | None = None
     is_recording = False
     """Whether the buffer has all rollouts of a trainer."""
-    _resumed: PoolPoint | None = None
-    """The point that was gone to in such a buffer; ``None`` = the newest."""
+    before_close: Callable[[], object] | None = None
+    """Called by :meth:`close`: saves the pool."""
+    _is_on_disk = True
+    _recorded: Recorded | None = None
+    _current: PoolPoint | None = None
+    """The point that was gone to in a recording, or the newest one in memory; ``None`` = the newest on disk."""
+    _is_kept = True
+    """Whether the newest point stays when another is saved."""
 
-    def __init__(self, buffer: TrajectoryReplayBuffer, recorded: Mapping[tuple[str, str], int] | None = None) -> None:
-        if not hasattr(buffer, "auto_save"):
+    def __init__(
+        self,
+        buffer: TrajectoryReplayBuffer | None = None,
+        recorded: Recorded | None = None,
+        *,
+        capacity: int | None = None,
+    ) -> None:
+        from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+        from trajstore._core.buffer.retention import Retention
+
+        self._is_on_disk = buffer is not None
+        if buffer is None:
+            buffer = TrajectoryReplayBuffer(sample_window_size=0)
+        elif not hasattr(buffer, "auto_save"):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
-        if not buffer.auto_save:
-            raise ConfigurationError("auto_save: the buffer of an experience pool must write; use MemoryStore instead")
+        elif not buffer.auto_save:
+            raise ConfigurationError("auto_save: the buffer of a pool must write; leave it out for a pool in memory")
         self._buffer = buffer
         self._recorded, self.is_recording = recorded, recorded is not None
-        self.store_id = str(buffer.store_id)
-        self.before_close: Callable[[], object] | None = None
-        """Called by :meth:`close`: saves the pool."""
-        self._is_kept = True
-        """Whether the newest point stays when another is saved."""
+        self.store_id = str(buffer.store_id) if self._is_on_disk else ""
+        self._needed: dict[str, list[int]] = {}
+        """Ids that each point of a recording names."""
+        if capacity is not None:
+            self.newest_point()
+            buffer.live.retention = Retention(max_trajectories=capacity)
 
     @classmethod
-    def open(cls, path: str | Path, *, format: str = "pt", capacity: int | None = None) -> Self:  # noqa: A002
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        format: str = "pt",  # noqa: A002
+        capacity: int | None = None,
+    ) -> Self:
         """Open the pool's store at a directory or URL, or create it.
 
         Args:
@@ -283,55 +269,75 @@ class BufferStore(Closing):
             if save is not None:
                 save()
         finally:
-            if self._recorded is None:
+            if self._recorded is None and self._is_on_disk:
                 self._buffer.close()
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
         """As :meth:`PoolStore.add_trajectories`; recorded ones have their ids, and only others are added."""
-        found = list(map(self._find, trajectories))
-        new = [trajectory for trajectory, number in zip(trajectories, found, strict=True) if number is None]
+        found = [None] * len(trajectories) if self._recorded is None else self._recorded(trajectories)
+        same = [
+            number if number is not None and self._is_same(number, trajectory) else None
+            for number, trajectory in zip(found, trajectories, strict=True)
+        ]
+        new = [
+            _as_recorded(trajectory) for trajectory, number in zip(trajectories, same, strict=True) if number is None
+        ]
         added = iter(self._buffer.add_trajectories(new) if new else ())
-        return [next(added) if number is None else number for number in found]
+        return [next(added) if number is None else number for number in same]
 
-    def _find(self, trajectory: AgentTrajectory) -> int | None:
-        """Return the id of a recorded trajectory with the same names, tokens and log-probs."""
-        number = (self._recorded or {}).get((trajectory.task_id, trajectory.rollout_id))
+    def _is_same(self, number: int, trajectory: AgentTrajectory) -> bool:
+        """Return whether a recorded trajectory has the same tokens and log-probs."""
         try:
-            record = None if number is None else self.get(number)
+            record = self.get(number)
         except (StoreError, TrajectoryUnavailableError):  # damaged, or evicted
-            return None
+            return False
         names = ("input_ids", "old_log_probs")
         pairs = [(getattr(trajectory, name), getattr(record, name, None)) for name in names]
-        return number if all(one is other is None or _equal(one, other) for one, other in pairs) else None
+        return all(one is other is None or _equal(one, other) for one, other in pairs)
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """As :meth:`PoolStore.get`."""
+        """As :meth:`PoolStore.get`; a recorded one has the log-probs and entropies of the step that trained on it."""
         trajectory = self._buffer.get(trajectory_id)
         if not isinstance(trajectory, AgentTrajectory):
             raise InvalidTrajectoryError(
                 f"trajectory {trajectory_id} is a step trajectory; give the experience pool a directory of its own"
             )
-        return trajectory
+        result = with_training(trajectory)
+        if result is not trajectory and RECORDED_VALUES in trajectory.metadata:
+            result.metadata[RECORDED_VALUES] = trajectory.metadata[RECORDED_VALUES]
+        return result
 
     def ids(self) -> list[int]:
-        """As :meth:`PoolStore.ids`."""
+        """Return the ids of all trajectories, ascending."""
         ids: list[int] = self._buffer.trajectory_ids.tolist()
         return ids
 
-    def outcomes_given(self) -> Mapping[int, float]:
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        """As :meth:`PoolStore.kept`."""
+        asked = np.fromiter(ids, np.int64, len(ids))
+        return set(asked[np.isin(asked, self._buffer.trajectory_ids)].tolist())
+
+    def newest_id(self) -> int:
+        """As :meth:`PoolStore.newest_id`."""
+        ids = self._buffer.trajectory_ids
+        return int(ids[-1]) if len(ids) else -1
+
+    def outcomes_given(self, ids: Collection[int], /) -> Mapping[int, float]:
         """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
-        from trajstore._core.reading.late import outcomes_given  # not needed by a pool in memory
+        from trajstore._core.reading.late import outcomes_given
 
         def look(contents: Contents) -> dict[int, float]:
-            index = contents.index
-            given = outcomes_given(index, np.arange(index.first, index.end))
-            there = np.flatnonzero(~np.isnan(given))
-            return dict(zip(index["trajectory_id"][there].tolist(), given[there].tolist(), strict=True))
+            positions = contents.index.find_many(list(ids))
+            positions = positions[positions >= 0]
+            given = outcomes_given(contents.index, positions)
+            numbers = contents.index.at("trajectory_id", positions)
+            there = ~np.isnan(given)
+            return dict(zip(numbers[there].tolist(), given[there].tolist(), strict=True))
 
         return self._buffer.live.locked(look)
 
-    def query(self, relation: str) -> Query:
-        """Return a query over all records, including trajectories that left the pool."""
+    def query(self, relation: str, /) -> Query:
+        """As :meth:`PoolStore.query`."""
         return self._buffer.query(relation)
 
     def flush(self) -> None:
@@ -340,18 +346,20 @@ class BufferStore(Closing):
 
     def evict(self, ids: Sequence[int], /) -> None:
         """As :meth:`PoolStore.evict`. A trainer's rollouts stay recorded."""
-        kept = set() if self.is_recording else set(self.ids())
-        known = [trajectory_id for trajectory_id in ids if trajectory_id in kept]
-        if known:
-            self._buffer.evict(known)
+        if not self.is_recording and (known := self.kept(ids)):
+            self._buffer.evict(sorted(known))
 
     def newest_point(self) -> PoolPoint | None:
         """As :meth:`PoolStore.newest_point`."""
-        if self._resumed is not None:
-            return self._resumed
-        point = newest_point(self._catalog())
+        if self._current is not None or not self._is_on_disk:
+            return self._current
+        catalog = self._catalog()
+        point = newest_point(catalog)
         self._is_kept = point is None or point.document["kept"]
         self.is_recording |= point is not None and bool(point.document.get(RECORDED))
+        if self.is_recording and self._buffer.auto_save:
+            points = [_point_of(catalog, snapshot.name) for snapshot in catalog.snapshots() if snapshot.kind == "point"]
+            self._protect({one.name: ids_of(one.document) for one in points if one is not None})
         return point
 
     def _catalog(self) -> Catalog:
@@ -360,11 +368,21 @@ class BufferStore(Closing):
 
         return Catalog.open(open_directory(str(self._buffer.auto_save_path)))
 
-    def save(self, document: Mapping[str, Any], /, *, keep: bool) -> str:
+    def _protect(self, needed: Mapping[str, list[int]]) -> None:
+        """Let the retention keep what the points that are there name; ``needed``: ids of new points."""
+        there = {snapshot.name for snapshot in self._buffer.points.snapshots}
+        self._needed = {name: ids for name, ids in {**self._needed, **needed}.items() if name in there}
+        ids = [np.array(ids, np.int64) for ids in self._needed.values()]
+        self._buffer.live.protected = np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)
+
+    def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
         """As :meth:`PoolStore.save`.
 
         Points have their own numbers, because training steps may begin again in the same pool.
         """
+        if not self._is_on_disk:
+            self._current = PoolPoint("", dict(document))
+            return ""
         points = self._buffer.points
         saved = points.saved
         pinned = max((snapshot.generation for snapshot in points.snapshots if snapshot.kind == "pin"), default=-1)
@@ -373,7 +391,9 @@ class BufferStore(Closing):
         state = {**document, "kept": keep} | ({RECORDED: True} if self.is_recording else {})
         text = orjson.dumps(state, option=orjson.OPT_NON_STR_KEYS).decode()
         name = points.save(number, {POOL_KEY: text}, keep=None).name
-        self._is_kept, self._resumed = keep, None
+        self._is_kept, self._current = keep, None
+        if self.is_recording:
+            self._protect({name: ids_of(document)})
         return name
 
     def go_to(self, name: str, /) -> None:
@@ -381,15 +401,21 @@ class BufferStore(Closing):
 
         A trainer's rollouts stay as they are, with late values, and the pool chooses as at the point.
         """
+        if not self._is_on_disk:
+            raise StoreNotFoundError(
+                f"{name}: a pool in memory keeps no points; its checkpoints contain the trajectories"
+            )
         if not self.is_recording:
             self._buffer.points.go_to(name)
         elif (point := _point_of(self._catalog(), name)) is not None:
-            self._resumed = point
+            self._current = point
         else:
             raise StoreNotFoundError(f"{name}: a saved point without an experience pool; resume from another")
 
     def hold(self, names: Collection[str], /) -> None:
         """As :meth:`PoolStore.hold`. Pins of users stay, each with the newest point that led to it."""
+        if not self._is_on_disk:
+            return
         points = self._buffer.points
         current = [point.name for point in points.saved]
         kept = {*names, *current[-1:]}
@@ -403,10 +429,32 @@ class BufferStore(Closing):
             unneeded += [snapshot.name for snapshot in snapshots if snapshot.kind == "aside"]
         for name in unneeded:
             points.remove(name)
+        if self.is_recording:
+            self._protect({})
+
+
+def _as_recorded(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a trajectory without the values that late ones replaced, where it has those no longer."""
+    metadata = trajectory.metadata
+    if RECORDED_VALUES not in metadata or GIVEN in metadata:
+        return trajectory
+    return replace(trajectory, metadata={name: value for name, value in metadata.items() if name != RECORDED_VALUES})
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one.to(other.dtype), other)
+
+
+def ids_of(document: Mapping[str, Any]) -> list[int]:
+    """Return the ids of the pool's trajectories in the document of a point.
+
+    Raises:
+        CorruptStoreError: the document is damaged.
+    """
+    try:
+        return [int(number) for numbers in document["entries"].values() for number in numbers]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
 
 
 def store_options(name: str, value: Any) -> Mapping[str, Any] | None:

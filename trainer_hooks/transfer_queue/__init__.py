@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from trainer_hooks.transfer_queue.recorder import RolloutFormat, StoreOptions
 from trainer_hooks.transfer_queue.rows import Row
-from trainer_hooks.transfer_queue.storage import BACKEND, RecorderHandle
+from trainer_hooks.transfer_queue.storage import BACKEND, RecordedPool, RecorderHandle
 
-__all__ = ["BACKEND", "RecorderHandle", "RolloutFormat", "Row", "StoreOptions"]
+__all__ = ["BACKEND", "RecordedPool", "RecorderHandle", "RolloutFormat", "Row", "StoreOptions"]

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainer_hooks.replay.rows import join_responses, lengths_of_rows
+from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.transfer_queue.rows import Row, unpack_columns
-from trajstore import Retention, TrajectoryReplayBuffer, annotate
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base import exits
 from trajstore._core.base.background import Background
 from trajstore._core.reading.contents import Contents
@@ -98,7 +99,7 @@ class StoreOptions:
     """Directory or URL; an existing store is continued."""
     format: str = "pt"
     capacity: int | None = None
-    """Number of trajectories to keep, deleting the oldest; ``None`` = all."""
+    """Number of trajectories to keep beside those that a pool needs, deleting the oldest; ``None`` = all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Recorder:
     def __init__(self) -> None:
         self._path = ""
         self._buffer: TrajectoryReplayBuffer | None = None
+        self._pool: BufferStore | None = None
         self._rollouts: RolloutFormat | None = None
         self._background: Background | None = None
         self._by_index: dict[int, tuple[_Known, int]] = {}
@@ -183,9 +185,13 @@ class Recorder:
             auto_save_path=options.path,
             trajectory_format=options.format,
             enable_cache=False,
-            retention=Retention(max_trajectories=options.capacity),
         )
         self._path = options.path
+        self._pool = BufferStore(
+            buffer,
+            lambda rollouts: self.find([rollout.rollout_id for rollout in rollouts]),
+            capacity=options.capacity,
+        )
         self._by_index, self._by_name, self._recalled, self._unset = {}, OrderedDict(), {}, []
         self._older = None
         self._queued = self._recorded = self._lost = self._failures = 0
@@ -266,6 +272,28 @@ class Recorder:
             background.wait()
         return found or [None] * len(names)
 
+    def rollouts(self, names: Sequence[str]) -> list[AgentTrajectory]:
+        """Return rollouts with the late values that arrived, by ``rollout_id``, without those that are not stored."""
+        made = []
+        for number in self.find(names):
+            if number is None:
+                continue
+            try:
+                made.append(self.pool("get", number))
+            except (StoreError, TrajectoryUnavailableError) as error:  # damaged, or evicted by the capacity
+                self._failed(StoreError(f"rollout {number} cannot be read: {error}"), 0)
+        return made
+
+    def pool(self, call: str, *arguments: Any) -> Any:
+        """Return the result of a method of the pool's store, whose pool chooses among the rollouts.
+
+        Raises:
+            StoreClosedError: nothing is recorded.
+        """
+        if self._pool is None:
+            raise StoreClosedError("the recorder has no open store")
+        return getattr(self._pool, call)(*arguments)
+
     def save_rows(self) -> bytes:
         """Return which rollout each row is, for :meth:`load_rows`; waits until these are durable."""
         state: list[bytes] = []
@@ -337,7 +365,7 @@ class Recorder:
             try:
                 buffer.close()
             finally:
-                self._rollouts = self._buffer = self._background = None
+                self._rollouts = self._buffer = self._pool = self._background = None
                 exits.forget(self)
         error, self._error = self._error, None
         if error is not None:

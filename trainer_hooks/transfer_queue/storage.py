@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from transfer_queue.storage.managers.base import StorageManager, StorageManagerF
 
 from trainer_hooks.transfer_queue.recorder import Recorder, RolloutFormat, Status, StoreOptions, Wanted
 from trainer_hooks.transfer_queue.rows import pack_columns
+from trajstore._core.base.closing import Closing
 from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajstoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -81,6 +82,11 @@ class RecorderHandle:
         found: list[int | None] = _answer(self.actor.find.remote(list(names)))
         return found
 
+    def rollouts(self, names: Sequence[str]) -> list[AgentTrajectory]:
+        """Return stored rollouts by ``rollout_id``; see :meth:`Recorder.rollouts`."""
+        made: list[AgentTrajectory] = _answer(self.actor.rollouts.remote(list(names)))
+        return made
+
     def status(self) -> Status:
         """Return the recorder's counters, and its first failure since the last status."""
         status: Status = _answer(self.actor.status.remote())
@@ -98,6 +104,40 @@ class RecorderHandle:
             StoreError, InvalidTrajectoryError: something could not be written.
         """
         _answer(self.actor.close.remote())
+
+
+class RecordedPool(Closing):
+    """The store of a pool that chooses among the recorder's rollouts: a ``PoolStore`` whose methods the recorder runs.
+
+    Args:
+        recorder: with an open store.
+    """
+
+    is_recording = True
+
+    def __init__(self, recorder: RecorderHandle) -> None:
+        self._recorder = recorder
+        self.store_id = recorder.status().store_id
+        self.before_close: Callable[[], object] | None = None
+
+    def query(self, relation: str) -> Any:
+        """Refuse: a query reads the store's files.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(f"query: {relation}: the rollouts are in another process; query their store by path")
+
+    def close(self) -> None:
+        """Save the pool; the recorder closes the store. Idempotent."""
+        save, self.before_close = self.before_close, None
+        if save is not None:
+            save()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # accessed before __init__, or by copy
+            raise AttributeError(name)
+        return lambda *arguments: _answer(self._recorder.actor.pool.remote(name, *arguments))
 
 
 def _answer(reference: Any) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-from trainer_hooks.guidance.context import put_back
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
@@ -112,12 +111,8 @@ class VerlRollouts:
         """Add query, tokenizer, the experience that the model read, and text."""
         if self._scribe is None:  # in the recorder's process
             self._scribe = Scribe(dataclasses.replace(self._tokenizer, decoder=self._load()), text=self._text)
-        self._scribe.introduce(rollouts)
-        for rollout in rollouts:
-            put_back(rollout)
-        if self._text:
-            self._scribe.write(rollouts)
-        else:
+        self._scribe.finish(rollouts)
+        if not self._text:
             self._without_text += len(rollouts)
 
     def _load(self) -> Any:

@@ -55,10 +55,11 @@ class RecordingConfig(Settings):
     """``exp_manager.recording``: storage of every sampled rollout.
 
     Attributes:
-        enable: record rollouts. The pool does not need this, as it has its own copies.
+        enable: record rollouts. The pool chooses among them; without them it has a store of its own.
         path: directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``.
         format: format of new shards.
-        capacity: number of trajectories to keep, deleting the oldest; ``None`` = all.
+        capacity: number of trajectories to keep, deleting the oldest; ``None`` = all. Those that the pool, or that of a
+            checkpoint, may replay stay beyond it.
         text: also record the response's turns as text, in ``messages``. Tokens are always recorded.
         on_error: reaction to a failed write, here and in the pool. With ``warn`` training continues, metrics count lost
             rollouts, and pending writes are retried.
@@ -200,8 +201,9 @@ class ReplayBlock:
             raise ConfigurationError(f"trainer.default_local_dir: {root}, must be a local folder, as verl writes there")
         folder = Path(str(root)).absolute() / FOLDER
         replay = keys_of(block.get("experience_replay"), REPLAY_SECTION)
-        # The usual default is a pool in memory, which would not survive a crash.
-        replay.setdefault("store", {"path": str(folder / "pool")})
+        recording = RecordingConfig.from_node(block.get("recording"))
+        if not recording.enable:  # the usual default is a pool in memory, which would not survive a crash
+            replay.setdefault("store", {"path": str(folder / "pool")})
         if "success_threshold" in replay:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
@@ -214,7 +216,7 @@ class ReplayBlock:
             experience_replay=ExperienceReplayConfig.from_mapping(
                 replay, n_rollout=n_rollout if replay.get("enable") else None
             ),
-            recording=RecordingConfig.from_node(block.get("recording")),
+            recording=recording,
             outcome=OutcomeRule.from_node(block.get("outcome")),
             on_resume=block.get("on_resume", "exact"),
             folder=folder,
@@ -291,6 +293,11 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
         problems.append(
             f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
             " use trainer.v1.trainer_mode=sync"
+        )
+    if replay.enable and replay.store is not None and block.recording.enable:
+        problems.append(
+            f"{REPLAY_SECTION}.store.path: {replay.store['path']}, would have copies of the rollouts in"
+            f" {block.recording_path}, among which the pool chooses; leave out {REPLAY_SECTION}.store"
         )
     if replay.enable and block.on_resume == "keep" and not block.recording.enable:
         problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")

@@ -11,7 +11,6 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.guidance import LocalMaker
-from trainer_hooks.guidance.context import put_back
 from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.asking import Asking, Troubles
@@ -74,15 +73,13 @@ class GuidedRollouts:
         return frozenset(row.key for row in rows if is_exchanged(row.columns["extra_fields"]))
 
     def finished(self, made: Sequence[AgentTrajectory], *, trained: bool = True) -> None:
-        """Re-insert kept experience into a step's rollout messages.
+        """Count why rollouts were not guided.
 
         Args:
-            made: rollouts with complete messages. Changed: where training keeps the experience, the messages become
-                those that the model read.
+            made: rollouts with complete messages.
             trained: False for rollouts that only become experience.
         """
         for rollout in made:
-            put_back(rollout)
             if why := rollout.metadata.get(NOT_GUIDED):
                 self._troubles.add(str(why), 1, WHY.get(str(why), ""))
         if self.is_on and not trained:

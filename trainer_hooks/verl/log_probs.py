@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from torch.nn.utils.rnn import pad_sequence
+from transfer_queue import KVBatchMeta
 
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.replay.entry import is_demonstration
@@ -48,8 +49,9 @@ def replace_log_probs(
 
 def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:
     """Replace the engine's log-probs with the actor's in rows with an exchanged prompt, so that the ratio is 1."""
-    changed = [
-        row for row in rows if "rollout_log_probs" in row.columns and is_exchanged(row.columns.get("extra_fields"))
-    ]
+    keys = [row.key for row in rows if is_exchanged(row.columns.get("extra_fields"))]
+    exchanged = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
+    read = dataplane.read_rows(exchanged, ("old_log_probs",), ("rollout_log_probs",))
+    changed = [row for row in read if "rollout_log_probs" in row.columns]
     values = [row.columns["old_log_probs"].float() for row in changed]
     dataplane.write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from trainer_hooks.guidance.context import put_back
 from trainer_hooks.plain import plain
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trajstore.operations.trajectory_report import TOKENIZER_KEY
@@ -63,12 +64,17 @@ class Scribe:
         except Exception as error:  # custom tokenizers may raise anything; tokens are recorded without text
             logger.warning("rollouts are recorded without text: the tokenizer cannot be copied: %r", error)
 
-    def introduce(self, made: Sequence[AgentTrajectory]) -> None:
-        """Set ``query`` and ``metadata["tokenizer"]`` of rollouts with the prompt's messages, in place."""
+    def finish(self, made: Sequence[AgentTrajectory]) -> None:
+        """Add the query, the tokenizer's name, kept experience and text to rollouts with the prompt's messages.
+
+        In place. Where training keeps the experience, the messages become those that the model read.
+        """
         for rollout in made:
             rollout.query = _query(rollout.messages)
             if self._name:
                 rollout.metadata[TOKENIZER_KEY] = self._name
+            put_back(rollout)
+        self.write(made)
 
     def write(self, made: Sequence[AgentTrajectory]) -> None:
         """Append a message per turn to the prompt's ``messages``, in place. Not thread-safe.

@@ -46,6 +46,9 @@ NEEDED_UNRATED = (*TASK, "prompts", "responses", "response_mask")
 NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
 """Required columns of rows that are trained on."""
 
+REPLAYED = (*TASK, "response_mask", "old_log_probs", "exp_mask")
+"""Required columns of replayed rows."""
+
 WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
 """Optional columns, recorded if present."""
 

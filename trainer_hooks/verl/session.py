@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
@@ -29,8 +29,8 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
 from trainer_hooks.replay.persistence import from_plain, to_plain
-from trainer_hooks.replay.rows import row_count
-from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
+from trainer_hooks.replay.store import PoolStore
+from trainer_hooks.transfer_queue import RecordedPool, RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import VerlRollouts, steps_since
@@ -39,13 +39,13 @@ from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, wr
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
-from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
 from trainer_hooks.verl.reuse import Reuse
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
     NEEDED_UNRATED,
+    REPLAYED,
     TASK,
     WELCOME,
     finished_of,
@@ -103,8 +103,7 @@ class ReplaySession:
         self._tasks = tasks
         self._fingerprint = tokenizer.fingerprint
         recording = block.recording
-        self._maker_reads = block.guidance.enable_summarizer
-        self._scribe = Scribe(tokenizer, text=recording.text and self._maker_reads)
+        self._scribe = Scribe(tokenizer, text=recording.text and block.guidance.enable_summarizer)
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
         self._histories = Histories(
@@ -135,7 +134,9 @@ class ReplaySession:
                 )
                 self._recorder = recorder
         try:
-            with naming(f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")):
+            recorded = self._recorder if block.experience_replay.enable else None
+            own = f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")
+            with naming(*own if recorded is None else (f"{SECTION}.recording.path", block.recording_path)):
                 self._hook: ReplayHook[str] = ReplayHook(
                     block.experience_replay,
                     n_rollout=block.n_rollout,
@@ -147,6 +148,7 @@ class ReplaySession:
                     draws_ahead=block.draws_ahead,
                     max_prompt_length=block.max_prompt_length,
                     max_response_length=block.max_response_length,
+                    store=None if recorded is None else cast(PoolStore, RecordedPool(recorded)),
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
             self._ledger = Ledger(block.ledger_folder) if recording.enable else None
@@ -160,9 +162,9 @@ class ReplaySession:
         return self._block.experience_replay.enable  # the hook would wait for histories being drawn
 
     @property
-    def _uses_rollouts(self) -> bool:
-        """True if this process needs tokens and messages of rollouts: for the pool, or as experience."""
-        return self.replays or self.guided.is_on
+    def _reads_rollouts(self) -> bool:
+        """True if tokens and messages of rollouts are read from the data plane, as no recorder has them."""
+        return self._recorder is None and (self.replays or self.guided.is_on)
 
     @property
     def loss_options(self) -> LossOptions:
@@ -237,7 +239,6 @@ class ReplaySession:
         if not self.guided.validations.wanted:
             return
         made = self._made(dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores")), step, trained=False)
-        self._scribe.write(made)
         self.guided.finished(made)
         self.guided.validations.add(made)
 
@@ -263,7 +264,7 @@ class ReplaySession:
         for uid, places in groups.items():
             wanted = self._histories.take(uid)
             fresh = [place for place in places if int(batch.keys[place].split("_")[1]) < FIRST_REPLAYED_SESSION]
-            needed, welcome = (NEEDED_UNRATED, WELCOME) if self._uses_rollouts else (TASK, ("extra_fields",))
+            needed, welcome = (NEEDED_UNRATED, WELCOME) if self._reads_rollouts else (TASK, ("extra_fields",))
             rows = dataplane.read_rows(dataplane.part_of(batch, fresh), needed, (*welcome, "rm_scores"))
             if rows:
                 made += self._trajectories(rows, step, trained=False)
@@ -271,6 +272,8 @@ class ReplaySession:
         self._dropped += len(made)
         self._dropped_successes += sum(is_success(outcome_of(rollout)) for rollout in made)
         self._report(made, DROPPED_STEP, step)
+        if self.guided.is_on:
+            self.guided.finished(self._whole(made), trained=False)
         self._judge(made, asked)
 
     # ---- after the log-probs are computed ----
@@ -286,15 +289,17 @@ class ReplaySession:
             ConfigurationError: rows lack a column.
             StoreWriteError: a store could not write.
         """
-        real = dataplane.without_padding(batch)
-        needed, welcome = (NEEDED, WELCOME) if self._uses_rollouts else ((*TASK, "rm_scores"), ("extra_fields",))
-        rows = dataplane.read_rows(real, (*needed, EXP_MASK) if self._block.masks_rows else needed, welcome)
-        joined = self._histories.joined
-        fresh = [row for row in rows if row.key not in joined]
-        replayed = [row for row in rows if row.key in joined]
-        made = self._trajectories(fresh, step)
-        self._scored = self._scored_rows(fresh, replayed, made)
-        forget_log_probs(fresh, batch.partition_id)
+        real, joined = dataplane.without_padding(batch), self._histories.joined
+        needed, welcome = (NEEDED, WELCOME) if self._reads_rollouts else ((*TASK, "rm_scores"), ("extra_fields",))
+        fresh, replayed = (
+            [place for place, key in enumerate(real.keys) if (key in joined) is is_replayed]
+            for is_replayed in (False, True)
+        )
+        rows = dataplane.read_rows(dataplane.part_of(real, fresh), needed, welcome)
+        again = dataplane.read_rows(dataplane.part_of(real, replayed), REPLAYED, ("rollout_log_probs",))
+        made = self._trajectories(rows, step)
+        self._scored = self._scored_rows(rows, again, made)
+        forget_log_probs(rows, batch.partition_id)
         figures = self._report(made, TRAINED_STEP, step)
         figures["recording/dropped"] = float(self._dropped)
         figures["recording/dropped_successes"] = float(self._dropped_successes)
@@ -303,22 +308,29 @@ class ReplaySession:
         figures["recording/generated"] = float(self._generated)
         self._reused_names.clear()
         self._dropped = self._dropped_successes = self._generated = 0
-        figures |= self.guided.step_done(made, step)
+        whole = self._whole(made)
+        self.guided.finished(whole)
+        figures |= self.guided.step_done(whole, step)
         if not self.replays:
             return figures
-        replace_log_probs(self._hook, replayed, joined, batch.partition_id)
-        histories = list(self._histories.whole.values())
-        done = replayable(made)
-        # Metrics of the batch count rows, and a rollout may have several.
-        counted = [rollout for group in (made, histories) for rollout in group for _ in range(row_count(rollout))]
-        task_ids, versions = [rollout.task_id for rollout in counted], [rollout.policy_version for rollout in counted]
-        replays = [False] * sum(map(row_count, made)) + [True] * len(replayed)
-        task_of_uid = {rollout.metadata["uid"]: rollout.task_id for rollout in made}
+        replace_log_probs(self._hook, again, joined, batch.partition_id)
+        scored = self._scored.values()  # metrics of the batch count rows, and a rollout may have several
         asked: Counter[str] = Counter()
-        for uid, task in task_of_uid.items():
+        for uid, task in {
+            key.split("_")[0]: row.task for key, row in self._scored.items() if row.actor is None
+        }.items():
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
         figures |= self._histories.take_refused()
-        taken = self._on_disk(lambda: self._hook.rollouts_done(done, task_ids, replays, versions, asked, histories))
+        taken = self._on_disk(
+            lambda: self._hook.rollouts_done(
+                replayable(whole),
+                [row.task for row in scored],
+                [row.actor is not None for row in scored],
+                [row.version for row in scored],
+                asked,
+                list(self._histories.whole.values()),
+            )
+        )
         return shown(figures | (taken or {}), self._block.experience_replay.figures)
 
     def _scored_rows(
@@ -416,17 +428,14 @@ class ReplaySession:
         return status
 
     def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
-        """Return rollouts, with tokens and text if they are needed; count those without outcome, log the first."""
-        if self._uses_rollouts:
+        """Return rollouts, without tokens if the recorder has them; count those without outcome, log the first."""
+        if self._reads_rollouts:
             made = self._made(rows, step, trained=trained)
         else:
             made = finished_of(rows, self._block.outcome, step=step)
         reused = {row.key for row in rows if output_of(row.key) == 0 and is_reused(row)}
         self._reused_names |= reused
         self._generated += len(made) - len(reused)
-        if self._maker_reads:
-            self._scribe.write(made)
-        self.guided.finished(made, trained=trained)
         if without := [rollout for rollout in made if not has_outcome(rollout)]:
             self._without_outcome.add(
                 len(without),
@@ -443,8 +452,14 @@ class ReplaySession:
         made = trajectories_of(
             rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
         )
-        self._scribe.introduce(made)
+        self._scribe.finish(made)
         return made
+
+    def _whole(self, made: Sequence[AgentTrajectory]) -> Sequence[AgentTrajectory]:
+        """Return rollouts with tokens and messages, as the recorder has them; those that it lost are left out."""
+        if self._recorder is None or not (self.replays or self.guided.is_on):
+            return made
+        return self._recorder.rollouts([rollout.rollout_id for rollout in made])
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
         """Update the statistics of tasks with rollouts without log-probs; they are not admitted to the pool."""
@@ -490,7 +505,7 @@ class ReplaySession:
         self._on_disk(lambda: write_cut(folder, cut))
 
     def hold_checkpoints(self) -> None:
-        """Keep in the pool's store the points of the checkpoints that verl can load, and of the one resumed from."""
+        """Keep the pool's points of the checkpoints that verl can load, and of the one resumed from."""
         if self.replays:
             states = [cut.pool for cut in restorable_cuts(self._checkpoints)] + [self._resumed_from]
             self._on_disk(lambda: self._hook.hold([state for state in states if state is not None]))
@@ -569,9 +584,10 @@ class ReplaySession:
         Raises:
             StoreWriteError: a flush failed.
         """
+        recorder, self._recorder = self._recorder, None  # which may be another session's by the next call
         with ExitStack() as last_first:
-            if self._recorder is not None:
-                last_first.callback(self._recorded, self._recorder.close)
+            if recorder is not None:
+                last_first.callback(self._recorded, recorder.close)
             for name in ("_ledger", "guided", "_hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)

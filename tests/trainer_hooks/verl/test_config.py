@@ -64,7 +64,6 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
     assert dataclasses.replace(block, sampling="") == ReplayBlock(
         experience_replay=ExperienceReplayConfig(
             enable=False,
-            store={"path": str(folder / "pool")},
             use_current_policy_entropy=False,
         ),
         recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
@@ -90,7 +89,7 @@ def test_every_key(compose_verl: Compose) -> None:
         "+exp_manager.outcome={key:acc,success:2}",
         "+exp_manager.on_resume=keep",
         f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
-        "store:{path:pool,capacity:300},off_policy_shaping:none,group_offpolicy:shared}",
+        "off_policy_shaping:none,group_offpolicy:shared}",
     )
     assert block.recording == RecordingConfig(
         enable=True, path="s3://bucket/rollouts", format="pkl", capacity=10_000, on_error="warn"
@@ -99,11 +98,14 @@ def test_every_key(compose_verl: Compose) -> None:
     assert block.outcome == OutcomeRule(key="acc", success=2)
     replay = block.experience_replay
     assert replay.exp_ratio == ((0.0, 0.1), (1.0, 0.5))
-    assert replay.store == {"path": "pool", "capacity": 300}
     assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "shared")
     assert block.on_resume == "keep"
-    in_memory = block_of(compose_verl, ON, f"+{REPLAY}.store=null")
-    assert in_memory.experience_replay.store is None
+    unrecorded = (ON, "+exp_manager.recording.enable=false")
+    for given, store in (
+        (f"+{REPLAY}.store={{path:pool,capacity:300}}", {"path": "pool", "capacity": 300}),
+        (f"+{REPLAY}.store=null", None),
+    ):
+        assert block_of(compose_verl, *unrecorded, given).experience_replay.store == store
 
 
 def test_values_may_be_interpolations(override_verl: Compose) -> None:
@@ -195,20 +197,21 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
         "exp_manager.on_resume: keep",
     ),
     "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
-    "one folder": (
-        [ON, "+exp_manager.recording.path=checkpoints/here/trajstore/pool"],
-        f"{REPLAY}.store.path: ",
+    "copies": (
+        [ON, f"+{REPLAY}.store.path=fast"],
+        f"{REPLAY}.store.path: fast, would have copies of the rollouts in ",
     ),
-    "one URL": (
-        [ON, "+exp_manager.recording.path=s3://a/b", f"+{REPLAY}.store.path=s3://a/b/"],
-        f"{REPLAY}.store.path: s3://a/b/, is the folder of exp_manager.recording.path too",
-    ),
-    "the pool in the ledger": (
-        [ON, f"+{REPLAY}.store.path=checkpoints/here/trajstore/rollouts/ledger"],
+    "the ledger and guidance": (
+        [ON, *MAKES, "+experience_maker.store.path=checkpoints/here/trajstore/rollouts/ledger"],
         "is the folder of exp_manager.recording.path (its ledger) too",
     ),
     "experience in the pool": (
-        [ON, *MAKES, "+experience_maker.store.path=checkpoints/here/trajstore/pool"],
+        [
+            ON,
+            *MAKES,
+            "+exp_manager.recording.enable=false",
+            "+experience_maker.store.path=checkpoints/here/trajstore/pool",
+        ],
         "is the folder of experience_maker.store.path too",
     ),
     "a step is deleted": (
@@ -438,7 +441,7 @@ def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
     mode = "trainer.v1.trainer_mode=sync_replay"
     for overrides in (
         (f"+exp_manager.recording.path='{path}'",),
-        (ON, f"+{REPLAY}.store.path='{path}'"),
+        (ON, "+exp_manager.recording.enable=false", f"+{REPLAY}.store.path='{path}'"),
         (*MAKES, f"+experience_maker.store.path='{path}'"),
     ):
         with pytest.raises(TrajstoreError, match=says) as caught:

@@ -35,9 +35,7 @@ def conversation(tokenizer: Any) -> Row:
 
 def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTrajectory:
     made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint=tokenizer.fingerprint)
-    scribe = Scribe(tokenizer, text=text)
-    scribe.introduce(made)
-    scribe.write(made)
+    Scribe(tokenizer, text=text).finish(made)
     return made[0]
 
 
@@ -174,7 +172,7 @@ def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int =
         rollout.input_ids = torch.randint(0, 151_000, rollout.input_ids.shape, dtype=torch.int32, generator=drawn)
         for name in ("old_log_probs", "rollout_log_probs", "entropys"):
             setattr(rollout, name, -torch.rand(rollout.response_mask.shape, generator=drawn))
-    Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).introduce(made)
+    Scribe(RunTokenizer("f" * 16, "/models/some-model-7b"), text=False).finish(made)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder) as buffer:
         buffer.add_trajectories(made)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / rollouts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from tools.crash.verl.layout import (
     GROUP,
     beginning_path,
     cut_path,
-    pool_path,
     rollouts_path,
     step_named_by_tracker,
 )
@@ -103,25 +102,31 @@ class Found:
 
 
 class _Reader:
-    """The trajectories of a store whose writer is dead, or of a point of it. Nothing is written."""
+    """The rollouts of a store whose writer is dead, and its newest pool or that of a point. Nothing is written."""
 
-    def __init__(self, path: Path, point: str | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        self._buffer.load_checkpoint(path, pin=point)
+        self._buffer.load_checkpoint(path)
         self._catalog = Catalog.open(open_directory(path))
-        self._point = point
+        self.point: str | None = None
 
     def newest_point(self) -> PoolPoint | None:
-        if self._point is None:
+        if self.point is None:
             return newest_point(self._catalog)
-        state = self._catalog.pins.state_of(self._catalog.snapshot(self._point))
-        return PoolPoint(self._point, orjson.loads(state[POOL_KEY]))
+        state = self._catalog.pins.state_of(self._catalog.snapshot(self.point))
+        return PoolPoint(self.point, orjson.loads(state[POOL_KEY]))
 
     def ids(self) -> list[int]:
         numbers: list[int] = self._buffer.trajectory_ids.tolist()
         return numbers
 
-    def get(self, number: int) -> AgentTrajectory:
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return {*ids} & {*self.ids()}
+
+    def newest_id(self) -> int:
+        return max(self.ids(), default=-1)
+
+    def get(self, number: int, /) -> AgentTrajectory:
         found = self._buffer.get(number)
         if not isinstance(found, AgentTrajectory):
             raise TypeError(f"trajectory {number} is a {type(found).__name__}")
@@ -141,15 +146,14 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         on_resume: of the next driver.
         tell: gets each problem.
     """
-    for path in (rollouts_path(folder), pool_path(folder)):
-        for trouble in verify(path).problems:
-            tell(f"{path.name}: {trouble.file}: {trouble.message}")
-    rollouts, pool = _Reader(rollouts_path(folder)), _Reader(pool_path(folder))
+    for trouble in verify(rollouts_path(folder)).problems:
+        tell(f"rollouts: {trouble.file}: {trouble.message}")
+    rollouts = _Reader(rollouts_path(folder))
     try:
         present = {number: rollouts.get(number) for number in rollouts.ids()}
-        digests = _check_rollouts(present, promises, tell)
-        recovered = _check_pool(pool, promises, digests, tell)
-        cuts = {step: cut for step, cut in _cuts(folder, tell) if _check_cut(step, cut, present, tell)}
+        _check_rollouts(present, promises, tell)
+        recovered = _check_pool(rollouts, promises, tell)
+        cuts = {step: cut for step, cut in _cuts(folder, rollouts, tell) if _check_cut(step, cut, present, tell)}
         step = step_named_by_tracker(folder)
         version = (step or 0) + 1
         check_ledger(folder, present.keys(), step or 0, promises.finished if on_resume == "exact" else None, tell)
@@ -163,19 +167,18 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
             newest, state = cuts[step]["rollouts"], cuts[step]["pool"]
         elif on_resume == "exact" and beginning_path(folder).exists():
             begun = orjson.loads(beginning_path(folder).read_bytes())
-            newest, state = -1, _state_at(folder, begun["pool"]["point"])
+            newest, state = -1, _state_at(rollouts, begun["pool"]["point"])
         else:
             newest, state = -1, _state(recovered)
         if not state["entries"]:
             state.pop("tokenizer_fingerprint", None)  # an empty pool accepts any tokenizer
-        at = _Reader(pool_path(folder), state.pop("point", None))
+        state.pop("point", None)
         entries: dict[str, list[int]] = {}
         held: dict[str, list[AgentTrajectory]] = {}
         for task, numbers in state["entries"].items():
             # The interrupted step is repeated with its rollouts, which enter the pool then.
-            if kept := {number: one for number in numbers if (one := at.get(number)).policy_version != version}:
+            if kept := {number: one for number in numbers if (one := present[number]).policy_version != version}:
                 entries[task], held[task] = [*kept], [*kept.values()]
-        at.close()
         state = {**state, "entries": entries}
         before = {name for _, name in _names(_contents(held))}
         if on_resume == "keep":
@@ -188,7 +191,6 @@ def look(folder: Path, promises: Promises, run: str, on_resume: OnResume, tell: 
         return Found(Expected(step or 0, state, contents), len(promises.rollouts), entered, between)
     finally:
         rollouts.close()
-        pool.close()
 
 
 def check_resumed(loaded: Mapping[str, Any], expected: Expected, tell: Tell) -> None:
@@ -235,8 +237,8 @@ def _names(held: Held) -> list[tuple[str, str]]:
     return [(task, name) for task, contents in held.items() for name, _ in contents]
 
 
-def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, tell: Tell) -> dict[str, str]:
-    """Return the digest of every rollout that is there, by rollout id."""
+def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, tell: Tell) -> None:
+    """Check that every acknowledged rollout is there, once."""
     contents = {number: [one.rollout_id, digest(one)] for number, one in present.items()}
     for number, name in promises.arrived.items():
         if number not in present or present[number].rollout_id != name:
@@ -251,10 +253,9 @@ def _check_rollouts(present: Mapping[int, AgentTrajectory], promises: Promises, 
             tell(f"rollout {number} is {contents[number]}, {wanted} was acknowledged")
         elif not any("author" in message for message in present[number].messages):
             tell(f"rollout {number} ({wanted[0]}) has lost its text")
-    return {content[0]: content[1] for content in contents.values()}
 
 
-def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], tell: Tell) -> Recovered:
+def _check_pool(pool: _Reader, promises: Promises, tell: Tell) -> Recovered:
     """Recover the pool as a driver would; what was acknowledged is in it, or left it by the pool's own rules."""
     rules = _rules()
     recovered = recover(pool)
@@ -265,16 +266,10 @@ def _check_pool(pool: _Reader, promises: Promises, digests: Mapping[str, str], t
         for number in set(numbers) - set(now):
             if not full and task not in recovered.state.skip:
                 tell(f"trajectory {number} of task {task} was in the pool, committed, and is lost")
-    for numbers in ids.values():
-        for number in numbers:
-            one = pool.get(number)
-            # Its rollout may be absent: the two stores commit each at their own time.
-            if digests.get(one.rollout_id, value := digest(one)) != value:
-                tell(f"the pool's trajectory {number} is not the rollout {one.rollout_id} that was recorded")
     return recovered
 
 
-def _cuts(folder: Path, tell: Tell) -> list[tuple[int, dict[str, Any]]]:
+def _cuts(folder: Path, rollouts: _Reader, tell: Tell) -> list[tuple[int, dict[str, Any]]]:
     """Return our cuts with the steps of the checkpoints that they lie in, complete ones or not.
 
     ``pool`` is the state at the point that the cut names.
@@ -285,7 +280,7 @@ def _cuts(folder: Path, tell: Tell) -> list[tuple[int, dict[str, Any]]]:
         if (path := cut_path(folder, step)).exists():
             cut = orjson.loads(path.read_bytes())
             try:
-                cuts.append((step, {**cut, "pool": _state_at(folder, cut["pool"]["point"])}))
+                cuts.append((step, {**cut, "pool": _state_at(rollouts, cut["pool"]["point"])}))
             except TrajstoreError as error:
                 # Without a model verl cannot load it, so its point may be gone.
                 if (path.parent / MODEL_FOLDER).is_dir():
@@ -293,17 +288,14 @@ def _cuts(folder: Path, tell: Tell) -> list[tuple[int, dict[str, Any]]]:
     return cuts
 
 
-def _state_at(folder: Path, point: str) -> dict[str, Any]:
+def _state_at(rollouts: _Reader, point: str) -> dict[str, Any]:
     """Return the pool's state at a point, with the ids of its trajectories, as JSON has it."""
-    reader = _Reader(pool_path(folder), point)
-    try:
-        recovered = recover(reader)
-        document = recovered.state.to_document() | {"generator": recovered.generator, "entries": _ids(recovered)}
-        del document["difficulties"]  # those of a resumed run differ in the step
-        state: dict[str, Any] = orjson.loads(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
-        return {**state, "point": point}
-    finally:
-        reader.close()
+    rollouts.point = point
+    recovered = recover(rollouts)
+    document = recovered.state.to_document() | {"generator": recovered.generator, "entries": _ids(recovered)}
+    del document["difficulties"]  # those of a resumed run differ in the step
+    state: dict[str, Any] = orjson.loads(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS))
+    return {**state, "point": point}
 
 
 def _check_cut(step: int, cut: Mapping[str, Any], present: Mapping[int, AgentTrajectory], tell: Tell) -> bool:

@@ -40,8 +40,8 @@ CALLS = "TRAJSTORE_VERL_CALLS"
 """Environment variable of the agent loop, with the path of the calls."""
 _LOOK_EVERY = 0.02  # seconds
 _GAP = 0.2
-"""Seconds between a step's rollouts and what the pool makes of them, where the promise covers both. Without it the two
-stores commit within few milliseconds of each other, and hardly a kill would fall in between."""
+"""Seconds between the report of a step's rollouts and the pool's point that names them, where the promise covers both.
+Without it they are committed within few milliseconds of each other, and hardly a kill would fall in between."""
 
 
 def main(folder: Path, life: int, on_resume: str) -> None:
@@ -130,24 +130,20 @@ def _pool(manager: Any) -> dict[str, Any]:
 
 
 class _Acknowledgements:
-    """Watches what both stores have committed, and notes it: rollouts on arrival, and with the record of training."""
+    """Notes what was committed: rollouts on arrival, and with the record of training; the pool at the end of a step."""
 
     def __init__(self, session: Any, journal: Journal) -> None:
         self._journal = journal
         self._hook = session._hook
         self._path = session._block.recording_path
-        self._pool = session._hook._store._buffer
-        self._lock = threading.Lock()
         self._arrived: set[int] = set()
         self._noted: set[int] = set()
-        self._states: list[tuple[int, dict[str, list[int]]]] = []
-        _wrap(session._hook, "rollouts_done", after=self._note_state)
+        _wrap(session._hook, "rollouts_done", after=self._note_pool)
 
-    def _note_state(self) -> None:
+    def _note_pool(self) -> None:
         entries = self._hook.manager._state.entries
         ids = {task: [entry.trajectory_id for entry in held] for task, held in entries.items()}
-        with self._lock:
-            self._states.append((self._pool.trajectory_counter - 1, ids))
+        self._journal.note("pooled", entries=ids)
 
     def run(self) -> None:
         """Look until the process ends."""
@@ -156,14 +152,8 @@ class _Acknowledgements:
             self._noted |= self._arrived
             while True:
                 rollouts.refresh()
-                pool = self._pool.points.committed
-                with self._lock:
-                    states = [ids for newest, ids in self._states if newest <= pool]
-                    self._states = [one for one in self._states if one[0] > pool]
                 if durable := self._durable(rollouts):
                     self._journal.note("acknowledged", rollouts=durable)
-                if states:
-                    self._journal.note("pooled", entries=states[-1])
                 time.sleep(_LOOK_EVERY)
 
     def _durable(self, rollouts: Reader) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ _POOL_SETS = ("entropy", "metadata", "notes")
 def digest(trajectory: AgentTrajectory) -> str:
     """Return 32 hex digits over tokens, masks, log-probs, entropies (with their dtypes), reward, ids and versions.
 
-    The text of the response is none of it: it is added on the way to the rollouts' store, and the pool has none.
+    The text of the response is none of it: it is added on the way to the store.
     """
     sha = hashlib.sha256()
     for field in dataclasses.fields(trajectory):

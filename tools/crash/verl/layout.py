@@ -18,13 +18,8 @@ def journal_path(folder: Path, life: int) -> Path:
 
 
 def rollouts_path(folder: Path) -> Path:
-    """Return the store of all rollouts."""
+    """Return the store of all rollouts, among which the pool chooses."""
     return folder / CHECKPOINTS / "trajstore" / "rollouts"
-
-
-def pool_path(folder: Path) -> Path:
-    """Return the store of the experience pool."""
-    return folder / CHECKPOINTS / "trajstore" / "pool"
 
 
 def calls_path(folder: Path, life: int) -> Path:

@@ -39,7 +39,7 @@ GENERATION = Moment("generation", 0.5, (3,))
 ARRIVED = Moment("arrived", 0.02, (1,))
 """Some rollouts of a step are committed, others are being generated."""
 SCORING = Moment("scoring", 0.25, (2, 3))
-"""Log-probs are computed, then rollouts go to both stores, whose writers are at work for a while."""
+"""Log-probs are computed, then rollouts are reported and the pool is saved: the writer is at work for a while."""
 UPDATE = Moment("update", 0.1, (2, 3))
 SAVING = Moment("saving", 0.006, (SAVE_EVERY, 2 * SAVE_EVERY))
 """The stores are flushed and our cut is written."""

@@ -44,8 +44,13 @@ class Retention(Settings):
     abandoned_after: Seconds | None = None
     compress_after: Count | None = None
 
-    def to_evict(self, index: TrajectoryIndex) -> npt.NDArray[np.intp]:
-        """Return the positions of the trajectories to evict, oldest first."""
+    def to_evict(self, index: TrajectoryIndex, protected: npt.NDArray[np.bool_] | None = None) -> npt.NDArray[np.intp]:
+        """Return the positions of the trajectories to evict, oldest first.
+
+        Args:
+            index: of all trajectories.
+            protected: for each of them, whether it stays; those do not count towards the limits.
+        """
         count = len(index)
         if count == 0 or self._holds(index):
             return np.zeros(0, np.intp)
@@ -58,11 +63,13 @@ class Retention(Settings):
                 counted = known[first:end]
                 newest = max(newest, int(versions[counted].max()))
                 going[counted] = versions[counted] < newest - self.max_policy_age
-        for limit, amounts in ((self.max_trajectories, np.ones(count, np.int64)), (self.max_bytes, index["nbytes"])):
+        free = np.ones(count, np.int64) if protected is None else np.where(protected, 0, 1)
+        for limit, amounts in ((self.max_trajectories, free), (self.max_bytes, index["nbytes"] * free)):
             if limit is not None:
                 kept = np.where(going, 0, amounts)
                 newer = np.cumsum(kept[::-1])[::-1]  # amount of this trajectory and all newer ones
                 going |= newer > limit
+        going &= free != 0
         going[-1] = False
         return index.first + np.flatnonzero(going)
 

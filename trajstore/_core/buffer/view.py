@@ -57,7 +57,9 @@ class View(CommitListener):
         verify_shards: bool,
     ) -> None:
         self.retention = retention
-        self._told_versions = False
+        self._told_versions = self._told_protected = False
+        self.protected: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Ids that the retention keeps beyond its limits, because they are in use."""
         self.own_first = 0
         """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
         self._cache_bounds = cache_bounds
@@ -403,7 +405,17 @@ class View(CommitListener):
             own = partial(self._own_or_loaded, shown)
             safe = bisect_right(range(len(shown)), newest, key=own)
             counted = index.slice(0, safe)
-            positions = index.first + self.retention.to_evict(counted)
+            protected = np.isin(counted["trajectory_id"], self.protected) if len(self.protected) else None
+            positions = index.first + self.retention.to_evict(counted, protected)
+            if protected is not None and not self._told_protected:
+                beyond = int(protected[self.retention.to_evict(counted)].sum())
+                self._told_protected = beyond > 0
+                if beyond:
+                    logger.warning(
+                        "retention: %s beyond its limits stay, as they are in use: the experience pool, or that of a"
+                        " checkpoint, may replay them. They do not count towards the limits",
+                        trajectories(beyond),
+                    )
             if not self._told_versions and (versions := self.retention.begins_again(counted)):
                 self._told_versions = True
                 logger.warning(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ def test_training_goes_on_without_a_disk_and_recording_when_there_is_space_again
     make_session: MakeSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("trajstore._core.writing.queue._PAUSES", (0.01,))
-    session = make_session(on_error="warn", store={"path": str(tmp_path / "pool")})
+    session = make_session(on_error="warn")
     recorder = RecorderHandle().actor
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     ray.get(recorder.__ray_call__.remote(plane.fill_disk_of))
@@ -72,14 +70,13 @@ def second_step(session: ReplaySession) -> dict[str, float]:
 def test_keeping_what_was_recorded_since_on_a_full_disk(
     on_error: OnError, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool"), "capacity": 256}}
-    session = make_session(**pool)
+    session = make_session()
     plane.fill(session)
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
     second_step(session)
     session.close()
-    resumed = make_session(on_resume="keep", on_error=on_error, **pool)
+    resumed = make_session(on_resume="keep", on_error=on_error)
     manager = resumed._hook.manager
     manager.flush()
     real = manager.admit
@@ -121,8 +118,7 @@ def test_histories_of_dropped_prompts_are_forgotten(make_session: MakeSession) -
 
 
 def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tmp_path: Path) -> None:
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
-    session = make_session(**pool)
+    session = make_session()
     plane.fill(session)
     (history,) = plane.planned(session)["sums:1"]
     session.expect({"u": (history,)})
@@ -130,7 +126,7 @@ def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tm
     session.save(folder, 1)
     session.close()
 
-    resumed = make_session(run="run-b", **pool)
+    resumed = make_session(run="run-b")
     resumed.resume(folder, 1)
     joined = resumed.join(plane.put(rollouts("u", 2, index=1)))
     assert joined.keys[-1] == "u_1000_0"
@@ -141,8 +137,7 @@ def test_what_is_expected_goes_with_the_checkpoint(make_session: MakeSession, tm
 def test_rollouts_recorded_after_the_checkpoint(
     on_resume: OnResume, trajectories: int, make_session: MakeSession, tmp_path: Path
 ) -> None:
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
-    session = make_session(**pool)
+    session = make_session()
     plane.fill(session)
     folder = tmp_path / "global_step_1"
     session.save(folder, 1)
@@ -150,7 +145,7 @@ def test_rollouts_recorded_after_the_checkpoint(
     assert second_step(session)["experience_replay/pool_trajectories"] == 16
     session.close()
 
-    resumed = make_session(on_resume=on_resume, **pool)
+    resumed = make_session(on_resume=on_resume)
     resumed.resume(folder, 1)
     # The third group repeats the first group's rollouts, so the pool gains nothing.
     _, figures = plane.train(resumed, rollouts("third", N, index=0), 2)
@@ -162,12 +157,15 @@ def test_rollouts_recorded_after_the_checkpoint(
 def test_what_the_pool_had_not_committed_yet(
     on_resume: OnResume, tasks: int, checkpoint: bool, make_session: MakeSession, tmp_path: Path
 ) -> None:
-    """A crash between the commit of rollouts and the commit of their pool entries."""
-    session = make_session(store={"path": str(tmp_path / "pool")})
+    """A crash between the commit of rollouts and that of the point that names them."""
+    session = make_session()
     plane.fill(session)
     session.close()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as buffer:
+        for point in buffer.points.saved:
+            buffer.points.remove(point.name)
 
-    resumed = make_session(on_resume=on_resume, store={"path": str(tmp_path / "pool as it was before")})
+    resumed = make_session(on_resume=on_resume)
     resumed.resume(tmp_path / "global_step_1" if checkpoint else None, int(checkpoint))
     assert sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, 2)))) == tasks
 
@@ -176,15 +174,14 @@ def test_what_the_pool_had_not_committed_yet(
 def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
     on_resume: OnResume, tasks: int, make_session: MakeSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also after a second crash. A pool whose store was removed, or without its first point, stays as it is."""
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
-    session = make_session(on_resume=on_resume, **pool)
+    """Also after a second crash. A pool without its first point stays as it is."""
+    session = make_session(on_resume=on_resume)
     session.resume(None, 0)
     plane.fill(session)
     session.close()
 
     def known(step: int) -> int:
-        resumed = make_session(on_resume=on_resume, **pool)
+        resumed = make_session(on_resume=on_resume)
         resumed.resume(None, 0)
         found = sum(map(bool, (task_plan.histories for task_plan in resumed.plan(TASKS, 0.5, step))))
         if not found:
@@ -193,14 +190,12 @@ def test_before_the_first_checkpoint_the_pool_is_as_at_the_beginning(
         return found
 
     assert [known(2), known(2)] == [tasks, tasks]
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "pool") as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "run-a" / "rollouts") as buffer:
         first = next((snapshot.name for snapshot in buffer.points.snapshots if snapshot.kind == "point"), None)
         if first is not None:
             buffer.points.remove(first)
     known(2)
     assert ("its state before step 1 was removed" in caplog.text) == (on_resume == "exact")
-    shutil.rmtree(tmp_path / "pool")
-    assert [known(2), known(2)] == [tasks, tasks]
 
 
 @pytest.mark.parametrize(
@@ -227,9 +222,8 @@ def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
 
     The next process is killed while it generates, and the one after it resumes.
     """
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
     folder, weights, step = tmp_path / "global_step_1", (checkpoint, checkpoint), checkpoint + 1
-    session = make_session(on_resume=on_resume, **pool)
+    session = make_session(on_resume=on_resume)
     if checkpoint:
         session.save(folder, 1)
     set_values = RecorderHandle.set_values
@@ -240,7 +234,7 @@ def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
     session.close()
     monkeypatch.setattr(RecorderHandle, "set_values", set_values)
 
-    resumed = make_session(on_resume=on_resume, **pool)
+    resumed = make_session(on_resume=on_resume)
     resumed.resume(folder if checkpoint else None, checkpoint)
     (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
     assert not history
@@ -249,7 +243,6 @@ def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
 
 
 def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> None:
-    pool: Mapping[str, Any] = {"store": {"path": str(tmp_path / "pool")}}
 
     def train(session: ReplaySession, uid: str, count: int, step: int, value: float) -> None:
         joined, _ = plane.train(
@@ -265,7 +258,7 @@ def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> 
         train(session, uid, N - 1, 2, -0.5)
         return ledger.read(tmp_path / "run-a" / "rollouts" / "ledger").steps[2]
 
-    session = make_session(**pool)
+    session = make_session()
     train(session, "first", N, 1, -2.0)
     session.save(tmp_path / "global_step_1", 1)
     second = replay(session, "u")
@@ -283,7 +276,7 @@ def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> 
     assert set(replayed["trajectory"]) <= {stored[f"first{i}_{j}_0"] for i in range(4) for j in range(2)}
     assert replayed["ratio"] == pytest.approx(math.exp(1.5))
 
-    resumed = make_session(run="run-a", **pool)
+    resumed = make_session(run="run-a")
     with pytest.warns(UserWarning, match="1 step after step 1 will be replaced"):
         resumed.resume(tmp_path / "global_step_1", 1)
     again = replay(resumed, "v")

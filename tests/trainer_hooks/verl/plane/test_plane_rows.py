@@ -14,6 +14,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
+from tests.support.waiting import wait_until
 from tests.trainer_hooks.verl.builders import fresh_row
 from tests.trainer_hooks.verl.plane import sessions as plane
 from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
@@ -25,6 +26,7 @@ from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.loss import EXP_MASK
 from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
 from trainer_hooks.verl.sampler import ReplaySampler
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
 
 # ---- a column that one row lacks ----
@@ -171,15 +173,13 @@ def test_histories_that_do_not_fit_are_refused_and_told(
     joining: int,
     background: bool,
     make_session: MakeSession,
-    tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The pool comes from an earlier run with other prompts for the same tasks, or other length limits."""
-    pool = {"store": {"path": str(tmp_path / "pool")}, "prepare_in_background": background}
-    first = make_session(**pool)
+    first = make_session()
     plane.fill(first)
     first.close()
-    session = make_session("run-b", **pool, **changed)
+    session = make_session(prepare_in_background=background, **changed)
     asks = changed.get("asks", range(4))
     plan = session.plan(TASKS, 0.5, 2)
     assert [item.fresh_rollouts for item in plan] == [N - joining] * 4
@@ -390,3 +390,32 @@ def test_a_sampler_is_otherwise_what_it_was() -> None:
     assert copy.copy(sampler).trainer_mode == "sync"
     with pytest.raises(AttributeError, match="no_such_thing"):
         _ = sampler.no_such_thing
+
+
+def test_rewards_that_come_after_the_rollouts_are_replayed(make_session: MakeSession) -> None:
+    """As of a reward model on the actor's devices, which verl runs when a batch was sampled."""
+    session = make_session()
+    rows = [row for index in range(len(TASKS)) for row in rollouts(f"first{index}", N, index)]
+    bare = [Row(row.key, row.tag, {n: v for n, v in row.columns.items() if n != "rm_scores"}) for row in rows]
+    joined = session.join(plane.put(bare))
+    write_column(joined.keys, TRAINING, "rm_scores", [row.columns["rm_scores"] for row in rows])
+    plane.rate(joined, -2.0)
+    assert session.scored(joined, 1)["experience_replay/pool_trajectories"] == 8
+    tq.kv_clear(keys=joined.keys, partition_id=TRAINING)
+    histories = plane.expecting(session)
+    again = session.join(plane.put([row for i in range(4) for row in rollouts(f"u{i}", N - 1, i)]))
+    scores = {key: column.tolist() for key, column in plane.column(again, "rm_scores").items() if "_1000_" in key}
+    assert sorted(scores) == [f"u{i}_1000_0" for i in range(4)]
+    assert all(values == [0.0] * (len(values) - 1) + [1.0] for values in scores.values())
+    assert {history.reward.outcome for (history,) in histories.values()} == {1.0}
+
+
+def test_an_outcome_that_is_corrected_in_the_record_reaches_the_pool(make_session: MakeSession, tmp_path: Path) -> None:
+    session = make_session()
+    plane.fill(session)
+    chosen = {history.rollout_id for (history,) in plane.planned(session).values()}
+    with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as reader:
+        numbers = [number for number in reader.trajectory_ids.tolist() if reader.get(number).rollout_id in chosen]
+    annotate(tmp_path / "run-a" / "rollouts", numbers, {"outcome": [0.0] * 4})
+    wait_until(lambda: len(session._hook.manager._ledger.store.outcomes_given(numbers)) == 4)
+    assert chosen.isdisjoint(history.rollout_id for (history,) in plane.planned(session).values())

@@ -149,18 +149,17 @@ def test_a_session_of_several_outputs_is_replayed_whole(make_session: MakeSessio
 # ---- texts ----
 
 
-def test_rollouts_are_recorded_with_their_text_and_pooled_without(make_session: MakeSession, tmp_path: Path) -> None:
-    """Text is decoded after the pool's decision."""
-    session = make_session(store={"path": str(tmp_path / "pool")}, decoder=plane.Words())
+def test_rollouts_are_recorded_once_with_their_text(make_session: MakeSession, tmp_path: Path) -> None:
+    session = make_session(decoder=plane.Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
     pooled = [rollout for held in session._hook.manager.task2trajectories.values() for rollout in held]
-    assert {len(rollout.messages) for rollout in pooled} == {1}
     recorded = {rollout.rollout_id: rollout for rollout in plane.recorded(tmp_path)}
-    assert {rollout.messages[-1]["author"] for rollout in recorded.values()} == {"llm"}
+    assert (len(recorded), len(pooled)) == (4 * N, 8), "the pool has no copies"
     for rollout in pooled:
         other = recorded[rollout.rollout_id]
         assert torch.equal(rollout.input_ids, other.input_ids)
+        assert (rollout.messages, rollout.messages[-1]["author"]) == (other.messages, "llm")
 
 
 # ---- guided rollouts ----
