@@ -289,6 +289,6 @@ def test_the_programs_of_the_page_do_what_it_says(
     names: dict[str, Any] = {}
     exec(compile(code, "demonstrations.md", "exec"), names)
     assert (names["done"].entered, names["done"].problems, names["refused"]) == (1, (), {})
-    store = BufferStore.open("runs/a/trajstore/pool")
+    store = BufferStore.open("runs/a/trajstore/rollouts")
     assert ExperienceManager(RULES, store=store).get_task_ids() == ["a", "b"]
     store.close()

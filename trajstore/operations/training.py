@@ -163,7 +163,7 @@ def _uses(reader: Reader, catalog: Catalog, rank: int) -> dict[int, int] | None:
     support = pool_support()
     if rank != ALONE or support is None or not len(catalog.index) or not support.is_pool(catalog):
         return None
-    table = support.records(reader).look().query().select("trajectory_id", "uses").table()
+    table = support.records(reader).look().query().where("uses >= 0").select("trajectory_id", "uses").table()
     return dict(zip(table["trajectory_id"].to_list(), table["uses"].to_list(), strict=True))
 
 
