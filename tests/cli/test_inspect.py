@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
 from tests.stores import in_memory, overwrite_by_rlinf, stored
@@ -22,7 +17,6 @@ from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
 from trajstore.operations.inspect import inspect
-from trajstore.operations.statistics import RewardStatistics, merge_rewards
 from trajstore.operations.verify import verify
 
 
@@ -57,15 +51,13 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     }
     assert report["integrity"]["problems"] == []
     assert run.json("inspect", path) == report
-    live, shards = format_bytes(report["live_bytes"]), format_bytes(report["shard_bytes"])
-    out = run.out("inspect", path)
-    assert re.search(rf"in memory +{re.escape(live)}, in shards {re.escape(shards)}\n", out)
+    out = " ".join(run.out("inspect", path).split())
     for expected in (
-        "policy versions",
-        "10 to 14",
-        "curr_obs.states",
-        "length within one trajectory",
-    ):  # nothing joins them
+        f"live bytes {format_bytes(report['live_bytes'])} shard bytes {format_bytes(report['shard_bytes'])}",
+        "policy versions 10 to 14",
+        "episodes length 2 to 6, mean 4.5",
+        "curr_obs.states float32 [1] 360 B",
+    ):
         assert expected in out
 
 
@@ -136,8 +128,8 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
         assert report["steps"] == {"min": 8, "mean": 10.0, "max": 12}
         assert report["policy"]["weights"] == 6
         assert report["integrity"]["problems"] == []
-    out = run.out("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")
-    assert "0 to 6, none absent; 2 of them have no file" in out
+    ids = run.json("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")["ids"]
+    assert ids == {"first": 0, "last": 6, "absent": 0, "gaps": [], "without_file": 2}
     report = inspect(shared_fixtures / "rlinf" / "per_rank")
     assert report["trajectories"] == 12
 
@@ -147,29 +139,9 @@ def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> N
         write_store(tmp_path / "run" / name, range(2))
     out = run.out("inspect", tmp_path / "run")
     out = " ".join(out.split())
-    assert "ranks 2, a store for each" in out
-    assert "opened as one 4 trajectories of rank_*; the others are in step_5" in out
+    assert "ranks 2 opened 4 beside step_5" in out
     (note,) = verify(tmp_path / "run").notes
     assert "step_5" in note
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.floats(-10, 10, width=32), st.booleans()), min_size=1, max_size=30), st.booleans())
-def test_episodes_are_those_of_a_plain_loop(steps: list[tuple[float, bool]], bootstrap: bool) -> None:
-    lengths, returns, length, total = [], [], 0, 0.0
-    for reward, done in steps:
-        length, total = length + 1, total + reward
-        if done:
-            lengths.append(length)
-            returns.append(total)
-            length, total = 0, 0.0
-    dones = torch.tensor([done for _, done in steps]).reshape(-1, 1, 1)
-    if bootstrap:
-        dones = torch.cat([torch.ones(1, 1, 1, dtype=torch.bool), dones])
-    statistics = RewardStatistics()
-    statistics.add(torch.tensor([reward for reward, _ in steps]).reshape(-1, 1, 1), dones)
-    assert statistics.lengths == lengths
-    assert statistics.returns == pytest.approx(returns, abs=1e-9)
 
 
 # -- agents, runs, episodes ----------------------------------------------------------------------------
@@ -235,7 +207,7 @@ def test_episodes_whose_beginning_was_evicted_are_in_no_length(run: Run, tmp_pat
     assert (episodes["length"]["min"], episodes["length"]["max"]) == (5, 6)
     assert (episodes["return"]["min"], episodes["return"]["max"]) == (5, 6)
     assert episodes["begun_before"] == 4, "of both workers: their beginning may be evicted"
-    assert "4 of them begun before what was read, not counted below" in run("inspect", path)[1]
+    assert "episodes begun before 4 " in " ".join(run.out("inspect", path).split())
 
 
 def test_whole_episodes_are_counted_whatever_was_evicted_before(tmp_path: Path) -> None:
@@ -259,7 +231,7 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureF
     overwrite_by_rlinf(tmp_path / "rank_1")
     next((tmp_path / "rank_2" / "shards").iterdir()).unlink()
     out = run.out("inspect", tmp_path, code=DAMAGED)
-    assert len(out.splitlines()) < 35
+    assert len(out.splitlines()) < 40
     rows = {line.split()[0]: line.split() for line in out.splitlines() if line.startswith("  rank_")}
     assert rows["rank_0"][1] == "2"
     assert rows["rank_1"][1] == "?"
@@ -298,37 +270,6 @@ def test_columns_with_rows_of_no_values(tmp_path: Path, layout: Any, empty: str)
     buffer = in_memory([Trajectory(**columns) for _ in range(3)])
     buffer.save_checkpoint(tmp_path / "here", layout=layout)
     assert inspect(tmp_path / "here")["trajectories"] == 3
-
-
-# -- Merged reports of several parts equal the report on all values, for any values --
-
-
-def report(values: np.ndarray) -> dict[str, float]:
-    return {
-        "min": float(values.min()),
-        "mean": float(values.mean()),
-        "max": float(values.max()),
-        "std": float(values.std()),
-        "count": len(values),
-    }
-
-
-@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
-def test_several_parts_make_the_whole(scale: float) -> None:
-    chance = np.random.default_rng(0)
-    parts = [scale * (chance.normal(size=size) + size) for size in (3, 1, 40)]
-    merged = merge_rewards([report(part) for part in parts])
-    assert merged is not None
-    scaled = report(np.concatenate(parts) / scale)  # numpy's squares overflow, too
-    for name in ("min", "mean", "max", "std"):
-        assert merged[name] / scale == pytest.approx(scaled[name], rel=1e-12)
-
-
-def test_rewards_without_bounds_are_told_as_such() -> None:
-    merged = merge_rewards([{"min": -1e308, "mean": -1e308, "max": 1.0, "std": 1e308, "count": 2}] * 2)
-    assert merged is not None
-    assert merged["mean"] == -1e308
-    assert math.isfinite(merged["std"])
 
 
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])

@@ -68,7 +68,7 @@ def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path:
     report = inspect(tmp_path / "step_1")
     assert (report["trajectories"], report["replayable"]) == (2, 1)
     assert report["refused"] == {"no_tokens": 1}
-    assert "no_tokens" in run.out("inspect", tmp_path / "step_1")
+    assert figures(run.out("inspect", tmp_path / "step_1"))["refused no tokens"] == "1"
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
@@ -93,10 +93,10 @@ def agent_store(path: Path, count: int = 4, **more: object) -> Path:
 
 
 def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
-    out = run.out("inspect", agent_store(tmp_path / "agents", messages=[]))
-    for expected in ("rollouts", "tokens of a rollout   10", "turns of the model  2, by runs of the model's tokens"):
-        assert expected in out
-    assert not {"environments B", "steps T", "samples"} & {line.strip().split("  ")[0] for line in out.splitlines()}
+    figure_of = figures(run.out("inspect", agent_store(tmp_path / "agents", messages=[])))
+    assert (figure_of["agents rollouts"], figure_of["tokens"]) == ("4", "10")
+    assert not {"batch", "steps", "agents turns"} & {*figure_of}
+    assert run.json("inspect", tmp_path / "agents", "--trajectory", 0)["turns"] == 2, "by runs of the model's tokens"
     report = inspect(tmp_path / "agents")
     assert report["tokens"] == {"min": 10, "mean": 10.0, "max": 10}
     assert report["response_tokens"]["max"] == 6
@@ -116,35 +116,9 @@ def test_lengths_are_of_the_rollouts_that_tell_theirs(tmp_path: Path) -> None:
     json.dumps(report)
 
 
-def test_turns_say_what_they_were_counted_by(run: Run, tmp_path: Path) -> None:
-    """One message may span two turns of tokens, so the figure names its unit."""
-    path = agent_store(tmp_path / "agents", count=1, messages=[{"role": "assistant", "content": "2 + 2 = 4"}])
-    assert figures(run("inspect", path)[1])["turns of the model"] == "1, by messages of the assistant"
-    out = run("inspect", path, "--trajectory", 0)[1]
-    assert figures(out)["turns of the model"] == "1, by messages of the assistant"
-    assert out.count("\n  model  ") == 2, "in the table of its tokens"
-
-
 def figures(out: str) -> dict[str, str]:
     pairs = [re.split(r"  +", line.strip(), maxsplit=1) for line in out.splitlines()]
     return {pair[0]: pair[1] for pair in pairs if len(pair) == 2}
-
-
-def test_what_was_read_of_some_is_said_of_every_figure_of_them(run: Run, tmp_path: Path) -> None:
-    outcomes = [1.0, None, 0.0, None, 1.0, None]
-    stored(
-        tmp_path / "store",
-        [build(f"task_{n}", n, outcome, old_log_probs=None, response_mask=None) for n, outcome in enumerate(outcomes)],
-    )
-    figure_of = figures(run("inspect", tmp_path / "store", "--measure", 4)[1])
-    assert figure_of["outcomes"] == "0 to 1, mean 0.5; 2 rollouts without one (4 of 6 read)"
-    for name in ("turns of the model", "tasks", "with messages"):
-        assert figure_of[name].endswith(" (4 of 6 read)"), name
-    assert figure_of["of its response"] == "4 (of 4 rollouts)"
-    assert not figure_of["tokens of a rollout"].endswith("read)"), "the index has it of all rollouts"
-    figure_of = figures(run("inspect", tmp_path / "store")[1])
-    assert figure_of["outcomes"] == "0 to 1, mean 0.6667; 3 rollouts without one"
-    assert figure_of["of its response"] == "4"
 
 
 def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
@@ -164,18 +138,14 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
         "skipped_tasks": 1,
         "others": 0,
     }
-    assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 4)
+    assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 0)
     assert report["policy"]["versions"] == {"min": 2, "max": 3}
     code, out, _ = run("inspect", tmp_path / "pool")
     figure_of = figures(out)
     assert code == 0
     assert f"{tmp_path / 'pool'}: experience pool" in out
-    assert figure_of["trajectories"] == "4 of 2 tasks"
-    assert "not of the pool" not in figure_of
-    assert figure_of["tasks by difficulty (estimated successes of n_rollout)"] == "2: 2"
-    assert figure_of["solved tasks left out"] == "1"
-    figure_of = figures(run("inspect", tmp_path / "pool", "--measure", 1)[1])
-    assert figure_of["outcomes"] == "1 (1 of 4 read)"
+    names = ("pool trajectories", "pool tasks", "pool difficulties 2", "pool skipped tasks", "agents outcomes")
+    assert [figure_of[name] for name in names] == ["4", "2", "2", "1", "1"]
 
 
 def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: Path) -> None:
@@ -197,7 +167,7 @@ def test_saved_states_of_one_pool_are_not_added_up(run: Run, tmp_path: Path) -> 
     assert [report[key] for key in ("trajectories", "samples", "replayable")] == [6, 6, 6]
     assert report["files"] == 9
     figure_of = figures(run("inspect", tmp_path / "run" / "experience_pool")[1])
-    assert (figure_of["replayable"], figure_of["earlier states"]) == ("6", "2, not counted")
+    assert (figure_of["replayable"], figure_of["earlier states"]) == ("6", "2")
     (tmp_path / "run" / "experience_pool" / "step_11" / "task2trajectories.pkl").write_bytes(b"damaged")
     assert inspect(tmp_path / "run")["trajectories"] == 4
     (tmp_path / "run" / "experience_pool" / "step_9").rename(tmp_path / "run" / "experience_pool" / "other")
@@ -223,17 +193,16 @@ def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> Non
         stored(tmp_path / "run" / part, [build(task, number) for number, task in enumerate(tasks)])
     report = inspect(tmp_path / "run" / "rank_0")
     assert (report["agents"]["tasks"], report["agents"]["without_task"]) == (2, 2)
-    assert figures(run("inspect", tmp_path / "run" / "rank_0")[1])["tasks"] == "2; 2 rollouts name none"
-    assert figures(run("inspect", tmp_path / "run" / "rank_1")[1])["tasks"] == "1"
     _, out, _ = run("inspect", tmp_path / "run")
     assert f"{tmp_path / 'run'}: run directory" in out
-    assert inspect(tmp_path / "run")["agents"]["without_task"] == 2
+    report = inspect(tmp_path / "run")
+    assert (report["agents"]["tasks"], report["agents"]["without_task"]) == (2, 2)
 
 
 def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: Run, tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
     out = run.out("inspect", path, "--trajectory", 1)
-    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "4 to 5", "model 4"):
+    for text in ("task_1", "row_7", "exact", "format", "0.25", "41", "engine", "model            4"):
         assert text in out
     assert "3,000 more characters" in out
     assert all(character.isprintable() or character == "\n" for character in out)
@@ -256,7 +225,8 @@ def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     assert report["values"] == {"input_ids": 8, "loss_mask": 1, "response_mask": 1, "old_log_probs": -0.5}
     report = run.json("inspect", path, "--trajectory", 0, "--sample", 3)
     assert (report["part"], report["values"]) == ("prompt", {"input_ids": 3, "loss_mask": 0})
-    assert "token 8 of 10 (model)" in run("inspect", path, "--trajectory", 0, "--sample", 8)[1]
+    figure_of = figures(run.out("inspect", path, "--trajectory", 0, "--sample", 8))
+    assert (figure_of["token"], figure_of["part"], figure_of["old_log_probs"]) == ("8", "model", "-0.5")
     assert "tokens 0 to 9" in run.err("inspect", path, "--trajectory", 0, "--sample", 10)
 
 
@@ -291,7 +261,7 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
         ("tag", HOSTILE, "anna"),
     ]
     out = run.out("inspect", tmp_path / "run", "--trajectory", "1/0")
-    assert "judge  1.0  anna" in out
+    assert "judge 1 anna" in " ".join(out.split())
     assert "\x1b" not in out
     assert run("inspect", tmp_path / "run", "--tokens")[0] == FAILED
     assert run("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens", "--sample", 0)[0] == FAILED

@@ -75,7 +75,7 @@ def test_what_was_summarized_is_found_by_its_task(tmp_path: Path) -> None:
     assert "go attic" not in experiences.text
     assert len(experiences.names) == 1
     store.close()
-    assert inspect(tmp_path / "experience")["experiences"] == 2
+    assert inspect(tmp_path / "experience")["trajectories"] == 2
 
     store = BufferStore.open(tmp_path / "experience")
     again = LocalMaker(store)

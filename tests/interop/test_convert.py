@@ -22,7 +22,6 @@ from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreWriteError
 from trajstore.interop import convert
-from trajstore.operations.single import read_single
 from trajstore.points import saved_points
 from trajstore.query.messages import text_of
 
@@ -235,8 +234,6 @@ def test_an_import_reads_an_export_back(store: Path, tmp_path: Path, form: str) 
         names = ("task", "outcome", "judge", "select", "reward_style", "reward_judge", "turns", "version_high")
         wanted = first.query().where("kind = 'agent'").order_by("trajectory_id").select(*names).rows()
         assert second.query().order_by("trajectory_id").select(*names).rows() == wanted
-    recorded, made_first = read_single(store, 0).trajectory, read_single(tmp_path / "made", 0).trajectory
-    assert same(vars(recorded), vars(made_first)), "without late values"
     assert main(["convert", str(tmp_path / "made"), str(tmp_path / "again"), "--to", form]) == 0
     assert main(["convert", str(tmp_path / "again"), str(tmp_path / "made"), "--from", form]) == 2, "it exists"
 

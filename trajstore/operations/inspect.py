@@ -26,27 +26,17 @@ from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.operations.late_values import waiting_values
 from trajstore.operations.live import announced, needed_now
-from trajstore.operations.measure import measure as measure_trajectories
+from trajstore.operations.measure import measure as measure_blocks
 from trajstore.operations.mirrors import mirror_report
 from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support, pool_support_for
-from trajstore.operations.statistics import (
-    columns_report,
-    ids_report,
-    merge_agents,
-    merge_episodes,
-    merge_policies,
-    merge_ranges,
-    merge_rewards,
-    policy_report,
-    range_of,
-)
+from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
 from trajstore.operations.verification import Progress
 
 Report = dict[str, Any]
 
 MEASURED_AT_MOST = 2_000
-"""Default number of the newest trajectories whose rewards and episodes are read."""
+"""Default number of the newest step trajectories whose rewards and episodes are read."""
 
 _STATES = ("step_", "global_step_")
 """Names, with a number, of the states of one store or pool that trainers save beside each other."""
@@ -57,7 +47,7 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
 
     Args:
         path: local path or URL.
-        measure: number of the newest trajectories whose rewards and episodes are read; 0 = all.
+        measure: number of the newest step trajectories whose rewards and episodes are read; 0 = all.
         progress: called with (done, total) trajectories read.
 
     Returns:
@@ -71,11 +61,13 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (only for an
-        experience pool's store, whose figures then cover the pool's trajectories), ``rewards``, ``episodes``,
+        experience pool's store, whose figures then cover the pool's trajectories), ``measured`` (number of step
+        trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these that cannot be),
         ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
-        A folder has ``parts`` (one report each), their totals, and ``run_points`` (saved points by step, with the
-        ranks that lack each). Of checkpoints and pools named ``step_N`` or ``global_step_N``, only the newest counts;
+        A folder has ``parts`` (one report each), the figures of all stores together, and ``run_points`` (saved points
+        by step, with the ranks that lack each). Of checkpoints and pools named ``step_N`` or ``global_step_N``, only
+        the newest counts;
         ``earlier_states`` is the number of the others. A folder with ``rank_*`` also has ``ranks`` (their number),
         ``opened`` (trajectories shown when it is opened) and ``beside`` (folders with stores that are not shown then).
         A part of the kind ``"unreadable"`` has only its files counted.
@@ -86,23 +78,25 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         UnsafeContentError: a name leaves the directory, or a pickle would run code; none of it was run.
         UnsupportedVersionError: the store has another layout version.
     """
-    return _inspect_place(find_place(path), measure, progress)
+    return _inspect_place(find_place(path), measure, progress)[0]
 
 
-def _inspect_place(place: Place, measure: int, progress: Progress | None) -> Report:
+def _inspect_place(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
     if place.kind == "store":
         return _inspect_store(place.directory, measure, progress)
     if place.kind == "rlinf":
         from trajstore.operations.foreign import inspect_rlinf  # rarely needed
 
-        return inspect_rlinf(place.directory, measure, progress)
+        report, facts = inspect_rlinf(place.directory, measure, progress)
+        return report | figures([facts]), [facts]
     if place.kind == "experience_pool":
-        return pool_support_for(place.directory.url).inspect_files(place.directory)
+        return pool_support_for(place.directory.url).inspect_files(place.directory), []
     return _inspect_run(place, measure, progress)
 
 
-def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Report:
-    parts = [_inspect_part(part, measure, progress) for part in place.parts]
+def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
+    inspected = [_inspect_part(part, measure, progress) for part in place.parts]
+    parts = [report for report, _ in inspected]
     rank_counts = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
     problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, rank_counts))]
     if place.mixed:
@@ -112,14 +106,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
     current = _current(place, parts)
     totals = {key: sum(part[key] for part in current) for key in ("trajectories", "samples")}
     totals |= {key: sum(part[key] for part in parts) for key in ("files", "size_on_disk")}
-    ranges = {
-        "steps": "trajectories",
-        "batch": "trajectories",
-        "tokens": "trajectories",
-        "response_tokens": "trajectories",
-        "max_episode_length": "trajectories",
-    }
-    merged = {key: merge_ranges([(part.get(key), part[weight]) for part in current]) for key, weight in ranges.items()}
+    facts = [one for report, own in inspected if any(report is part for part in current) for one in own]
     formats = {part["format"] for part in parts if part.get("format")}
     return {
         "kind": "run",
@@ -130,18 +117,14 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> Repor
         "earlier_states": len(parts) - len(current),
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
-        **merged,
         "measured": sum(part.get("measured", 0) for part in current),
-        "rewards": merge_rewards([part.get("rewards") for part in current]),
-        "episodes": merge_episodes([part.get("episodes") for part in current]),
         **_replayable(current),
-        "agents": merge_agents([part.get("agents") for part in current]),
-        "policy": merge_policies([part.get("policy") for part in current]),
+        **figures(facts),
         "waiting": _waiting(place, parts),
         "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
-    }
+    }, facts
 
 
 def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
@@ -184,7 +167,7 @@ def _shown(place: Place, parts: Sequence[Report]) -> Report:
     return {"ranks": len(ranks), "opened": sum(ranks), "beside": place.beside}
 
 
-def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Report:
+def _inspect_part(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
     """Return the report on a part of a run; an unreadable part does not hide the others."""
     try:
         return _inspect_place(place, measure, progress)
@@ -196,19 +179,21 @@ def _inspect_part(place: Place, measure: int, progress: Progress | None) -> Repo
             "files": len(sizes := _sizes(place.directory)),
             "size_on_disk": sum(sizes.values()),
             "integrity": {"problems": [f"cannot be read: {error}"]},
-        }
+        }, []
 
 
-def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> Report:
+def _inspect_store(directory: Directory, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
     readers = _readers(directory)  # before this one
     with announced(directory) as lease:
         catalog, damage = open_leniently(directory)
         lease.settle(catalog.generation)
         sizes = _sizes(directory)
         pool, counted = _pool(catalog, damage)
-        measured = measure_trajectories(catalog, measure, progress, counted)
-        lengths = measured.pop("response_lengths")
-        return _report(catalog, damage, readers, sizes, lengths, counted) | {"pool": pool} | measured
+        facts = _facts(catalog, counted)
+        of_steps = counted & _of_steps(catalog)
+        facts.rewards, measured, unreadable = measure_blocks(catalog, of_steps, measure, progress)
+        report = _report(catalog, damage, readers, sizes)
+        return report | figures([facts]) | {"pool": pool, "measured": measured, "unreadable": unreadable}, [facts]
 
 
 def _pool(catalog: Catalog, damage: list[Damage]) -> tuple[Report | None, npt.NDArray[np.bool_]]:
@@ -253,19 +238,11 @@ def _report(
     damage: Sequence[Damage],
     readers: Sequence[Reader] | None,
     sizes: dict[str, int],
-    response_lengths: npt.NDArray[np.int64],
-    counted: npt.NDArray[np.bool_],
 ) -> Report:
     """Return the report derived from the index and the file sizes."""
     directory, index = catalog.directory, catalog.index
     metadata = catalog.metadata()
-    of_steps = catalog.shards.of_steps()[index["shard"]] if len(index) else np.zeros(0, np.bool_)
-    with_tokens, with_response = (
-        counted & ~of_steps & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else of_steps
-        for axis in (Axis.SAMPLES, Axis.RESPONSE)
-    )
-    # Rollouts without a column along the response still have a known length if they were read.
-    responses = np.concatenate([index["extra"][with_response], response_lengths])
+    of_steps = _of_steps(catalog)
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [str(problem).removeprefix(f"{directory.url}/") for problem in damage]
     late = waiting_values(catalog)
@@ -295,14 +272,7 @@ def _report(
         "waiting": late.to_json(),
         "next_id": catalog.next_id,
         "columns": _columns(catalog),
-        "steps": range_of(index["steps"][of_steps]),
-        "batch": range_of(index["batch"][of_steps]),
-        "tokens": range_of(index["steps"][with_tokens]),
-        "response_tokens": range_of(responses),
-        "response_tokens_known": len(responses),
-        "max_episode_length": range_of(index["max_episode_length"][index["max_episode_length"] > 0]),
         "ids": ids_report(index["trajectory_id"]),
-        "policy": _policy(index, counted),
         "integrity": integrity,
     }
 
@@ -342,11 +312,40 @@ def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
     }
 
 
-def _policy(index: TrajectoryIndex, counted: npt.NDArray[np.bool_]) -> Report:
-    known = counted & (index["version_low"] != UNKNOWN_VERSION)
-    lows, highs = index["version_low"][known], index["version_high"][known]
-    weights = [index.texts[number] for number in np.unique(index["weights"]).tolist()]
-    return policy_report(lows, highs, weights, unknown=int((counted & ~known).sum()))
+def _of_steps(catalog: Catalog) -> npt.NDArray[np.bool_]:
+    """Return a mask of the index entries that are step trajectories."""
+    return catalog.shards.of_steps()[catalog.index["shard"]] if len(catalog.index) else np.zeros(0, np.bool_)
+
+
+def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
+    """Return the facts of the counted entries of the index."""
+    index, of_steps = catalog.index, _of_steps(catalog)
+    agents = counted & ~of_steps
+    tokens, response = (
+        agents & catalog.shards.with_axis(axis)[index["shard"]] if len(index) else agents
+        for axis in (Axis.SAMPLES, Axis.RESPONSE)
+    )
+    start = index.fact("response_start")
+    lengths = np.where(response, index["extra"], np.where(tokens & (start >= 0), index["steps"] - start, -1))
+    tasks, outcome, versioned = index.fact("task"), index.fact("outcome"), index["version_low"] != UNKNOWN_VERSION
+    values = {
+        "steps": index["steps"][of_steps],
+        "batch": index["batch"][of_steps],
+        "tokens": index["steps"][tokens],
+        "response_tokens": lengths[agents & (lengths >= 0)],
+        "max_episode_length": index["max_episode_length"][index["max_episode_length"] > 0],
+        "outcome": outcome[agents & ~np.isnan(outcome)],
+        **{name: fact[agents & (fact >= 0)] for name in ("turns", "messages") for fact in [index.fact(name)]},
+        **{name: index[name][counted & versioned] for name in ("version_low", "version_high")},
+    }
+    return Facts(
+        values,
+        int(agents.sum()),
+        int((agents & (tasks < 0)).sum()),
+        int((counted & ~versioned).sum()),
+        {index.texts[number] for number in np.unique(tasks[agents & (tasks >= 0)]).tolist()},
+        {index.texts[number] for number in np.unique(index["weights"]).tolist()},
+    )
 
 
 def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None
 
 
 def agents_report(
-    rollouts: int, tasks: int, nameless: int, outcomes: Sequence[float], turns: Sequence[int], messages: int
+    rollouts: int, tasks: int, nameless: int, outcomes: npt.ArrayLike, turns: npt.ArrayLike, messages: int
 ) -> dict[str, Any]:
     """Return the report on rollouts.
 
@@ -55,7 +55,7 @@ def agents_report(
         "tasks": tasks,
         "without_task": nameless,
         "outcomes": range_of(outcomes),
-        "without_outcome": rollouts - int(np.isfinite(np.array(outcomes, np.float64)).sum()),
+        "without_outcome": rollouts - int(np.isfinite(np.asarray(outcomes, np.float64)).sum()),
         "turns": range_of(turns),
         "with_messages": messages,
     }
@@ -216,39 +216,49 @@ class RewardStatistics:
         there: npt.NDArray[np.bool_] = np.searchsorted(read, starts) - np.searchsorted(read, lows) == starts - lows
         return there
 
-    def rewards_report(self) -> dict[str, Any] | None:
-        """Return ``{"min", "mean", "max", "std", "count"}`` of single rewards; None without rewards."""
-        if not self.count:
-            return None
-        mean = self.total / self.count
-        variance = max(0.0, self.total_of_squares / self.count - mean * mean)
-        return {
-            "min": self.lowest,
-            "mean": mean,
-            "max": self.highest,
-            "std": math.sqrt(variance),
-            "count": self.count,
-        }
-
-    def episodes_report(self) -> dict[str, Any] | None:
-        """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if no episode ended.
-
-        ``spanning``, the number of episodes over several trajectories, is None without observations.
-        ``begun_before`` ended episodes may have begun in trajectories that were evicted or not read; the ranges of
-        lengths and returns, and ``spanning``, exclude them.
-        """
+    def ended(self) -> tuple[list[int], list[float], int, int]:
+        """Return lengths and returns of ended episodes with a known beginning, how many span, and how many others."""
         known = [episode for episode, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
         lengths = [*self.lengths, *(episode.steps for episode in known)]
-        begun_before = len(self._uncertain) - len(known)
-        if not lengths and not begun_before:
-            return None
-        return {
-            "ended": len(lengths) + begun_before,
-            "length": range_of(lengths),
-            "return": range_of([*self.returns, *(episode.total for episode in known)]),
-            "spanning": self.spanning + sum(episode.spans for episode in known) if self.followed else None,
-            "begun_before": begun_before,
-        }
+        returns = [*self.returns, *(episode.total for episode in known)]
+        return lengths, returns, self.spanning + sum(e.spans for e in known), len(self._uncertain) - len(known)
+
+
+def rewards_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
+    """Return ``{"min", "mean", "max", "std", "count"}`` of the single rewards of stores; None without rewards."""
+    count = sum(part.count for part in parts)
+    if not count:
+        return None
+    mean = sum(part.total for part in parts) / count
+    variance = max(0.0, sum(part.total_of_squares for part in parts) / count - mean * mean)
+    return {
+        "min": min(part.lowest for part in parts),
+        "mean": mean,
+        "max": max(part.highest for part in parts),
+        "std": math.sqrt(variance),
+        "count": count,
+    }
+
+
+def episodes_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
+    """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if no episode ended.
+
+    ``spanning``, the number of episodes over several trajectories, is None without observations.
+    ``begun_before`` ended episodes may have begun in trajectories that were evicted or not read; the ranges of
+    lengths and returns, and ``spanning``, exclude them.
+    """
+    ended = [part.ended() for part in parts]
+    lengths = [length for part in ended for length in part[0]]
+    begun_before = sum(part[3] for part in ended)
+    if not lengths and not begun_before:
+        return None
+    return {
+        "ended": len(lengths) + begun_before,
+        "length": range_of(lengths),
+        "return": range_of([value for part in ended for value in part[1]]),
+        "spanning": sum(part[2] for part in ended) if all(part.followed for part in parts) else None,
+        "begun_before": begun_before,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +308,55 @@ def sampled_rows(values: torch.Tensor, steps: int, name: str) -> torch.Tensor:
     return values[rows]
 
 
+@dataclass(slots=True)
+class Facts:
+    """The known facts of a store's trajectories, from which the figures of a report follow.
+
+    Attributes:
+        values: by name, the known values of ``steps``, ``batch``, ``tokens``, ``response_tokens``,
+            ``max_episode_length``, ``outcome``, ``turns``, ``messages``, ``version_low`` and ``version_high``.
+        rollouts: number of rollouts.
+        without_task: number of rollouts without a task.
+        without_version: number of trajectories without a policy version.
+        tasks: names of the tasks.
+        weights: ids of the weights.
+        rewards: rewards and episodes of the blocks that were read.
+    """
+
+    values: dict[str, npt.NDArray[Any]]
+    rollouts: int = 0
+    without_task: int = 0
+    without_version: int = 0
+    tasks: Collection[str] = ()
+    weights: Collection[str] = ()
+    rewards: RewardStatistics = field(default_factory=RewardStatistics)
+
+
+def figures(parts: Sequence[Facts]) -> dict[str, Any]:
+    """Return the figures of one or several stores together; None where nothing is known."""
+
+    def known(name: str) -> npt.NDArray[Any]:
+        return np.concatenate([np.zeros(0, np.int64), *(part.values[name] for part in parts if name in part.values)])
+
+    rollouts, tasks = sum(part.rollouts for part in parts), set().union(*(part.tasks for part in parts))
+    nameless, rewards = sum(part.without_task for part in parts), [part.rewards for part in parts]
+    ranges = ("steps", "batch", "tokens", "response_tokens", "max_episode_length")
+    agents = rollouts, len(tasks), nameless, known("outcome"), known("turns"), len(known("messages"))
+    return {
+        **{name: range_of(known(name)) for name in ranges},
+        "response_tokens_known": len(known("response_tokens")),
+        "rewards": rewards_report(rewards),
+        "episodes": episodes_report(rewards),
+        "agents": agents_report(*agents) if rollouts else None,
+        "policy": policy_report(
+            known("version_low"),
+            known("version_high"),
+            set().union(*(part.weights for part in parts)),
+            sum(part.without_version for part in parts),
+        ),
+    }
+
+
 def policy_report(lows: npt.ArrayLike, highs: npt.ArrayLike, weights: Iterable[str], unknown: int) -> dict[str, Any]:
     """Return versions, ages (newest version minus a trajectory's lowest) and the number of different weights.
 
@@ -334,81 +393,3 @@ def tensor_report(name: str, tensor: torch.Tensor) -> dict[str, Any]:
     report["not_finite"] = int((~finite).sum())
     report["range"] = range_of(values[finite].numpy())
     return report
-
-
-# -- several parts -----------------------------------------------------------------------------------
-
-
-def merge_ranges(parts: Iterable[tuple[dict[str, Any] | None, float]]) -> dict[str, Any] | None:
-    """Return the range over several parts, each given with its number of values; None if no part has any."""
-    known = [(part, weight) for part, weight in parts if part is not None and weight]
-    if not known:
-        return None
-    total = sum(weight for _, weight in known)
-    return {
-        "min": min(part["min"] for part, _ in known),
-        "mean": sum(part["mean"] * (weight / total) for part, weight in known),
-        "max": max(part["max"] for part, _ in known),
-    }
-
-
-def _known(parts: Sequence[dict[str, Any] | None], *summed: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the parts that are not None, and the sums of some of their figures."""
-    known = [part for part in parts if part is not None]
-    return known, {name: sum(part[name] for part in known) for name in summed}
-
-
-def merge_rewards(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the rewards of several parts together."""
-    known = [part for part in parts if part is not None]
-    merged = merge_ranges([(part, part["count"]) for part in known])
-    if merged is None:
-        return None
-    count = sum(part["count"] for part in known)
-    # Without squares, which overflow a float for damaged rewards.
-    shares = [(math.sqrt(part["count"] / count), part) for part in known]
-    within = [share * part["std"] for share, part in shares]
-    between = [share * (part["mean"] - merged["mean"]) for share, part in shares]
-    return {**merged, "std": math.hypot(*within, *between), "count": count}
-
-
-def merge_episodes(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the episodes of several parts together."""
-    known, sums = _known(parts, "ended", "begun_before")
-    if not known:
-        return None
-    spanning = [part["spanning"] for part in known]
-    counted = [(part, part["ended"] - part["begun_before"]) for part in known]
-    return {
-        "ended": sums["ended"],
-        "length": merge_ranges([(part["length"], count) for part, count in counted]),
-        "return": merge_ranges([(part["return"], count) for part, count in counted]),
-        "spanning": None if None in spanning else sum(spanning),
-        "begun_before": sums["begun_before"],
-    }
-
-
-def merge_agents(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the rollouts of several parts; tasks are not counted, because parts may share them."""
-    known, sums = _known(parts, "rollouts", "without_task", "without_outcome", "with_messages")
-    if not known:
-        return None
-    outcomes = merge_ranges([(part["outcomes"], part["rollouts"] - part["without_outcome"]) for part in known])
-    turns = merge_ranges([(part["turns"], part["rollouts"]) for part in known])
-    return {**known[0], **sums, "tasks": None, "outcomes": outcomes, "turns": turns}
-
-
-def merge_policies(parts: Sequence[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Return the report on the policies of several parts, without ages, which are relative to each part."""
-    known = [part for part in parts if part is not None]
-    if not known:
-        return None
-    versions = [part["versions"] for part in known if part["versions"] is not None]
-    return {
-        "versions": {"min": min(v["min"] for v in versions), "max": max(v["max"] for v in versions)}
-        if versions
-        else None,
-        "ages": None,
-        "unknown": sum(part["unknown"] for part in known),
-        "weights": None,
-    }

@@ -11,14 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore._core.columns.facts import GIVEN, RECORDED
+from trajstore._core.columns.fields import join_name, walk
+from trajstore._core.files.base import Directory
+from trajstore._core.reading.late import with_notes
+from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
+from trajstore._core.reading.shard_access import ShardAccess, damage_of
+from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.notes import Note
-from trajstore._core.store.run_ids import shown_id, written_id
-from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore._core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id, written_id
+from trajstore._core.store.salvage import open_leniently
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    MissingDependencyError,
+    TrajectoryUnavailableError,
+    listed,
+)
+from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import turns_of
-from trajstore.operations.single import read_single
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory
 
 Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -57,26 +71,29 @@ def inspect_trajectory(
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
         CorruptStoreError: the trajectory or the index is damaged.
     """
-    single = read_single(path, trajectory_id)
-    number, entry, trajectory, tensors = single.trajectory_id, single.entry, single.trajectory, single.tensors
+    number = id_from("trajectory_id", trajectory_id)
+    run, store = _places_of(path, number)
+    catalog, position, trajectory, shard_damage = _read(store.directory, own_id(number), number)
+    if isinstance(trajectory, AgentTrajectory):
+        trajectory = with_notes(trajectory, catalog.index.given(position))
+    entry, manifest = catalog.index.entry(position), catalog.shards.manifest(catalog.index.at("shard", position))
+    tensors = columns_of(trajectory)
     report: Report = {
-        "path": single.url,
+        "path": run.url,
         "trajectory_id": written_id(number),
-        "uuid": single.uuid,
-        "kind": single.kind,
-        "shard": single.shard,
+        "uuid": catalog.index.uuid(position),
+        "kind": manifest.schema.kind,
+        "shard": manifest.files[0].name,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
-        "notes": [note_report(note) for note in single.notes],
-        "integrity": {"problems": single.problems},
+        "notes": [note_report(note) for note in catalog.notes.history(own_id(number))],
+        "integrity": {"problems": [f"{text}; the rows of this one may be intact" for text in shard_damage]},
     }
     if isinstance(trajectory, AgentTrajectory):
         decode = decoder(trajectory, tokenizer)
         if sample is not None:
             return report | _token(trajectory, number, tensors, sample, decode)
         report |= _agent_report(trajectory, decode)
-        reward, recorded = single.reward_in_force()
-        report |= {"reward": None if reward is None else asdict(reward), "recorded": recorded}
         if tokens:
             report["tokens_by_column"] = _tokens_by_column(trajectory, tensors, decode)
     elif tokens:
@@ -93,6 +110,65 @@ def inspect_trajectory(
         if sample is not None:
             return report | _sample(number, tensors, steps, batch, sample)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
+
+
+def _places_of(path: str | Path, number: int) -> tuple[Place, Place]:
+    """Return the place of a path, and the store in it that has the trajectory of this id."""
+    run = find_place(path)
+    ranks = {rank_of(part.directory): part for part in run.parts if is_of_rank(part.name)} or {ALONE: run}
+    place = ranks.get(rank_of_id(number))
+    if place is None:
+        raise no_rank(path, number, ranks)
+    if place.kind != "store":
+        descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
+        folder = "a run directory" if place.rank_names else "a folder"
+        kind = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        raise ConfigurationError(f"{path}: single trajectories can only be shown of a store; this is {kind}")
+    return run, place
+
+
+def _read(directory: Directory, trajectory_id: int, number: int) -> tuple[Catalog, int, AnyTrajectory, list[str]]:
+    """Return the catalog, the position in its index, the trajectory as recorded, and the damage of its shard.
+
+    Args:
+        directory: directory of the store, which may have a writer.
+        trajectory_id: id of the trajectory in the store.
+        number: the requested id, including the rank in a run.
+
+    Raises:
+        TrajectoryUnavailableError: no trajectory has this id, or it was evicted.
+        CorruptStoreError: the trajectory is damaged.
+    """
+    with announced(directory) as lease:
+        while True:
+            catalog, problems = open_leniently(directory)
+            lease.settle(catalog.generation)
+            position = catalog.index.find(trajectory_id)
+            if position is None and problems:
+                raise CorruptStoreError(
+                    f"trajectory {shown_id(number)}: not in the readable part: {listed(map(str, problems), 3)}"
+                )
+            if position is None:
+                raise TrajectoryUnavailableError(f"no trajectory has the id {shown_id(number)}")
+            access, manifest = ShardAccess(catalog), catalog.shards.manifest(int(catalog.index.at("shard", position)))
+            try:
+                trajectory = access.trajectory(catalog.index, position)
+                return catalog, position, trajectory, damage_of(directory, manifest)
+            except CorruptStoreError:  # evicted or moved meanwhile, unless a file still needed is missing
+                if {file.name for file in manifest.files} & needed_now(directory)[1]:
+                    raise
+            finally:
+                access.close()
+
+
+def columns_of(trajectory: AnyTrajectory) -> dict[str, torch.Tensor]:
+    """Return a trajectory's tensors by dotted name: ``[T (+ E), B, ...]`` (step) or ``[rows, ...]`` (agent)."""
+    if isinstance(trajectory, AgentTrajectory):
+        columns = {name: getattr(trajectory, name) for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)}
+        columns |= {f"notes.{name}": rows for name, rows in trajectory.notes.items()}
+        return {name: tensor for name, tensor in columns.items() if tensor is not None}
+    fields = {name: getattr(trajectory, name) for name in type(trajectory).__dataclass_fields__}
+    return {join_name(path): leaf for path, leaf in walk(fields) if isinstance(leaf, torch.Tensor)}
 
 
 def _sample(trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int) -> Report:
@@ -115,14 +191,17 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
     parts = token_parts(trajectory)
     for part in parts:
         part["text"] = None if decode is None else decode(_ids(trajectory, part["first"], part["last"] + 1))
+    metadata = {name: value for name, value in trajectory.metadata.items() if name not in (GIVEN, RECORDED)}
     return {
         **{name: _known(getattr(trajectory, name)) for name in WORDS},
+        "reward": None if trajectory.reward is None else asdict(trajectory.reward),
+        "recorded": trajectory.metadata.get(RECORDED, {}),
         "tokens": None if trajectory.input_ids is None else len(trajectory.input_ids),
         "turns": turns_of(trajectory),
         "token_parts": parts,
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
         "messages": trajectory.messages,
-        "metadata": trajectory.metadata,
+        "metadata": metadata,
     }
 
 

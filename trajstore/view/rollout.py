@@ -17,11 +17,10 @@ import orjson
 import torch
 
 from trajstore._core.columns.facts import SESSION, session_of
-from trajstore._core.columns.fields import join_name, walk
 from trajstore.attachments import summarized
 from trajstore.operations.statistics import sampled_rows
-from trajstore.operations.trajectory_report import token_parts
-from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory
+from trajstore.operations.trajectory_report import columns_of, token_parts
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 Answer = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -85,14 +84,10 @@ def answer_of(trajectory: AnyTrajectory, decode: Decode | None) -> bytes:
 
 
 def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
-    columns = {
-        name: tensor
-        for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
-        if (tensor := getattr(trajectory, name)) is not None
-    }
-    total = max((len(tensor) for tensor in columns.values()), default=0)
+    columns = columns_of(trajectory)
+    total = max((len(tensor) for name, tensor in columns.items() if not name.startswith("notes.")), default=0)
     arrays, left_out = [], []
-    for name, tensor in [*columns.items(), *((f"notes.{name}", rows) for name, rows in trajectory.notes.items())]:
+    for name, tensor in columns.items():
         if tensor.is_complex():
             left_out.append(f"{name}: complex numbers have no colour")
             continue
@@ -222,8 +217,7 @@ def texts_of(ids: Sequence[int], decode: Decode) -> Answer:
 
 def _columns(trajectory: Trajectory) -> tuple[dict[str, torch.Tensor], int, int]:
     """Return the columns of a block by name, and its numbers of steps and environments."""
-    fields = {name: getattr(trajectory, name) for name in type(trajectory).__dataclass_fields__}
-    columns = {join_name(path): leaf for path, leaf in walk(fields) if isinstance(leaf, torch.Tensor)}
+    columns = columns_of(trajectory)
     whole = next((columns[name] for name in ("prev_logprobs", "rewards") if name in columns), None)
     steps, batch = (0, 0) if whole is None else whole.shape[:2]
     return columns, steps, batch

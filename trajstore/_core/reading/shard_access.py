@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import partial
 from typing import Any, cast
 
@@ -11,7 +11,7 @@ import torch
 from trajstore._core.columns.conversion import trajectory_of
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import Block, FlatTrajectory
-from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
+from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.files.base import Buffer, Directory
 from trajstore._core.formats import open_shard
 from trajstore._core.formats.base import ShardManifest, ShardReader, rows_from_bytes
@@ -53,34 +53,17 @@ class ShardAccess:
         Raises:
             CorruptStoreError: a file is missing or damaged; names it.
         """
+        manifest, extent = self._open(int(index.at("shard", position))), index.extent(position)
         tensors = {}
-        for column, extent, rows, tensor in self._read(index, position, 1, only):
-            if self.schema(index, position).kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
+        for number, column in enumerate(manifest.schema.columns):
+            if only is not None and column.name not in only:
+                continue
+            start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
+            tensor = self._rows(manifest, number, start, start + rows)
+            if manifest.schema.kind == "step" and column.axis is not Axis.DOCUMENT and extent.batch:
                 tensor = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
             tensors[column.name] = tensor
         return tensors
-
-    def stacked(
-        self, index: TrajectoryIndex, position: int, count: int, only: Collection[str]
-    ) -> dict[str, torch.Tensor]:
-        """Read columns of consecutive step trajectories of a shard with equal shapes, all at once.
-
-        Args:
-            index: the catalog's ``index`` or ``pinned``.
-            position: position of the first.
-            count: number of trajectories.
-            only: names to read; absent ones are left out.
-
-        Returns:
-            By name, ``[count, T (+ E), B, ...]``.
-
-        Raises:
-            CorruptStoreError: a file is missing or damaged; names it.
-        """
-        return {
-            column.name: tensor.reshape(count, rows // extent.batch, extent.batch, *column.row_shape)
-            for column, extent, rows, tensor in self._read(index, position, count, only)
-        }
 
     def rows(self, index: TrajectoryIndex, position: int, name: str, start: int, stop: int) -> torch.Tensor | None:
         """Return rows ``[start, stop)`` of a trajectory's column, or None if it lacks the column.
@@ -123,17 +106,6 @@ class ShardAccess:
             self.close()
             self._row, self._manifest = row, self._catalog.shards.manifest(row)
         return self._manifest
-
-    def _read(
-        self, index: TrajectoryIndex, position: int, count: int, only: Collection[str] | None
-    ) -> Iterator[tuple[ColumnSpec, Extent, int, torch.Tensor]]:
-        """Yield columns of ``count`` consecutive trajectories, with extent and row count of the first."""
-        manifest = self._open(int(index.at("shard", position)))
-        extent = index.extent(position)
-        for number, column in enumerate(manifest.schema.columns):
-            if only is None or column.name in only:
-                start, rows = int(index.at(START_OF[column.axis], position)), extent.rows(column.axis)
-                yield column, extent, rows, self._rows(manifest, number, start, start + count * rows)
 
     def _rows(self, manifest: ShardManifest, column: int, start: int, stop: int) -> torch.Tensor:
         place, spec = manifest.places[column], manifest.schema.columns[column]
