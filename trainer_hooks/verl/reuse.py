@@ -19,9 +19,8 @@ from tensordict.tensorclass import NonTensorStack
 from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.plain import plain
 from trainer_hooks.replay.rows import row_count
-from trainer_hooks.verl.asking import column_of
 from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
-from trainer_hooks.verl.tasks import task_name
+from trainer_hooks.verl.tasks import column_of, task_name
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.reading.contents import Contents
 from trajstore.errors import TrajstoreError, listed

@@ -7,7 +7,6 @@ A row is one output of one session of a prompt; its key is ``{uid}_{session}_{in
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,14 +19,13 @@ from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import plain, restored
 from trainer_hooks.replay import mean_entropy
-from trainer_hooks.replay.compact import with_usual_columns
+from trainer_hooks.replay.compact import small_ids, small_mask, with_usual_columns
 from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
 from trainer_hooks.replay.rows import ROWS, pack_rows, row_count
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
 from trainer_hooks.verl.tasks import task_name
-from trainer_hooks.verl.tokens import Tokens, scores_of, tokens_of
 from trajstore._core.columns.facts import SESSION
 from trajstore._core.columns.facts import session_of as agent_session_of
 from trajstore.attachments import ATTACHED, FILLED, attach, attached
@@ -163,14 +161,9 @@ def trajectories_of(
         ConfigurationError: a row's key is not in verl's format.
     """
     sessions = _sessions(rows)
-    ordered = [row for outputs in sessions for row in outputs]
-    parted = zip(ordered, tokens_of([row.columns for row in ordered]), strict=True)
     made = []
     for outputs in sessions:
-        parts = [
-            _trajectory_of(row, tokens, outcome, step=step, run=run, fingerprint=fingerprint)
-            for row, tokens in itertools.islice(parted, len(outputs))
-        ]
+        parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
         made.append(parts[0] if len(parts) == 1 else _session(parts))
     count = Counter(trajectory.task_id for trajectory in made)
     for trajectory, outputs in zip(made, sessions, strict=True):
@@ -187,11 +180,10 @@ def finished_of(rows: Sequence[Row], outcome: OutcomeRule, *, step: int) -> list
         step: as there.
     """
     sessions = _sessions(rows)
-    scores, _ = scores_of([outputs[-1].columns.get("rm_scores") for outputs in sessions])
     made = []
-    for outputs, score in zip(sessions, scores, strict=True):
+    for outputs in sessions:
         first = _identity(outputs[0], step)
-        made.append(AgentTrajectory(messages=[], reward=_reward(outputs[-1], score, outcome), **first))
+        made.append(AgentTrajectory(messages=[], reward=_reward(outputs[-1], outcome), **first))
     count = Counter(trajectory.task_id for trajectory in made)
     for trajectory in made:
         trajectory.metadata["task_rollouts"] = count[trajectory.task_id]
@@ -234,15 +226,19 @@ def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
     return sorted(chosen, key=lambda rollout: (rollout.task_id, int(rollout.rollout_id.split("_")[1])))
 
 
-def _trajectory_of(
-    row: Row, tokens: Tokens, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str
-) -> AgentTrajectory:
+def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
+    prompt, mask, scores = columns["prompts"], small_mask(columns["response_mask"]).clone(), columns.get("rm_scores")
+    old_log_probs, engines, entropys = (
+        None if (column := columns.get(name)) is None else column.clone()
+        for name in ("old_log_probs", "rollout_log_probs", "entropy")
+    )
+    placed = [] if scores is None else [[place, float(scores[place])] for place in scores.nonzero().flatten().tolist()]
     extra = columns.get("extra_fields") or {}
     # After an exchange they belong to another prompt.
-    of_engine = None if is_exchanged(extra) else tokens.rollout_log_probs
+    of_engine = None if is_exchanged(extra) else engines
     identity = _identity(row, step)
-    lags = identity["policy_version"] < step and of_engine is not None and tokens.old_log_probs is not None
+    lags = identity["policy_version"] < step and of_engine is not None and old_log_probs is not None
     values: dict[str, Any] = {}
     agent = {SESSION: plain(extra[SESSION])} if agent_session_of(extra) else {}
     rest = {name: value for name, value in extra.items() if name not in agent}
@@ -252,7 +248,7 @@ def _trajectory_of(
         "uid": row.key.split("_")[0],
         "min_global_steps": row.tag.get("min_global_steps"),
         "max_global_steps": row.tag.get("max_global_steps"),
-        "token_scores": [[place, plain(score)] for place, score in tokens.scores],
+        "token_scores": plain(placed),
         **_told_by_the_loop(columns, rest, values),
         **agent,
         **_told_of_guidance(Report.of(extra)),
@@ -260,15 +256,15 @@ def _trajectory_of(
     messages = messages_of(columns.get("raw_prompt"), values)
     return AgentTrajectory(
         messages=messages,
-        input_ids=tokens.input_ids,
-        loss_mask=tokens.loss_mask,
-        response_start=tokens.prompt,
-        old_log_probs=of_engine if lags else tokens.old_log_probs,
-        entropys=tokens.entropys,
-        entropy=tokens.entropy,
-        response_mask=tokens.response_mask,
+        input_ids=small_ids(torch.cat([prompt, columns["responses"]])),
+        loss_mask=torch.cat([torch.zeros(len(prompt), dtype=mask.dtype), mask]),
+        response_start=len(prompt),
+        old_log_probs=of_engine if lags else old_log_probs,
+        entropys=entropys,
+        entropy=None if entropys is None else mean_entropy(entropys, mask),
+        response_mask=mask,
         rollout_log_probs=of_engine,
-        reward=_reward(row, tokens.score, outcome),
+        reward=_reward(row, outcome),
         tokenizer_fingerprint=fingerprint,
         metadata=_with_attached(metadata, values) if values else metadata,
         **identity,
@@ -297,9 +293,11 @@ def _with_attached(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> di
     return result
 
 
-def _reward(row: Row, score: float | None, rule: OutcomeRule) -> Reward | None:
-    if score is None:
+def _reward(row: Row, rule: OutcomeRule) -> Reward | None:
+    scores = row.columns.get("rm_scores")
+    if scores is None:
         return None
+    score = float(scores.sum())  # like verl, in the column's precision
     extra = plain((row.columns.get("extra_fields") or {}).get("reward_extra_info") or {})
     try:
         outcome: float | None = rule.of(score, extra)

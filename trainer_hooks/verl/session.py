@@ -236,11 +236,10 @@ class ReplaySession:
             batch: the rows.
             step: last finished step.
         """
-        if not self.guided.validations.wanted:
+        if not self.guided.wants_validation:
             return
         made = self._made(dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores")), step, trained=False)
-        self.guided.finished(made)
-        self.guided.validations.add(made)
+        self.guided.validated(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
         """Report rollouts that are not trained on: of groups that were filtered, failed, too old, or too many.

@@ -1,11 +1,17 @@
-"""Names of tasks, and their rows in the training data."""
+"""Names of tasks, their rows in the training data, and columns of prompts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tensordict import NonTensorData, TensorDict
+from torch import Tensor
+
 from trajstore.errors import ConfigurationError, listed
+
+ROLLOUTS_WANTED = "__rollout_n__"
+"""Column of a prompt with the number of rollouts that verl's agent loop makes."""
 
 _MEDIA_KEYS = ("image_key", "video_key", "audio_key")
 
@@ -31,6 +37,16 @@ def rollout_counts(said: Sequence[Any]) -> list[int]:
             " in every row"
         )
     return counts
+
+
+def column_of(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
+    """Return a column as a list of one value per prompt; verl uses a stack, a tensor, or one value for all."""
+    if name not in prompts:
+        return [usual] * len(prompts)
+    held = prompts.get(name)
+    if isinstance(held, Tensor):
+        return list(held.tolist())
+    return [held.data] * len(prompts) if isinstance(held, NonTensorData) else list(prompts[name])
 
 
 class TaskTable:

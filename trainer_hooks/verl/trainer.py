@@ -30,14 +30,14 @@ from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
-from trainer_hooks.verl.asking import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
+from trainer_hooks.verl.guided import GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.session import ReplaySession
-from trainer_hooks.verl.tasks import TaskTable, rollout_counts, task_name
+from trainer_hooks.verl.tasks import ROLLOUTS_WANTED, TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.trained import loss_terms, options_of
 from trainer_hooks.verl.versions import check_verl
 from trainer_hooks.verl.weights import weigh_sessions
@@ -140,14 +140,14 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def fit(self, agent_loop_manager: Any) -> None:
         """Train, then close the stores, even after an error."""
         try:
-            super().fit(GuidedManager(agent_loop_manager, self._session))
+            super().fit(GuidedManager(agent_loop_manager, self._session.offered))
         finally:
             self._session.close()
 
     def on_validate_end(self) -> None:
         """Submit the validation's rollouts as experience."""
         super().on_validate_end()
-        self._session.guided.validations.done(self.global_steps)
+        self._session.guided.validation_done(self.global_steps)
 
     def _next_train_batch(self, num_prompts: int | None = None) -> TensorDict:
         batch = super()._next_train_batch(num_prompts)

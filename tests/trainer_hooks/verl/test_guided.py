@@ -20,10 +20,10 @@ from tests.guidance.reme import FakeReMe
 from tests.trainer_hooks.verl.conftest import Compose
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.guidance import Guidance, Insertion, with_guidance
-from trainer_hooks.verl.asking import ROLLOUTS_WANTED, GuidedManager
 from trainer_hooks.verl.config import ReplayBlock
-from trainer_hooks.verl.guided import GuidedRollouts
+from trainer_hooks.verl.guided import GuidedManager, GuidedRollouts
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer
+from trainer_hooks.verl.tasks import ROLLOUTS_WANTED
 from trajstore.errors import ConfigurationError, StoreLockedError
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -154,7 +154,7 @@ def test_off_is_off(opened: Opened) -> None:
     assert guided.offered(prompts) is prompts
     assert guided.step_done([rollout(0, 1.0)], 1) == {}
     assert guided.state() is None
-    assert not guided.validations.wanted
+    assert not guided.wants_validation
 
 
 class Manager:
@@ -169,7 +169,7 @@ class Manager:
 def test_the_manager_hands_prompts_on_with_their_offers(opened: Opened) -> None:
     guided = opened(*SHOWS, *MAKES)
     learnt(guided)
-    manager = GuidedManager(Manager(), guided)
+    manager = GuidedManager(Manager(), guided.offered)
     assert OFFER in manager.generate_sequences(prompts_of())
     assert manager.agent_loop_workers == (1, 2)
 
@@ -231,12 +231,12 @@ def test_an_empty_store_that_nothing_fills_is_told(opened: Opened, caplog: pytes
 
 def test_validations_before_training_become_experience_once(opened: Opened) -> None:
     guided = opened(*SHOWS, *MAKES, "+exp_manager.init_exp_before_training=true")
-    assert guided.validations.wanted
-    guided.validations.add([rollout(0, 1.0)])
-    guided.validations.add([rollout(1, 1.0)])
-    guided.validations.done(0)
+    assert guided.wants_validation
+    guided.validated([rollout(0, 1.0)])
+    guided.validated([rollout(1, 1.0)])
+    guided.validation_done(0)
     assert len([offer for offer in offers_of(guided.offered(prompts_of())) if offer is not None]) >= 2
-    assert not guided.validations.wanted, "val_summarizer_save is not set"
+    assert not guided.wants_validation, "val_summarizer_save is not set"
 
 
 # ---- a service ----

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from torch import Tensor
 
 from tests.trainer_hooks.verl.builders import fresh_row, rated
 from trainer_hooks.metrics import rollout_metrics
-from trainer_hooks.replay import mean_entropy
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.outcomes import asked_for
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.transfer_queue import Row
-from trainer_hooks.verl import tokens
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.histories import spread
 from trainer_hooks.verl.rows import (
@@ -39,7 +36,6 @@ from trainer_hooks.verl.rows import (
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import task_name
-from trainer_hooks.verl.tokens import Tokens, tokens_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
@@ -462,99 +458,26 @@ def test_plain_arrays_have_no_value_that_json_lacks(value: Any) -> None:
     assert all(isinstance(item, str) or np.isfinite(item) for item in flat)
 
 
-# -- Token columns of many rows equal those of each row alone --
-
-
-OPTIONAL = ("old_log_probs", "rollout_log_probs", "entropy", "rm_scores")
-
-
-@st.composite
-def rows(draw: st.DrawFn) -> Mapping[str, Any]:
-    prompt, response = draw(st.integers(0, 5)), draw(st.integers(0, 5))
-    random = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    row: dict[str, Any] = {
-        "prompts": torch.randint(0, 2**31, (prompt,), generator=random),
-        "responses": torch.randint(0, 2**31, (response,), generator=random),
-        "response_mask": torch.randint(0, 2, (response,), generator=random),
-    }
-    for name in OPTIONAL:
-        if draw(st.booleans()):
-            row[name] = torch.randn(response, generator=random)
-            if response and draw(st.booleans()):
-                row[name][draw(st.integers(0, response - 1))] = draw(st.sampled_from([0.0, math.nan, math.inf]))
-    if "rm_scores" in row and draw(st.booleans()):
-        row["rm_scores"][: response - 1] = 0.0
-    return row
-
-
-@given(st.lists(rows(), max_size=6), st.sampled_from([1, 8, 1 << 15]))
-def test_rows_together_are_rows_alone(columns: list[Mapping[str, Any]], at_once: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokens, "_AT_ONCE", at_once)
-        made = tokens_of(columns)
-    assert len(made) == len(columns)
-    for rollout, row in zip(made, columns, strict=True):
-        check(rollout, row)
-        (alone,) = tokens_of([row])
-        assert alone.entropy == rollout.entropy, "to the last bit: rows come in any order"
-
-
-def check(one: Tokens, row: Mapping[str, Any]) -> None:
-    prompt, mask, scores = row["prompts"], row["response_mask"], row.get("rm_scores")
-    assert one.prompt == len(prompt)
-    assert torch.equal(one.input_ids.long(), torch.cat([prompt, row["responses"]]))
-    assert torch.equal(one.response_mask.long(), mask)
-    assert torch.equal(one.loss_mask.long(), torch.cat([torch.zeros_like(prompt), mask]))
-    for values, name in (
-        (one.old_log_probs, OPTIONAL[0]),
-        (one.rollout_log_probs, OPTIONAL[1]),
-        (one.entropys, OPTIONAL[2]),
-    ):
-        assert same(values, row.get(name))
-        assert values is None or not values.numel() or values.data_ptr() != row[name].data_ptr()
-    assert one.entropy == pytest.approx(
-        None if "entropy" not in row else mean_entropy(row["entropy"], mask), nan_ok=True
-    )
-    if scores is None:
-        assert (one.score, one.scores) == (None, [])
-        return
-    assert one.score == pytest.approx(float(scores.sum()), nan_ok=True)
-    again = torch.zeros(len(scores))
-    for place, score in one.scores:
-        assert score != 0
-        again[place] = score
-    assert same(again, scores)
-
-
-def same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(one.nan_to_num(nan=-7.0), other.nan_to_num(nan=-7.0))
+# -- Dtypes --
 
 
 def test_ids_and_masks_are_small_where_they_can_be() -> None:
-    def made(largest: int, mask: int) -> Tokens:
-        row = {
-            "prompts": torch.tensor([largest]),
-            "responses": torch.tensor([5]),
-            "response_mask": torch.tensor([mask]),
-        }
-        return tokens_of([row])[0]
-
-    assert (made(7, 1).input_ids.dtype, made(7, 1).loss_mask.dtype) == (torch.int32, torch.uint8)
-    assert (made(2**40, 2).input_ids.dtype, made(2**40, 2).loss_mask.dtype) == (torch.int64, torch.int64)
+    row = rated(fresh_row("u"))
+    for largest, mask, dtypes in ((7, 1, (torch.int32, torch.uint8)), (2**40, 2, (torch.int64, torch.int64))):
+        columns = {**row.columns, "prompts": torch.tensor([largest]), "response_mask": torch.full((4,), mask)}
+        made = recorded(Row(row.key, row.tag, columns))
+        assert (made.input_ids.dtype, made.loss_mask.dtype) == dtypes
 
 
 def test_scores_of_half_precision() -> None:
-    row = {
-        "prompts": torch.tensor([1]),
-        "responses": torch.tensor([2, 3]),
-        "response_mask": torch.tensor([1, 1]),
-        "rm_scores": torch.tensor([0.0, 0.5], dtype=torch.bfloat16),
-        "entropy": torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
+    row = rated(fresh_row("u"))
+    columns = {
+        "response_mask": torch.tensor([1, 1, 0, 0]),
+        "rm_scores": torch.tensor([0.0, 0.5, 0.0, 0.0], dtype=torch.bfloat16),
+        "entropy": torch.tensor([1.0, 2.0, 0.0, 0.0], dtype=torch.bfloat16),
     }
-    (tokens,) = tokens_of([row])
-    assert (tokens.score, tokens.scores, tokens.entropy) == (0.5, [[1, 0.5]], 1.5)
+    made = recorded(Row(row.key, row.tag, {**row.columns, **columns}))
+    assert (made.reward.metadata["score"], made.metadata["token_scores"], made.entropy) == (0.5, [[1, 0.5]], 1.5)
 
 
 # -- Rollouts that waited: scored by a newer policy than the one that sampled --
