@@ -50,32 +50,21 @@ _WARN_EVERY = 100
 class RolloutFormat(Protocol):
     """Converts rows of one trainer; pickled to the recorder."""
 
-    @property
-    def partitions(self) -> Sequence[str]:
-        """Partitions whose rows are recorded."""
+    partitions: Sequence[str]
+    """Partitions whose rows are recorded."""
+    begins: str
+    """Column that only a rollout's first put has."""
+    left_out: Collection[str]
+    """Columns of the first put that are not recorded; all others are."""
+    left_out_late: Collection[str]
+    """Columns of later puts that are not recorded."""
+    prompt_tag: str
+    """Name of a tag that rows of prompts have; their columns are not recorded."""
+    late: Mapping[str, str]
+    """Names of late values by column, with a value per response token; those of other lengths are skipped.
 
-    @property
-    def begins(self) -> str:
-        """Column that only a rollout's first put has."""
-
-    @property
-    def left_out(self) -> Collection[str]:
-        """Columns of the first put that are not recorded; all others are."""
-
-    @property
-    def left_out_late(self) -> Collection[str]:
-        """Columns of later puts that are not recorded."""
-
-    @property
-    def prompt_tag(self) -> str:
-        """Name of a tag that rows of prompts have; their columns are not recorded."""
-
-    @property
-    def late(self) -> Mapping[str, str]:
-        """Names of late values by column, with a value per response token; those of other lengths are skipped.
-
-        Other columns keep their name, and may have a value per token.
-        """
+    Other columns keep their name, and may have a value per token.
+    """
 
     def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the keys of the rows of a put, from their columns."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -52,10 +52,10 @@ class VerlRollouts:
         sampling: digest of the options that rollouts depend on.
     """
 
-    partitions = ("train",)
+    partitions: Sequence[str] = ("train",)
     begins = "responses"
-    left_out = LEFT_OUT
-    left_out_late = LEFT_OUT_LATE
+    left_out: Collection[str] = LEFT_OUT
+    left_out_late: Collection[str] = LEFT_OUT_LATE
     prompt_tag = "is_prompt"
     late: Mapping[str, str] = LATE
 

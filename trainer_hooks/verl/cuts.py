@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import orjson
 
 from trajstore._core.files.base import EncodedFile
@@ -52,7 +53,7 @@ class Cut:
     """Sessions, including histories, of pending prompts with their own number in the data set, by ``uid``."""
     prompts: int = 0
     """Prompts taken from the training data."""
-    resumed: Sequence[str] = ()
+    resumed: tuple[str, ...] = ()
     """Ids of the processes that resumed from the checkpoint: the first step of each samples with its weights."""
 
 
@@ -87,23 +88,10 @@ def read_cut(folder: Path) -> Cut | None:
         document = orjson.loads(path.read_bytes())
         if document["version"] != _VERSION:
             raise ValueError(f"version {document['version']!r}, this program reads {_VERSION}")
-        if not isinstance(document["pool"], dict | None):
-            raise TypeError(f"pool: {type(document['pool']).__name__}")
-        return Cut(
-            step=int(document["step"]),
-            run=str(document["run"]),
-            rollouts=int(document["rollouts"]),
-            rollouts_store=str(document["rollouts_store"]),
-            pool=document["pool"],
-            expected=dict(document["expected"]),
-            guidance=document.get("guidance"),
-            wanted=dict(document.get("wanted", {})),
-            prompts=int(document.get("prompts", 0)),
-            resumed=tuple(document.get("resumed", ())),
-        )
+        return msgspec.convert(document, Cut)
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise CorruptStoreError(f"{path}: not the cut of a checkpoint: {error!r}") from error
 
 
