@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Dict, Discrete, Tuple
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +125,7 @@ def test_a_format_loses_what_it_declares(
     kind = format_named(name).kind[:-1]
     said = f"{name} has no place for it: {', '.join(cannot_carry)}\n" if cannot_carry else ""
     out = capsys.readouterr().out
-    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 of them by an interrupted conversion, 1 compared\n" in out
+    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 of them by an interrupted conversion, 1 compared, read by " in out
     done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
     assert (done.written, done.checked, done.is_whole) == (1, 1, True)
     (first,), (second,) = read_all(path), read_all(tmp_path / "back")
@@ -514,3 +516,113 @@ def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path
     assert (parts[1].forward_inputs["attributes"], parts[1].forward_inputs["seed"]) == ({"success": True}, 1)
     with pytest.raises(ConfigurationError, match="robomimic can only be read"):
         convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
+
+
+class Counter(gymnasium.Env[Any, Any]):
+    """Episodes of 1 to 7 steps with observations in dicts and tuples, that end by termination or truncation."""
+
+    observation_space = Dict({"at": Box(-1e9, 1e9, (2,), np.float32), "pair": Tuple((Discrete(99), Box(0, 1, (1,))))})
+    action_space = Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.step_number, self.length = 0, int(self.np_random.integers(1, 8))
+        return self._seen(), {"noise": np.zeros(2)}
+
+    def _seen(self) -> Any:
+        at = np.array([self.step_number, self.length], np.float32)
+        return {"at": at, "pair": (self.step_number, np.array([0.5], np.float32))}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.step_number += 1
+        ended = self.step_number == self.length
+        return (
+            self._seen(),
+            float(action),
+            ended and self.length % 2 == 0,
+            ended and self.length % 2 == 1,
+            {"noise": np.ones(2)},
+        )
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
+def test_minari_reads_and_writes_the_same_episodes(
+    data_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A data set that Minari's collector makes, and what Minari reads of a data set made here."""
+    minari = pytest.importorskip("minari")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
+    collector = minari.DataCollector(Counter(), data_format=data_format, record_infos=True)
+    for seed in range(20):
+        collector.reset(seed=seed)
+        while not any(collector.step(collector.action_space.sample())[2:4]):
+            pass
+    theirs = list(collector.create_dataset("counter/made-v0"))
+    assert convert_from(tmp_path / "counter" / "made-v0", tmp_path / "store", "minari", check=True).written == 20
+    for part, episode in zip(read_all(tmp_path / "store"), theirs, strict=True):
+        assert isinstance(part, Trajectory)
+        at, pair = episode.observations["at"], episode.observations["pair"]
+        assert np.array_equal(part.curr_obs["at"][:, 0], at[:-1])
+        assert np.array_equal(part.next_obs["at"][:, 0], at[1:])
+        assert np.array_equal(part.curr_obs["pair"]["1"].reshape(-1), np.array(pair[1]).reshape(-1)[:-1])
+        assert np.array_equal(part.rewards.reshape(-1), episode.rewards)
+        assert np.array_equal(part.terminations.reshape(-1), episode.terminations)
+        assert np.array_equal(part.truncations.reshape(-1), episode.truncations)
+        assert np.array_equal(part.actions.reshape(-1), episode.actions)
+        assert np.array_equal(part.forward_inputs["noise"][:, 0], episode.infos["noise"])
+    convert_to(tmp_path / "store", tmp_path / "again-v0", "minari", check=True)
+    for again, episode in zip(minari.load_dataset("again-v0"), theirs, strict=True):
+        assert np.array_equal(again.observations["at"], episode.observations["at"])
+        assert np.array_equal(again.rewards, episode.rewards)
+        assert np.array_equal(again.terminations, episode.terminations)
+        assert np.array_equal(again.actions.reshape(-1), episode.actions)
+        assert np.array_equal(again.infos["noise"], episode.infos["noise"])
+
+
+@pytest.mark.campaign
+def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images that are written here, and videos that LeRobot writes."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
+    state = torch.arange(24, dtype=torch.float32).reshape(12, 1, 2)
+    image = torch.randint(0, 255, (12, 1, 32, 48, 3), dtype=torch.uint8)
+    ends = torch.zeros(12, 1, 1, dtype=torch.bool)
+    ends[[3, 11]] = True
+    block = Trajectory(
+        actions=state + 1,
+        rewards=torch.ones(12, 1, 1),
+        terminations=ends,
+        curr_obs={"states": state, "images": {"top": image}, "task": "stack"},
+        forward_inputs={"fps": torch.tensor(10.0)},
+    )
+    convert_to(stored(tmp_path / "store", [block]), tmp_path / "out", "lerobot", check=True)
+    data = lerobot.LeRobotDataset("local/out", root=tmp_path / "out")
+    assert (data.num_episodes, data.num_frames, data.fps) == (2, 12, 10)
+    for number in range(12):
+        frame = data[number]
+        assert torch.equal(frame["observation.state"], state[number, 0])
+        assert torch.equal(frame["action"], state[number, 0] + 1)
+        assert torch.equal((frame["observation.images.top"] * 255).round().byte().permute(1, 2, 0), image[number, 0])
+        assert frame["task"] == "stack"
+        assert frame["timestamp"] == pytest.approx((number if number < 4 else number - 4) / 10)
+    assert data.meta.stats["observation.state"]["mean"].tolist() == pytest.approx(state.mean((0, 1)).tolist())
+    features = {
+        "observation.state": {"dtype": "float32", "shape": (2,), "names": None},
+        "action": {"dtype": "float32", "shape": (2,), "names": None},
+        "observation.images.top": {"dtype": "video", "shape": (32, 48, 3), "names": ["height", "width", "channels"]},
+    }
+    made = lerobot.LeRobotDataset.create("local/made", 10, features, root=tmp_path / "made")
+    for number in range(12):
+        picture = np.full((32, 48, 3), 20 * number, np.uint8)
+        numbers = {"observation.state": state[number, 0].numpy(), "action": state[number, 0].numpy()}
+        made.add_frame({**numbers, "observation.images.top": picture, "task": f"t{number // 6}"})
+        if number in (3, 11):
+            made.save_episode()
+    made.finalize()
+    assert convert_from(tmp_path / "made", tmp_path / "back", "lerobot", check=True).written == 2
+    _, second = read_all(tmp_path / "back")
+    assert isinstance(second, Trajectory)
+    assert torch.equal(second.curr_obs["state"], state[4:])
+    shades = second.curr_obs["images"]["top"].float().mean((1, 2, 3, 4))
+    assert shades.tolist() == pytest.approx([20 * number for number in range(4, 12)], abs=3)

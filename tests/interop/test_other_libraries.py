@@ -1,4 +1,4 @@
-"""Steps that Stable-Baselines3 and TorchRL collect, against a calculation with NumPy alone.
+"""Steps that Stable-Baselines3, TorchRL, Minari and LeRobot collect, against a calculation with NumPy alone.
 
 The environment notes each of its steps. Rows, n-step returns and sequences of a store must be those of its notes; the
 code of the calculation shares nothing with trajstore.
@@ -7,8 +7,9 @@ code of the calculation shares nothing with trajstore.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,11 @@ class Robot(gymnasium.Env[Any, Any]):
 class Recount:
     """Rows, n-step returns and sequences of runs: steps of one environment that are stored one after another."""
 
-    def __init__(self, runs: Iterable[list[Step]]) -> None:
+    def __init__(self, runs: Iterable[list[Step]], code: str = STATE) -> None:
+        self._code = code
         self._at: dict[float, tuple[list[Step], int]] = {}
         for run in runs:
-            self._at |= {float(step.before[STATE][0]): (run, number) for number, step in enumerate(run)}
+            self._at |= {float(step.before[code][0]): (run, number) for number, step in enumerate(run)}
 
     def __len__(self) -> int:
         return len(self._at)
@@ -100,7 +102,7 @@ class Recount:
         return steps
 
     def wrong_rows(self, batch: Any) -> int:
-        codes = [float(row["curr_obs"][STATE][0]) for row in rows_of(batch)]
+        codes = [float(row["curr_obs"][self._code][0]) for row in rows_of(batch)]
         steps = [self.after(code, 1)[0] for code in codes]
         return sum(not self._is_step(*pair) for pair in zip(steps, rows_of(batch), strict=True))
 
@@ -108,7 +110,7 @@ class Recount:
         return sum(not self._is_return(row) for row in rows_of(batch))
 
     def _is_return(self, row: Arrays) -> bool:
-        steps = self.after(float(row["curr_obs"][STATE][0]), STEPS)
+        steps = self.after(float(row["curr_obs"][self._code][0]), STEPS)
         total = sum(GAMMA**number * step.reward for number, step in enumerate(steps))
         bootstrap = 0.0 if steps[-1].terminated else GAMMA ** len(steps)
         return (
@@ -122,7 +124,7 @@ class Recount:
     def wrong_sequences(self, batch: Any) -> int:
         wrong = 0
         for row in rows_of(batch):
-            steps = self.after(float(row["curr_obs"][STATE][0][0]), LENGTH)
+            steps = self.after(float(row["curr_obs"][self._code][0][0]), LENGTH)
             good = row.pop("mask").tolist() == [True] * len(steps) + [False] * (LENGTH - len(steps))
             wrong += not (good and all(self._is_step(step, at(row, i)) for i, step in enumerate(steps)))
         return wrong
@@ -171,8 +173,8 @@ def check(path: Path, recount: Recount) -> None:
         assert [*wrong, *map(recount.wrong_sequences, (padded, whole))] == [0, 0, 0, 0]
 
 
-def store(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
+def store(path: Path, trajectories: Iterable[Trajectory], form: str = "pt") -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=form) as buffer:
         for trajectory in trajectories:
             buffer.add_trajectories([trajectory])
 
@@ -287,3 +289,128 @@ def test_torchrl(tmp_path: Path, split: bool) -> None:
         runs += [run[begin : begin + 200] for begin in range(0, 1200, 200)]
     store(tmp_path, trajectories)
     check(tmp_path, Recount(runs))
+
+
+def of_episode(observations: Arrays, actions: Any, rewards: Any, terminations: Any, truncations: Any) -> Trajectory:
+    """Return an episode, whose observations have one row more than its steps, as a trajectory ``[T, 1]``."""
+
+    def column(values: Any) -> torch.Tensor:
+        return torch.from_numpy(np.array(values))[:, None]
+
+    return Trajectory(
+        curr_obs={name: column(values[:-1]) for name, values in observations.items()},
+        next_obs={name: column(values[1:]) for name, values in observations.items()},
+        actions=column(actions),
+        rewards=column(np.float32(rewards))[..., None],
+        terminations=column(terminations)[..., None],
+        truncations=column(truncations)[..., None],
+        dones=column(np.logical_or(terminations, truncations))[..., None],
+    )
+
+
+def acted(robot: Robot, reset: Callable[[], Any], step: Callable[[Any], Any], least: int) -> None:
+    """Act at random until a number of steps was made and an episode has ended."""
+    count = 0
+    while count < least:
+        reset()
+        done = False
+        while not done:
+            _, _, terminated, truncated, _ = step(robot.action_space.sample())
+            done, count = terminated or truncated, count + 1
+
+
+def test_minari(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    minari = pytest.importorskip("minari", reason="minari is not installed")
+    pytest.importorskip("jax", reason="jax, which minari's DataCollector uses, is not installed")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    gymnasium.register("Robot-v0", f"{__name__}:Robot")
+    environment = gymnasium.make("Robot-v0", number=1, disable_env_checker=True)
+    robot: Any = environment.unwrapped
+    collector = minari.DataCollector(environment)
+    acted(robot, collector.reset, collector.step, COUNT)
+    made = collector.create_dataset("robot/random-v0", eval_env=environment)
+    assert made.total_steps >= COUNT
+    episodes = minari.load_dataset("robot/random-v0").iterate_episodes()
+    store(
+        tmp_path / "store",
+        (of_episode(e.observations, e.actions, e.rewards, e.terminations, e.truncations) for e in episodes),
+    )
+    check(tmp_path / "store", Recount(robot.episodes))
+
+
+FRAME = {STATE: "observation.state", FORCE: "observation.environment_state", IMAGE: "observation.images.top"}
+"""LeRobot's names of the observations."""
+
+
+def lerobot_file(path: Path, episodes: Sequence[list[Step]]) -> None:
+    """Write a file of frames in LeRobot's columns; images are encoded as PNG."""
+    import pyarrow
+    from PIL import Image
+    from pyarrow import parquet
+
+    def encoded(image: Any) -> dict[str, Any]:
+        Image.fromarray(np.moveaxis(image, 0, -1)).save(file := BytesIO(), "png")
+        return {"bytes": file.getvalue(), "path": None}
+
+    steps = [(e, frame, step) for e, episode in enumerate(episodes) for frame, step in enumerate(episode)]
+    columns = {
+        "observation.state": [step.before[STATE].tolist() for *_, step in steps],
+        "observation.environment_state": [step.before[FORCE].reshape(-1).tolist() for *_, step in steps],
+        "observation.images.top": [encoded(step.before[IMAGE]) for *_, step in steps],
+        "action": [step.action.tolist() for *_, step in steps],
+        "next.reward": [step.reward for *_, step in steps],
+        "next.done": [step.terminated or step.truncated for *_, step in steps],
+        "next.success": [step.terminated for *_, step in steps],
+        "episode_index": [episode for episode, *_ in steps],
+        "frame_index": [frame for _, frame, _ in steps],
+        "index": list(range(len(steps))),
+    }
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+def of_lerobot(path: Path) -> Iterable[Trajectory]:
+    """Yield the episodes of a file; the last frame has no next observation, so it is repeated."""
+    import pandas
+    from PIL import Image
+
+    for _, frames in pandas.read_parquet(path).groupby("episode_index"):
+        frames = frames.sort_values("frame_index")
+        images = [np.asarray(Image.open(BytesIO(image["bytes"]))) for image in frames["observation.images.top"]]
+        observations = {
+            "observation.state": np.stack(frames["observation.state"]).astype(np.float32),
+            "observation.environment_state": np.stack(frames["observation.environment_state"]).astype(np.float16),
+            "observation.images.top": np.moveaxis(np.stack(images), -1, 1),
+        }
+        observations = {key: np.concatenate([value, value[-1:]]) for key, value in observations.items()}
+        dones, successes = frames["next.done"].to_numpy(), frames["next.success"].to_numpy()
+        trajectory = of_episode(
+            observations, np.stack(frames["action"]).astype(np.float32), frames["next.reward"], successes, dones
+        )
+        trajectory.forward_inputs = {
+            name: torch.from_numpy(frames[name].to_numpy().copy())[:, None, None] for name in ("frame_index", "index")
+        }
+        yield trajectory
+
+
+@pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
+def test_lerobot(tmp_path: Path, form: str) -> None:
+    for package in ("pandas", "pyarrow", "PIL"):
+        pytest.importorskip(package, reason=f"{package}, which reads LeRobot's files, is not installed")
+    robot = Robot(1)
+    acted(robot, robot.reset, robot.step, COUNT)
+    lerobot_file(tmp_path / "file.parquet", robot.episodes)
+    store(tmp_path / "store", of_lerobot(tmp_path / "file.parquet"), form)
+
+    def named(values: Arrays) -> Arrays:
+        return {FRAME[name]: value.reshape(-1) if name == FORCE else value for name, value in values.items()}
+
+    for episode in robot.episodes:
+        for number, step in enumerate(episode):
+            step.before = named(step.before)
+            step.after = step.before if number == len(episode) - 1 else named(step.after)
+    check(tmp_path / "store", Recount(robot.episodes, FRAME[STATE]))
+    with TrajectoryReplayBuffer.open(tmp_path / "store", seed=5) as reader:
+        some = reader.sample(64, columns=["curr_obs.observation.state", "forward_inputs.frame_index"])
+        frames = {float(step.before[FRAME[STATE]][0]): at for run in robot.episodes for at, step in enumerate(run)}
+        codes = some["curr_obs"]["observation.state"][:, 0].tolist()
+        assert some["forward_inputs"]["frame_index"][:, 0].tolist() == [frames[code] for code in codes]

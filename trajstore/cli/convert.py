@@ -90,7 +90,8 @@ def _foreign(options: Namespace, out: Output) -> int:
         have = trajectories(done.left_out, f"{kind} was left out", f"{kind} were left out")
         out.line(f"{options.source}: {have}; {form.name} has {form.kind}")
     continued = f", {done.continued:,} of them by an interrupted conversion" if done.continued else ""
-    checked = "" if done.checked is None else f", {done.checked:,} compared"
+    by = f"and {listed(done.checked_by)}" if done.checked_by else "alone"
+    checked = "" if done.checked is None else f", {done.checked:,} compared, read by trajstore {by}"
     out.line(f"{done.target}: {counted(done.written, form.kind[:-1])}{continued}{checked}")
     return int(not done.is_whole)
 

@@ -19,11 +19,13 @@ from trajstore.interop.formats import (
     Format,
     Item,
     Row,
+    Second,
     Source,
     append_durably,
     damaged,
     files_below,
     json_of,
+    python_json,
 )
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.messages import text_of
@@ -212,7 +214,7 @@ def _call(call: Any, number: int) -> Row:
 # -- reading ------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> Source:
+def _read(path: Path, value_of: Callable[[bytes], Any] = json_of) -> Source:
     files = files_below(path, "json") if path.is_dir() else [path]
     if not files:
         raise StoreNotFoundError(f"{path}: has no JSON files")
@@ -221,7 +223,7 @@ def _read(path: Path) -> Source:
         for done, file in enumerate(files, start=1):
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                members = dict(_members(json_of(file.read_bytes()), name))
+                members = dict(_members(value_of(file.read_bytes()), name))
             except (ValueError, OSError) as error:
                 yield damaged(name, f"is no ATIF document: {error}", done)
                 continue
@@ -358,5 +360,6 @@ FORMATS = (
         ("which trajectory a subagent is embedded in",),
         _read,
         lambda path, mark, _: _Writer(path, mark),
+        lambda path: Second("Python's json", _read(path, python_json).items),
     ),
 )

@@ -26,6 +26,8 @@ from trajstore.interop.formats import (
     Row,
     Source,
     json_of,
+    lines_again,
+    parquet_again,
     read_lines,
     read_parquet,
 )
@@ -230,7 +232,7 @@ def _of_verl(row: Row, ambiguous: Collection[str] = ()) -> AgentTrajectory:
     return _rollout_of(_messages_of("messages", messages or prompt, "user"), parts, metadata)
 
 
-def _read_verl(path: Path) -> Source:
+def _read_verl(path: Path, **options: Any) -> Source:
     """Return the rows of prompts or rollouts; read twice, first for the names of their tasks."""
     tasks: dict[str, set[str]] = {}
     unnamed = 0
@@ -249,7 +251,7 @@ def _read_verl(path: Path) -> Source:
         return AgentTrajectory()
 
     def items() -> Iterator[Item]:
-        for item in read_parquet(path, look, plain=True).items:
+        for item in read_parquet(path, look, plain=True, **options).items:
             with suppress(TrajstoreError):  # named when it is converted
                 item.load()
         ambiguous = {task for task, prompts in tasks.items() if len(prompts) > 1}
@@ -259,7 +261,7 @@ def _read_verl(path: Path) -> Source:
         ):
             if count:
                 logger.warning("convert: %s: %d %s; a digest of the prompt is in their names", path, count, what)
-        yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True).items
+        yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True, **options).items
 
     return Source(items(), read_parquet(path, look).total)
 
@@ -272,6 +274,7 @@ FORMATS = (
         (),
         partial(read_lines, trajectory_of=_of_line),
         lambda path, mark, _: LinesWriter(path, mark, _line_of),
+        partial(lines_again, trajectory_of=_of_line),
     ),
     Format(
         "trl",
@@ -280,6 +283,7 @@ FORMATS = (
         (),
         partial(read_parquet, trajectory_of=_of_trl, plain=True),
         lambda path, mark, _: PartsWriter(path, mark, _trl_row, _trl_schema()),
+        partial(parquet_again, read=partial(read_parquet, trajectory_of=_of_trl, plain=True)),
     ),
     Format(
         "verl",
@@ -288,5 +292,6 @@ FORMATS = (
         ("reward_model.style",),
         _read_verl,
         lambda path, mark, _: PartsWriter(path, mark, _verl_row, _verl_schema()),
+        partial(parquet_again, read=_read_verl),
     ),
 )

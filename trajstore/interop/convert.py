@@ -41,6 +41,7 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
+    MissingDependencyError,
     StoreNotFoundError,
     TrajstoreError,
     listed,
@@ -48,9 +49,11 @@ from trajstore.errors import (
 )
 from trajstore.interop.episodes import episodes_of
 from trajstore.interop.formats import (
+    UNREADABLE,
     Format,
     Item,
     Kind,
+    Second,
     Selection,
     Source,
     Writer,
@@ -107,6 +110,7 @@ class Converted:
         left_out: number of trajectories of the other kind.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
+        checked_by: programs other than trajstore that read the files for this too.
         damage: damage of a store that hides an unknown set of trajectories; None if there is none.
     """
 
@@ -118,6 +122,7 @@ class Converted:
     left_out: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
+    checked_by: tuple[str, ...] = ()
     damage: str | None = None
 
     @property
@@ -210,7 +215,7 @@ def convert_to(
             _write(items, writer, staging, result, progress)
         if check and form.read is not None:
             with staging.begun_again_if_damaged():
-                _check(_stored(reader, wanted, form.kind), form.read(staging.made).items, result, form.cannot_carry)
+                _check(lambda: _stored(reader, wanted, form.kind), form, staging.made, result, True)
         staging.publish()
     return result
 
@@ -269,7 +274,7 @@ def convert_from(
             with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
                 with staging.begun_again_if_damaged():  # episodes are whole trajectories here
-                    _check(_stored(reader, rows, "rollouts"), form.read(origin).items, result)
+                    _check(lambda: _stored(reader, rows, "rollouts"), form, origin, result, False)
         staging.publish()
     return result
 
@@ -528,31 +533,72 @@ def _sync(path: Path) -> None:
 # -- checking -----------------------------------------------------------------------------------------
 
 
-def _check(stored: Iterable[Item], copies: Iterable[Item], result: Converted, lost: Sequence[str] = ()) -> None:
-    """Compare the items of a store with those of files.
+def _second(form: Format, path: Path) -> Second | None:
+    """Return what another program reads of files, if it is installed and can."""
+    try:
+        second = form.second(path) if form.second else None
+        if second is not None and second.partly and form.read:
+            ours, theirs = ([item.key for item in items] for items in (form.read(path).items, second.items))
+            if ours != theirs:  # such as an episode that the metadata of the data set do not count
+                raise CorruptStoreError(f"it sees {len(theirs):,} items, and trajstore {len(ours):,}")
+        return second
+    except (ImportError, MissingDependencyError):
+        return None
+    except (TrajstoreError, *UNREADABLE) as error:
+        logger.warning("convert: %s: checked by trajstore alone, for another program cannot: %r", path, error)
+        return None
+
+
+def _check(stored: Callable[[], Iterable[Item]], form: Format, path: Path, result: Converted, written: bool) -> None:
+    """Compare the items of a store with those of files, as the format's reader and then another program read them.
 
     Args:
-        stored: the items of the store.
-        copies: the items of the files.
-        result: gets the number of compared items.
-        lost: fields that the files lack.
+        stored: returns the items of the store.
+        form: the format of the files.
+        path: of the files.
+        result: gets the number of items, and the program.
+        written: the files were made of the store, so they lack what the format cannot carry.
 
     Raises:
-        CorruptStoreError: there is a difference; names the item.
+        CorruptStoreError: there is a difference, or the other program cannot read what was written; names the item.
     """
-    result.checked = 0
-    sides = ((item for item in items if item.key not in result.problems) for items in (stored, copies))
-    for item, copy in zip_longest(*sides):
-        if item is None or copy is None:
-            raise CorruptStoreError(f"{result.target}: the check found {'more' if item is None else 'fewer'} items")
-        if names := differences(item.load(), copy.load(), lost):
-            raise CorruptStoreError(
-                f"{result.target}: {copy.key}: the check found other values, or none, of {listed(names)}"
+    lost = form.cannot_carry if written else ()
+    seconds = [Second("", form.read(path).items) if form.read else None, _second(form, path)]
+    unread: dict[str, str] = {}
+    for second in filter(None, seconds):
+        pairs = zip_longest(
+            *((item for item in items if item.key not in result.problems) for items in (stored(), second.items))
+        )
+        by = f" by {second.by}" if second.by else ""
+        compared = 0
+        for item, copy in pairs:
+            if item is None or copy is None:
+                more = "more" if item is None else "fewer"
+                raise CorruptStoreError(f"{result.target}: the check{by} found {more} items")
+            try:
+                theirs = copy.load()
+            except TrajstoreError as error:
+                if written or not second.partly:
+                    raise
+                unread[copy.key] = str(error)  # a program may be unable to read what it wrote
+                continue
+            if names := differences(item.load(), theirs, lost, partly=second.partly):
+                raise CorruptStoreError(
+                    f"{result.target}: {copy.key}: the check{by} found other values, or none, of {listed(names)}"
+                )
+            compared += 1
+        if unread:
+            logger.warning(
+                "convert: %s: %d of %d items checked by trajstore alone, because %s cannot read them: %s",
+                *(path, len(unread), result.written, second.by, listed([*unread.values()], 1)),
             )
-        result.checked += 1
+        result.checked = max(result.checked or 0, compared)
+        result.checked_by += (second.by,) if second.by and compared else ()
 
 
-def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = ()) -> list[str]:
+def differences(
+    one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = (), *, partly: bool = False
+) -> list[str]:
     """Return the names of the fields in which two trajectories differ, without those that a format loses.
 
     NaN equals itself; dtypes must be equal.
@@ -561,8 +607,11 @@ def differences(one: AnyTrajectory, other: AnyTrajectory, lost: Sequence[str] = 
         one: a trajectory.
         other: another one.
         lost: names of fields, as ``Format.cannot_carry`` has them.
+        partly: the other has only some of the fields, and dtypes to which those of the first are converted.
     """
     first, second = dict(_leaves(one)), dict(_leaves(other))
+    if partly:
+        first = {name: _as(first[name], value) for name, value in second.items() if name in first}
     return sorted(
         name
         for name in first.keys() | second.keys()
@@ -586,6 +635,10 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(item, LATE if is_late or inner == "notes" else inner)
     elif value is not None and value != "" and value != []:
         yield path, value
+
+
+def _as(value: Any, like: Any) -> Any:
+    return value.to(like.dtype) if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -121,6 +121,21 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeErr
 
 
 @dataclass(frozen=True, slots=True)
+class Second:
+    """The items of a file or folder as another program than trajstore's own reader sees them, for checks.
+
+    Attributes:
+        by: the program.
+        items: as a :class:`Source` has them, with the same keys.
+        partly: they have some of the fields only, in dtypes of that program.
+    """
+
+    by: str
+    items: Iterable[Item]
+    partly: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Format:
     """A format of other programs.
 
@@ -132,6 +147,7 @@ class Format:
         not_read: parts of these files that are lost in a store.
         read: reads a file or folder; None if the format can only be written.
         write: makes a writer of (path, mark, selection); None if the format can only be read.
+        second: reads by another program. Raises ``ImportError`` if it is not installed.
     """
 
     name: str
@@ -140,6 +156,7 @@ class Format:
     not_read: tuple[str, ...]
     read: Callable[[Path], Source] | None = None
     write: Callable[[Path, Any, Selection], Writer] | None = None
+    second: Callable[[Path], Second] | None = None
 
 
 def pyarrow_modules() -> Any:
@@ -281,8 +298,11 @@ def json_of(text: str | bytes) -> Any:
         ValueError: it is not JSON.
     """
     content = text.encode() if isinstance(text, str) else text
-    if _PYTHONS.search(content) is None:
-        return orjson.loads(content)
+    return orjson.loads(content) if _PYTHONS.search(content) is None else python_json(content)
+
+
+def python_json(content: bytes) -> Any:
+    """Return the value of a JSON text, as :func:`json_of` does, by Python's own module."""
 
     def constant(name: str) -> None:
         if name != "NaN":
@@ -294,12 +314,25 @@ def json_of(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def read_lines(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Source:
+def lines_again(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Second:
+    """Read JSON lines by Python's ``json``."""
+    return Second("Python's json", read_lines(path, trajectory_of, python_json).items)
+
+
+def parquet_again(path: Path, read: Callable[..., Source]) -> Second:
+    """Read Parquet and Arrow files by pyarrow; ``read`` is :func:`read_parquet` with all but its ``frames``."""
+    arrow, _ = pyarrow_modules()
+    return Second(f"pyarrow {arrow.__version__}", read(path, frames=_by_pyarrow).items)
+
+
+def read_lines(
+    path: Path, trajectory_of: Callable[[Row], AnyTrajectory], value_of: Callable[[bytes], Any] = json_of
+) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 
     def load(line: bytes) -> AnyTrajectory:
         try:
-            row = json_of(line)
+            row = value_of(line)
         except ValueError as error:
             raise ConfigurationError(f"is not JSON: {error}{_ARRAY if line[:1] == b'[' else ''}") from error
         if not isinstance(row, dict):
@@ -387,16 +420,26 @@ def _tables_in(path: Path) -> list[Path]:
     return sorted(files)
 
 
-def _frames(file: Path) -> Iterator[Any]:
+def _by_polars(file: Path) -> Iterator[Any]:
     pl = polars()
     table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
     yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
+
+
+def _by_pyarrow(file: Path) -> Iterator[Any]:
+    arrow, parquet = pyarrow_modules()
+    with file.open("rb") as opened:
+        is_stream = file.suffix == ".arrow"
+        batches = arrow.ipc.open_stream(opened) if is_stream else parquet.ParquetFile(opened).iter_batches(_ROWS)
+        for batch in batches:
+            yield polars().from_arrow(batch)
 
 
 def read_parquet(
     path: Path,
     trajectory_of: Callable[[Row], AnyTrajectory],
     plain: bool = False,
+    frames: Callable[[Path], Iterator[Any]] = _by_polars,
 ) -> Source:
     """Return the items of a Parquet file, or of the Parquet and Arrow files in a folder and below it.
 
@@ -404,6 +447,7 @@ def read_parquet(
         path: file or folder.
         trajectory_of: makes a trajectory of a row.
         plain: the values are of other programs: decode JSON, make texts of times, leave out the nulls of structs.
+        frames: reads a file as frames of Polars.
     """
     files = [path]
     if path.is_dir():
@@ -422,7 +466,7 @@ def read_parquet(
             number, done = 0, sum(sizes[: at + 1])
             name = str(file.relative_to(path)) if path.is_dir() else file.name
             try:
-                for rows in _frames(file):
+                for rows in frames(file):
                     kinds = rows.schema
                     changed = {key: _exact(kind) for key, kind in kinds.items() if plain and _exact(kind) != kind}
                     for row in rows.cast(changed).iter_rows(named=True):

@@ -1,4 +1,4 @@
-"""Minari's data sets (``minari``): episodes of Gymnasium environments, with T + 1 observations. Does not import Minari.
+"""Minari's data sets (``minari``): episodes of Gymnasium environments, with T + 1 observations. Only checks use Minari.
 
 They are written as Parquet files, one folder for each episode; data sets of Parquet, Arrow and HDF5 files are read.
 """
@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -31,6 +32,8 @@ from trajstore.interop.formats import (
     UNREADABLE,
     FilesWriter,
     Format,
+    Item,
+    Second,
     Source,
     append_durably,
     files_below,
@@ -412,6 +415,43 @@ def _cut(value: Any, padded: set[str], steps: int, path: str = "") -> Any:
     return value[:steps] if path in padded else value
 
 
+def _by_minari(path: Path) -> Second:
+    """Read the observations, actions, rewards and flags by Minari itself."""
+    import minari
+
+    data = minari.MinariDataset(path / "data" if (path / "data").is_dir() else path)
+
+    def episode(number: int) -> Trajectory:
+        try:
+            read = data[number]
+            columns = {name: getattr(read, name) for name in ("observations", "actions", *_NEEDED)}
+            steps = len(columns["rewards"])
+            columns = {name: _stacked(value) for name, value in columns.items()}
+        except UNREADABLE as error:
+            raise CorruptStoreError(f"Minari cannot read episode {number}: {error!r}") from error
+        observations, actions = columns["observations"], _tensors(columns["actions"], slice(None))
+        observations = observations if isinstance(observations, dict) else {_STATES: observations}
+        return Trajectory(
+            actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
+            curr_obs=_tensors(observations, slice(0, steps)),
+            next_obs=_tensors(observations, slice(1, None)),
+            forward_inputs={_ACTIONS: actions} if isinstance(actions, dict | list) else {},
+            **{name: _tensors(columns[name], slice(None))[..., None] for name in _NEEDED},
+        )
+
+    items = [Item(f"episode {at}", lambda at=at: episode(at), at + 1) for at in range(len(data))]  # type: ignore[misc]
+    return Second(f"Minari {version('minari')}", items, partly=True)
+
+
+def _stacked(value: Any) -> Any:
+    """Return values of Minari with tuples as dicts, and lists of texts as they are."""
+    if isinstance(value, tuple):
+        value = {str(number): item for number, item in enumerate(value)}
+    if isinstance(value, dict):
+        return {name: _stacked(item) for name, item in value.items()}
+    return value if isinstance(value, list) else np.asarray(value)
+
+
 FORMATS = (
     Format(
         "minari",
@@ -423,5 +463,6 @@ FORMATS = (
         ("spaces", "env_spec", "seeds and options of episodes", "metadata of the data set"),
         _read,
         lambda path, mark, _: _Writer(path, mark),
+        _by_minari,
     ),
 )

@@ -24,6 +24,8 @@ from trajstore.interop.formats import (
     PartsWriter,
     Row,
     Selection,
+    lines_again,
+    parquet_again,
     read_lines,
     read_parquet,
 )
@@ -297,6 +299,8 @@ def _write_parquet(path: Path, mark: Any, selection: Selection) -> PartsWriter:
     return PartsWriter(path, mark, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
 
 
+_read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
+
 FORMATS = (
     Format(
         "jsonl",
@@ -305,13 +309,15 @@ FORMATS = (
         _OF_THE_STORE,
         partial(read_lines, trajectory_of=rollout_of),
         _write_lines,
+        partial(lines_again, trajectory_of=rollout_of),
     ),
     Format(
         "parquet",
         "rollouts",
         (),
         _OF_THE_STORE,
-        partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row))),
+        _read_parquet,
         _write_parquet,
+        partial(parquet_again, read=_read_parquet),
     ),
 )
