@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.distributed.test_server import ids_of, parcel_of
@@ -148,12 +149,16 @@ def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
         stores.census.inform(sampler)
         assert sampler.ids.tolist()[-5:] == stores.census.ids.tolist()[-5:] == shown
         assert len(stores.census) == 6
-    assert stores.census.copies_of(stores.census.ids[-2:]).tolist() == first[-2:]
+    assert stores.census.hidden.tolist() == first
+    for given, others in ((second, first), (first, second)):  # an id of either copy names both
+        copies, places = stores.census.copies_of(np.array([*given[3:], 10**9]))
+        assert (copies.tolist(), places.tolist()) == (others[3:], [0, 1])
+    assert not len(stores.census.copies_of(np.array([*first, *second]))[0])
     stores.away.add(1)
     stores.look()
     stores.census.inform(sampler)
     assert sampler.ids.tolist() == stores.census.ids.tolist() == first
-    assert not len(stores.census.copies_of(stores.census.ids))
+    assert not len(stores.census.copies_of(stores.census.ids)[0])
     stores.close()
 
 

@@ -578,6 +578,76 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
     until(lambda: (learner.refresh(), learner.size)[1] == 8)
 
 
+def test_a_silent_store_costs_only_itself_and_what_it_has_twice_is_one(
+    shared: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with emptied() as handle:
+        ids = [handle.add_trajectories([agent(number)]).committed(120)[0] for number in range(8)]
+    left = [number for number in ids if number % 1024 == 0]
+    actor = ray.get_actor("shared/rank_1", namespace="trajstore")
+    pid = ray.get(actor.__ray_call__.remote(lambda server: os.getpid()))
+    other = DistributedReplayBuffer.connect("shared", deadline=600.0, patience=600.0)
+    with DistributedReplayBuffer.connect("shared", deadline=40.0, patience=2.0, refresh_interval=0.0) as learner:
+        learner.refresh()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            assert sorted(learner.query().where("outcome >= 0").ids().tolist()) == left
+            assert "query of 'shared': without rank_1, which did not answer" in caplog.text
+            assert learner.absent == [1]
+            drawn = learner.sample_trajectories(8, where="outcome >= 0")
+            assert len(drawn) == len(left)
+            annotate(learner, left, {"judge": 1.0})
+            assert learner.query("messages").where("judge = 1").table().height == len(left)
+            assert learner.get_stats()["absent_stores"] == 1
+            with pytest.raises(StoreUnreachableError, match="rank_1"):
+                annotate(learner, [*left, *set(ids) - set(left)], {"other": 1.0})
+            assert time.monotonic() - begin < 40 + 60
+            receipts = [learner.add_trajectories([agent(number)]) for number in range(10, 16)]
+            more = [receipt.committed(120)[0] for receipt in receipts]
+            assert {number % 1024 for number in more} == {0}
+            annotate(learner, more, {"judge": 2.0})
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: (learner.refresh(), learner.absent)[1] == [])
+        learner.flush()
+        until(lambda: sum(stats["num_trajectories"] for stats in stats_of(learner)) == 14)
+        assert sorted(learner.query().where("judge = 2").ids().tolist()) == sorted(more)
+        assert learner.get_stats()["num_trajectories"] == other.get_stats()["num_trajectories"] == 14
+        learner.evict(more)
+        other.refresh()
+        assert sorted(other.trajectory_ids.tolist()) == sorted(ids)
+
+
+def agent(number: int) -> AgentTrajectory:
+    messages = [{"role": "user", "content": f"task {number}"}]
+    return AgentTrajectory(input_ids=torch.arange(4), messages=messages, reward=Reward(outcome=float(number)))
+
+
+def stats_of(handle: DistributedReplayBuffer) -> list[dict[str, float]]:
+    return list(handle._stores.call_all(dict.fromkeys(handle.stores, ()), "stats").values())
+
+
+def test_copies_in_two_stores_are_one(shared: Path, tmp_path: Path) -> None:
+    """The producer that sent a parcel twice has ended before the silent store answered."""
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    with emptied() as handle:
+        parcel = Parcel(new_key(), [pack(flatten_all([agent(key) for key in range(6)]), Arena(1 << 20))[0]])
+        first, second = (list(handle._stores.call(rank, "add", parcel, 6).ids) for rank in (0, 1))
+        handle._stores.call_all({0: (), 1: ()}, "flush")
+        annotate(handle, first[:3], {"judge": 1.0})
+        annotate(handle, second[3:], {"judge": 2.0})
+        assert len(handle.query().where("judge > 0").ids()) == 6
+        assert [note.value for number in (first[4], second[4]) for note in notes_of(handle, number)] == [2.0, 2.0]
+        assert handle.get_stats()["num_trajectories"] == handle.size == 6
+        rows = read_store(handle, unit="trajectory", columns=["trajectory_id"]).take_all()
+        assert sorted(row["trajectory_id"] for row in rows) == handle.trajectory_ids.tolist()
+        handle.evict([first[0], second[1]])
+        assert handle.size == 4
+        assert all(stats["num_trajectories"] == 4 for stats in stats_of(handle))
+
+
 def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: Path) -> None:
     with pytest.raises(StoreUnreachableError, match=r"Ray has too little CPU\. A store reserves CPU 1000 on"):
         create("large", tmp_path, actor_options={"num_cpus": 1000}, deadline=0.5)
@@ -797,12 +867,14 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     stores.asked.clear()
     for _ in range(3):
         outbox.send(flatten_all([witness(1)])).committed(40.0)
-    assert {rank for rank, _ in stores.asked} == {2}
+    assert {rank for rank, method in stores.asked if method == "add"} == {2}
+    assert {rank for rank, method in stores.asked if method == "disown"} <= {1}, "only it may have the first parcel"
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
     until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
-    assert stores.asked[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
+    probes = [asked for asked in stores.asked if asked[1] != "disown"]
+    assert probes[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
     ray.cancel(stores.never)
 

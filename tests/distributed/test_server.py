@@ -116,6 +116,26 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     again.close()
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["added before", "arrives late"])
+def test_a_parcel_that_another_store_has_is_deleted(tmp_path: Path, late: bool) -> None:
+    store = server(tmp_path)
+    store.add(parcel_of([witness(9)]), 1)
+    parcel = parcel_of([witness(key) for key in range(5)])
+    if not late:
+        store.add(parcel, 5)
+    store.disown(parcel.key, 5)
+    assert store.add(parcel, 5).ids is None
+    store.disown(parcel.key, 5)
+    assert look_at(store) == 1
+    store.close()
+
+
+def look_at(store: StoreServer) -> int:
+    census = Census()
+    census.take(0, store.news("", -1, False))
+    return len(census)
+
+
 def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
     first = server(tmp_path)
     (number,) = ids_of(first.add(parcel_of([witness(1)]), 1))

@@ -124,12 +124,36 @@ class Census:
             names[there] = rows.names[np.searchsorted(rows.ids, ids[there])]
         return names
 
-    def copies_of(self, ids: IntArray) -> IntArray:
-        """Return the hidden ids of these trajectories' copies in other stores."""
+    @property
+    def hidden(self) -> IntArray:
+        """Ids of the trajectories of which another store has a newer copy."""
         self._rows()
-        if not len(self._copies) or self._copies.names is None:
-            return self._copies.ids
-        return self._copies.ids[np.isin(self._copies.names, self.names_of(ids))]
+        return self._copies.ids
+
+    def copies_of(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the ids of the same trajectories in other stores, and for each its place in ``ids``; few have any.
+
+        The ids may be of shown and of hidden copies.
+        """
+        rows, hidden = self._rows(), self._copies
+        if not len(hidden) or rows.names is None or hidden.names is None:
+            return _EMPTY, _EMPTY
+        shown = np.isin(rows.names, hidden.names)
+        name_of: dict[int, int] = {}
+        ids_of: dict[int, list[int]] = {}
+        for known, names in ((rows.ids[shown], rows.names[shown]), (hidden.ids, hidden.names)):
+            for number, name in zip(known.tolist(), names.tolist(), strict=True):
+                name_of[number] = name
+                ids_of.setdefault(name, []).append(number)
+        given = set(ids.tolist())
+        found = [
+            (number, place)
+            for place, of in enumerate(ids.tolist())
+            for number in ids_of.get(name_of.get(of, 0), ())
+            if number not in given
+        ]
+        copies, places = np.array(found, np.int64).reshape(-1, 2).T
+        return copies, places
 
     # -- drawing ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from trajstore._core.store.run_ids import own_id, shown_id
 from trajstore.distributed.actors import away, first_line, ray
 from trajstore.distributed.handle import DistributedReplayBuffer
 from trajstore.distributed.rows import DOCUMENT, ID, SAMPLE, array_of, row_of
+from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import (
     ConfigurationError,
     MissingDependencyError,
@@ -127,6 +128,11 @@ class StoreDatasource(Datasource):
         self._path = str(path)
         self._columns = None if columns is None else tuple(columns)
         self._check_known(columns or ())
+
+    def without(self, ids: npt.NDArray[np.int64]) -> Self:
+        """Return this datasource without the trajectories of these ids."""
+        self._shares = [share.part(np.flatnonzero(~np.isin(own_id(share.ids), ids))) for share in self._shares]
+        return self
 
     # -- Ray's interface --------------------------------------------------------------------------
 
@@ -294,7 +300,8 @@ def read_store(
 ) -> Any:
     """Return a store, a run, or the stores of a handle as a ``ray.data.Dataset``; see :class:`StoreDatasource`.
 
-    The stores of a handle are read on their own nodes, with their directories memory-mapped.
+    The stores of a handle are read on their own nodes, with their directories memory-mapped. A trajectory that two of
+    them have is read once.
 
     Args:
         source: path or URL, or a handle.
@@ -321,12 +328,16 @@ def read_store(
             "read_store of a handle needs Ray 2.60 or later, which reads on the nodes that have the data"
         )
     module, served = ray(), source.served()
-    plan = module.remote(lambda path: make(path))  # runs on the store's node: this machine may lack the directory
+    source.refresh()
+    hidden = source.sampling.hidden
+    plan = module.remote(
+        lambda path, rank: make(path).without(hidden[hidden % MOST_STORES == rank])
+    )  # runs on the store's node: this machine may lack the directory
     planned = []
     for about in served:
         there = NodeAffinitySchedulingStrategy(about.node, soft=True)
         path = os.path.join(about.path, f"rank_{about.rank}")
-        planned.append(plan.options(num_cpus=0, scheduling_strategy=there).remote(path))
+        planned.append(plan.options(num_cpus=0, scheduling_strategy=there).remote(path, about.rank))
     datasets = []
     for about, answer in zip(served, planned, strict=True):
         try:

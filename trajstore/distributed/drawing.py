@@ -16,6 +16,7 @@ import torch
 
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import columns_or_none, whole
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.columns.fields import nest
 from trajstore._core.sampling.base import Drawn, Ids, Sampler, Unit
@@ -36,7 +37,6 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     listed,
 )
-from trajstore.query import Query
 from trajstore.trajectory import AnyTrajectory
 
 T = TypeVar("T")
@@ -111,6 +111,36 @@ class DrawingHandle:
         self._stores.look()
         return self._stores.all_ranks
 
+    def _ask_present(self, arguments: Mapping[int, Sequence[Any]], method: str) -> dict[int, Any]:
+        """Call those of these stores that are not excluded; return the answers by rank.
+
+        A store without an answer for ``patience`` seconds is excluded from now on, with one warning.
+
+        Raises:
+            Exception: any other exception of a store.
+        """
+        with self._lock:
+            absent = set(self._survey.census.absent)
+        patience = min(self._options.patience, self._options.deadline)
+        present = {rank: given for rank, given in arguments.items() if rank not in absent}
+        answers, failed = self._stores.ask(present, method, patience)
+        for rank, error in failed.items():
+            if not isinstance(error, StoreUnreachableError):
+                raise error
+            with self._lock:
+                self._survey.leave_out(rank, error)
+        return answers
+
+    def _with_copies(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return ids and those of the same trajectories in other stores, and for each its place in ``ids``.
+
+        A parcel that was sent again to another store may be in both.
+        """
+        self.refresh()
+        with self._lock:
+            copies, places = self._survey.census.copies_of(np.asarray(ids, np.int64))
+        return [*map(int, ids), *copies.tolist()], [*range(len(ids)), *places.tolist()]
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigurationError(f"the handle of {self._stores.name!r} is closed; connect again")
@@ -152,8 +182,8 @@ class DrawingHandle:
         return selected(sampler, where, ids, unit, self._uniform)
 
     @abstractmethod
-    def query(self, relation: str = "trajectories") -> Query:
-        """Return a query over the trajectories of all stores."""
+    def _matching(self, where: str) -> IntArray:
+        """Return the ids of the trajectories in the responsive stores that match a condition."""
 
     def _evaluate(self, selection: Selection) -> None:
         """Update the matching ids, unless the stores' trajectories are the same and were asked within the interval."""
@@ -164,7 +194,7 @@ class DrawingHandle:
         if selection.where is None or (before is listing and time.monotonic() - asked < self._options.refresh_interval):
             return
         now = time.monotonic()
-        selection.match(self.query().where(selection.where).ids(), (listing, now))
+        selection.match(self._matching(selection.where), (listing, now))
 
     def _chosen(self, count: int, sampler: Sampler) -> Drawn:
         with self._drawing(sampler) as census:
@@ -455,20 +485,17 @@ class DrawingHandle:
     def get_stats(self) -> dict[str, float]:
         """Return the statistics of the responsive stores, summed.
 
-        Adds ``stores``, the number of stores, and ``absent_stores``, the number of unresponsive ones.
+        ``num_trajectories`` counts one that two stores have once. Adds ``stores``, the number of stores, and
+        ``absent_stores``, the number of unresponsive ones.
         """
         total: dict[str, float] = {}
+        self.refresh()
+        for stats in self._ask_present(dict.fromkeys(self._stores.all_ranks, ()), "stats").values():
+            for name, value in stats.items():
+                total[name] = total.get(name, 0) + value
         with self._lock:
-            self._survey.refresh(True)
-            present = set(self._stores.all_ranks) - set(self._survey.census.absent)
-            answers, failed = self._stores.ask(dict.fromkeys(sorted(present), ()), "stats", self._options.patience)
-            for rank, error in failed.items():
-                if not isinstance(error, StoreUnreachableError):
-                    raise error
-                self._survey.leave_out(rank, error)
-            for stats in answers.values():
-                for name, value in stats.items():
-                    total[name] = total.get(name, 0) + value
+            if "num_trajectories" in total:
+                total["num_trajectories"] -= len(self._survey.census.hidden)
             total["stores"] = len(self._stores.all_ranks)
             total["absent_stores"] = len(self._survey.census.absent)
         return total
@@ -507,6 +534,12 @@ class SamplingOfHandle:
         if isinstance(trajectory_ids, Drawn):
             there |= self._handle._reads.keeps(trajectory_ids)
         return there
+
+    @property
+    def hidden(self) -> npt.NDArray[np.int64]:
+        """Ids of trajectories that another store has too, with a newer id."""
+        with self._handle._lock:
+            return self._handle._survey.census.hidden
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""

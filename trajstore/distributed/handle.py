@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,10 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import numpy as np
-
 from trajstore._core.base.arguments import check_kind, one_of
 from trajstore._core.base.closing import Closing
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import as_list, flatten_all
 from trajstore._core.columns.flat import FlatTrajectories
@@ -27,7 +27,7 @@ from trajstore.distributed.server import MOST_STORES
 from trajstore.distributed.sessions import RemoteSession
 from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.distributed.values import ValuesOfHandle
-from trajstore.errors import StoreNotFoundError, StoreUnreachableError, trajectories
+from trajstore.errors import StoreNotFoundError, StoreUnreachableError, listed, trajectories
 from trajstore.query import RELATIONS, Query
 from trajstore.query.engine import polars
 from trajstore.query.relations import TRAJECTORIES, Asked, Found, scan
@@ -37,6 +37,8 @@ from trajstore.trajectory import AnyTrajectory
 if TYPE_CHECKING:
     import torch
     from polars import DataFrame
+
+logger = logging.getLogger(__name__)
 
 _PLACE = "place among the facts"
 """Name of a temporary column; no fact can have this name."""
@@ -208,50 +210,62 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         and steps are filtered in the stores, which send only matching rows. Needs Polars (extra ``query``) here and on
         the nodes of the stores.
 
+        Each evaluation leaves out stores that do not answer for ``patience`` seconds, and warns of them; they are in
+        :attr:`absent`.
+
         Args:
             relation: unit of the rows: ``"trajectories"``, ``"messages"``, ``"tokens"`` or ``"steps"``.
 
         Raises:
             ConfigurationError: no such relation.
-            StoreUnreachableError: on evaluation; a store does not answer.
+            StoreUnreachableError: on evaluation; no store answers.
         """
         return Query(
-            self._facts,
+            self._asked_facts,
             partial(scan, self._rows, self._late_rows),
             one_of("relation", relation, (TRAJECTORIES, *RELATIONS)),
         )
+
+    def _matching(self, where: str) -> IntArray:
+        return Query(self._facts, partial(scan, self._rows, self._late_rows)).where(where).ids()
+
+    def _asked_facts(self) -> DataFrame:
+        """Return :meth:`_facts`; warn of stores that are left out."""
+        facts = self._facts()
+        if absent := self.absent:
+            logger.warning(
+                "query of %r: without %s, which did not answer", self.name, listed(f"rank_{rank}" for rank in absent)
+            )
+        return facts
 
     def _facts(self) -> DataFrame:
         """Return the facts of all trajectories, oldest first, without duplicates in other stores.
 
         Raises:
-            StoreUnreachableError: a store does not answer.
+            StoreUnreachableError: no store answers.
         """
         self.refresh()
+        answers = self._ask_present(dict.fromkeys(self._stores.all_ranks, ()), "facts")
+        if not answers:
+            raise StoreUnreachableError(f"{self.name!r}: no store answers; create() restarts lost stores")
         with self._lock:
-            copies = self._survey.census.copies_of(self._survey.census.ids).tolist()
-        answers = self._stores.call_all(dict.fromkeys(self._all_ranks(), ()), "facts")
+            copies = self._survey.census.hidden.tolist()
         tables = [answers[rank] for rank in sorted(answers)]
         pl = polars()
         facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
         return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
 
     def _late_rows(self, relation: str) -> dict[str, bool]:
-        """Return the per-row values that are columns of a relation; see :data:`trajstore.query.relations.Late`.
-
-        Raises:
-            StoreUnreachableError: a store does not answer.
-        """
+        """Return the per-row values that are columns of a relation; see :data:`trajstore.query.relations.Late`."""
         late: dict[str, bool] = {}
-        for columns in self._stores.call_all(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
+        for columns in self._ask_present(dict.fromkeys(self._all_ranks(), (relation,)), "late_rows").values():
             late |= {name: several or late.get(name, False) for name, several in columns.items()}
         return late
 
     def _rows(self, asked: Asked) -> Found:
         """Return messages, tokens or steps of the requested trajectories.
 
-        Raises:
-            StoreUnreachableError: a store does not answer.
+        Those of a store that falls silent meanwhile are reported like unreadable ones.
         """
         self._check_open()
         pl = polars()
@@ -259,10 +273,14 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         parts = placed.group_by(pl.col("trajectory_id") % MOST_STORES)
         wanted = [*asked.wanted, _PLACE]
         of_ranks = {rank: (replace(asked, facts=part, wanted=wanted),) for (rank,), part in parts}
-        answers = self._stores.call_all(of_ranks, "rows").values()
-        tables = [table for some, _ in answers for table in some]
+        answers = self._ask_present(of_ranks, "rows")
+        tables = [table for some, _ in answers.values() for table in some]
         whole = [pl.concat(tables).sort(_PLACE, maintain_order=True).drop(_PLACE)] if tables else []
-        return whole, [fault for _, faults in answers for fault in faults]
+        faults = [fault for _, some in answers.values() for fault in some]
+        for rank in of_ranks.keys() - answers.keys():
+            silent = f"store rank_{rank} of {self.name!r} does not answer"
+            faults += [(number, silent) for number in of_ranks[rank][0].facts["trajectory_id"].to_list()]
+        return whole, faults
 
     @property
     def sink(self) -> ValuesOfHandle:
@@ -277,9 +295,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         Raises:
             StoreUnreachableError: a store has not answered; the other stores have deleted theirs.
         """
-        with self._lock:
-            copies = self._survey.census.copies_of(np.asarray(ids, np.int64)).tolist()
-        wanted = [*map(int, ids), *copies]
+        wanted, _ = self._with_copies(ids)
         ranks = sorted({number % MOST_STORES for number in wanted})
         mine = {rank: ([number for number in wanted if number % MOST_STORES == rank],) for rank in ranks}
         self._stores.call_all(mine, "evict")

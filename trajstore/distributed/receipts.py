@@ -121,6 +121,8 @@ class Outbox:
         self._hoped = time.monotonic()
         self._asked: dict[int, Any] = {}
         """Pending probes of silent stores. A parcel as a probe would wait for its patience."""
+        self._copies: dict[tuple[int, bytes, int], Any] = {}
+        """Copies of committed parcels in stores that were silent, with the pending call that removes each."""
 
     def send(self, runs: Sequence[FlatTrajectories]) -> Receipt:
         """Queue trajectories for sending; waits while ``max_pending_bytes`` are in flight.
@@ -149,12 +151,31 @@ class Outbox:
         if time.monotonic() - self._hoped < _HOPE:
             return
         self._hoped = time.monotonic()
+        self._remove_copies()
         for rank in self._routes.silent:
             self._stores.forget(rank)  # the actor may have been replaced
             try:
                 self._asked[rank] = self._stores.submit(rank, "describe")
             except StoreUnreachableError as error:
                 logger.info("%s", error)
+
+    def _remove_copies(self) -> None:
+        """Let stores that were silent forget parcels that another one has committed, and ask them until they have."""
+        lost: tuple[type[Exception], ...] = (StoreUnreachableError, *away())
+        for copy, answer in list(self._copies.items()):
+            if answer is not None and not ray().wait([answer], timeout=0)[0]:
+                continue
+            rank, key, count = copy
+            try:
+                if answer is not None:
+                    ray().get(answer)
+                    del self._copies[copy]
+                else:
+                    self._copies[copy] = self._stores.submit(rank, "disown", key, count)
+            except lost as error:
+                logger.info("rank_%d still has a copy of %s: %s", rank, trajectories(count), first_line(error))
+                self._copies[copy] = None
+                self._stores.forget(rank)
 
     def _hear(self, rank: int, answer: Any) -> None:
         try:
@@ -231,7 +252,11 @@ class Outbox:
         self._forget_done()
 
     def _forget_done(self) -> None:
-        self._under_way = deque(shipment for shipment in self._under_way if not shipment.reached("done"))
+        done = [shipment for shipment in self._under_way if shipment.reached("done")]
+        self._under_way = deque(shipment for shipment in self._under_way if shipment.stage != "done")
+        if copies := {copy: None for shipment in done for copy in shipment.copies()}:
+            self._copies |= copies
+            self._remove_copies()
 
     def flush(self, timeout: float | None) -> None:
         """Wait until everything sent is committed.

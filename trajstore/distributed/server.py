@@ -122,6 +122,8 @@ class StoreServer:
         self._buffer.sink.share_ids(rank, MOST_STORES)
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
+        self._disowned: set[bytes] = set()
+        """Keys of parcels that another store has instead; few, as it takes a store that was silent."""
         self._era = 0
         """Number of rollbacks in this process."""
         self._sessions: dict[str, Session] = {}
@@ -169,6 +171,8 @@ class StoreServer:
             self._adding,
         ):  # a retry waits for the first attempt and then finds its trajectories
             known = self._known.ids(uuids)
+            if parcel.key in self._disowned:
+                return self._answer([None] * count, self._era)
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
                 self.tick(clock)
@@ -184,6 +188,18 @@ class StoreServer:
                     raise
                 known = self._known.ids(uuids)
         return self._answer(known, self._era)
+
+    def disown(self, key: bytes, count: int) -> None:
+        """Delete the trajectories of a parcel that another store has committed; refuse it if it arrives late.
+
+        Raises:
+            StoreWriteError: they cannot be deleted at present.
+        """
+        with self._hold.changing(), self._adding:
+            self._disowned.add(key)
+            ids = {number for number in self._known.ids(uuids_of(key, count)) if number is not None}
+            here = self._buffer.trajectory_ids
+            self._buffer.evict(here[np.isin(here, list(ids))].tolist())
 
     def committed(self, key: bytes, count: int, timeout: float) -> Answer:
         """Wait at most ``timeout`` seconds until a parcel's trajectories survive a crash.

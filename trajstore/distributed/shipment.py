@@ -73,6 +73,8 @@ class Shipment:
         """The same for the current store; start of its patience."""
         self._sent = False
         """True if the current store may have received the parcel."""
+        self._tried: set[int] = set()
+        """Silent stores that may have received the parcel."""
 
     def fill(self, piece: Piece, count: int) -> range:
         """Add ``count`` packed trajectories before sending; return their places in the parcel."""
@@ -91,6 +93,10 @@ class Shipment:
         self.stage = "adding"
         self._since = self._turned = time.monotonic()
         self._submit()
+
+    def copies(self) -> list[tuple[int, bytes, int]]:
+        """Return rank, key and count for each other store that may have the parcel too, once it is committed."""
+        return [(rank, self._key, self.count) for rank in sorted(self._tried - {self.rank}) if self.stage == "done"]
 
     @property
     def answer(self) -> Any:
@@ -184,6 +190,8 @@ class Shipment:
                     trajectories(self.count),
                     elsewhere,
                 )
+                if self._sent:
+                    self._tried.add(self.rank)
                 self.rank, self.stage = elsewhere, "adding"
                 self._turned, self._sent, self._pause, self._not_before = now, False, _PAUSE, now
                 return

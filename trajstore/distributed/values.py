@@ -39,20 +39,27 @@ class ValuesOfHandle:
             StoreUnreachableError, StoreWriteError: a store failed; others may have set theirs.
         """
         ids = tuple(map(own_id, update.ids))
-        ranks = self._ranks(ids)
-        self.check_values(ids, update)
-        self._handle._stores.call_all({rank: _part(update, ids, rows, rank) for rank in ranks}, "annotate")
+        self._ranks(ids)
+        every, places = self._handle._with_copies(ids)
+        ranks = self._ranks(every)
+        self.check_values(every, update)
+        parts = {rank: _part(update, every, places, rows, rank) for rank in ranks}
+        self._handle._stores.call_all(parts, "annotate")
         self._handle.refresh()
 
     def check_values(self, ids: Sequence[int], update: LateValues) -> None:
-        """Refuse late values that a store cannot set.
+        """Refuse late values that a store cannot set; only the stores of the ids must answer.
 
         Raises:
             ConfigurationError, TrajectoryUnavailableError, StoreUnreachableError: see :meth:`annotate`.
         """
-        stores = self._handle._stores
-        mine = {rank: [number for number in ids if number % MOST_STORES == rank] for rank in stores.look_whole()}
-        stores.call_all({rank: (part, update) for rank, part in mine.items()}, "check_values")
+        ranks = self._ranks(ids)
+        asked = {rank: ([number for number in ids if number % MOST_STORES == rank], update) for rank in ranks}
+        self._handle._stores.call_all(asked, "check_values")
+        others: dict[int, tuple[list[int], LateValues]] = {
+            rank: ([], update) for rank in self._handle._all_ranks() if rank not in ranks
+        }
+        self._handle._ask_present(others, "check_values")
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first.
@@ -93,10 +100,11 @@ class ValuesOfHandle:
 
 
 def _part(
-    update: LateValues, ids: Sequence[int], rows: Rows, rank: int
+    update: LateValues, ids: Sequence[int], places: Sequence[int], rows: Rows, rank: int
 ) -> tuple[LateValues, dict[str, list[torch.Tensor]]]:
-    """Return the values for the trajectories of one store."""
-    at = [place for place, number in enumerate(ids) if number % MOST_STORES == rank]
+    """Return the values for the trajectories of one store; ``places`` has the place of each id's values."""
+    mine = [(number, place) for number, place in zip(ids, places, strict=True) if number % MOST_STORES == rank]
+    at = [place for _, place in mine]
     values = {name: [given[place] for place in at] for name, given in update.values.items()}
-    part = replace(update, ids=tuple(ids[place] for place in at), values=values)
+    part = replace(update, ids=tuple(number for number, _ in mine), values=values)
     return part, {name: [tensors[place] for place in at] for name, tensors in rows.items()}

@@ -20,7 +20,6 @@ from trajstore._core.store.run_ids import id_from
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
-    StoreUnreachableError,
     TrajectoryUnavailableError,
     listed,
 )
@@ -228,14 +227,14 @@ class PoolFiles(_OfBuffer):
 class OfHandle:
     """The contents of a handle of stores.
 
-    Facts are fetched once per state, trajectories one by one. While a store does not answer, the last state stays
-    visible.
+    Facts are fetched once per state, trajectories one by one. While a store does not answer, those of the others are
+    visible, and ``damage`` names it.
 
     Args:
         handle: the handle; it is not closed here.
 
     Raises:
-        StoreUnreachableError: a store does not answer.
+        StoreUnreachableError: no store answers.
     """
 
     damage: str | None = None
@@ -249,23 +248,23 @@ class OfHandle:
     def __init__(self, handle: DistributedReplayBuffer) -> None:
         self._handle = handle
         self.path = f"stores {handle.name!r} of Ray"
-        self._facts = handle.query().table()
-        self._ids = handle.trajectory_ids
-        self.refresh()
+        self._look()
 
     def __len__(self) -> int:
         return len(self._facts)
 
     def refresh(self) -> bool:
         self._handle.refresh()
-        if silent := self._handle.absent:
-            names = listed(f"rank_{rank}" for rank in silent)
-            raise StoreUnreachableError(f"{self.path}: no answer from {names}; the last state is shown")
-        ids = self._handle.trajectory_ids
-        if np.array_equal(ids, self._ids):
+        if self._absent == self._handle.absent and np.array_equal(self._ids, self._handle.trajectory_ids):
             return False
-        self._facts, self._ids = self._handle.query().table(), ids
+        self._look()
         return True
+
+    def _look(self) -> None:
+        self._facts = self._handle.query().table()
+        self._absent, self._ids = self._handle.absent, self._handle.trajectory_ids
+        names = listed(f"rank_{rank}" for rank in self._absent)
+        self.damage = f"{self.path}: no answer from {names}; rollouts there are not shown" if names else None
 
     def query(self) -> Query:
         facts = self._facts
