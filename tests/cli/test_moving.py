@@ -137,7 +137,7 @@ def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path
         assert torch.equal(again.state_dict()["priorities"], weighted.state_dict()["priorities"])
 
 
-@pytest.mark.parametrize("command", ["copy", "merge", "split --ranks 2", "convert --to pkl"])
+@pytest.mark.parametrize("command", ["copy", "merge", "convert --to pkl"])
 def test_a_store_begun_at_the_target_meanwhile_is_kept(
     command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
