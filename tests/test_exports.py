@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,13 @@ def test_a_local_buffer_loads_only_the_core(project_root: Path, tmp_path: Path) 
         cwd=project_root, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["trajstore", "trajstore._core", "trajstore.errors", "trajstore.trajectory"]
+
+
+def test_a_reader_and_a_buffer_have_the_members_that_the_reference_lists(project_root: Path) -> None:
+    page = (project_root / "docs" / "api.md").read_text()
+    rows = re.findall(r"^\| (drawing|reading|opening and saving|the buffer alone) \| (.+) \|$", page, re.MULTILINE)
+    listed = {title: set(re.findall(r"`(\w+)`", names)) for title, names in rows}
+    own = listed.pop("the buffer alone")
+    for made, names in ((trajstore.Reader, set()), (trajstore.TrajectoryReplayBuffer, own)):
+        public = {name for name in dir(made) if not name.startswith("_")}
+        assert public == set().union(*listed.values()) | names

@@ -62,11 +62,6 @@ FINE: dict[str, dict[str, str]] = {
     "sample_trajectories": {"count": "", "sampler": "None"},
     "draw": {"num_chunks": "", "sampler": "None"},
     "read": {"drawn": "", "columns": "None", "out": "None {}"},
-    "sampling.readable": {"trajectory_ids": "[]"},
-    "sampling.names_of": {"trajectory_ids": "[]"},
-    "sampling.extents": {"trajectory_ids": "[]"},
-    "sampling.token_rows": {"trajectory_ids": "[]", "columns": "None [x]"},
-    "follow": {"sampler": ""},
     "update_priorities": {"sampler": "", "drawn": "", "priorities": ""},
     "get": {"trajectory_id": "0 -1 3"},
     "is_ready": {"min_size": "0"},
@@ -156,7 +151,7 @@ GOOD: dict[str, Any] = {
     **{"goal": "curr_obs.s", "achieved": "curr_obs.s", "tokens": 4, "max_age": 1, "half_life": 1, "demo_buffer": None},
     **{"min_replay_buffer_size": 1, "min_demo_buffer_size": 1, "reward": lambda _: lambda a, g: (a == g).double()},
     **dict.fromkeys(("buffer", "replay", "replay_buffer"), lambda b: b),
-    **dict.fromkeys(("path", "load_path"), lambda b: b.auto_save_path),
+    **dict.fromkeys(("path", "load_path"), lambda b: b._path),
     **{"drawn": lambda b: b.draw(3), "sampler": lambda b: weighted(b)},
     **{"columns": {"input_ids": torch.arange(3)}, "lengths": [3], "documents": [{}]},
 }
@@ -175,7 +170,7 @@ ALSO: dict[str, dict[str, Any]] = {
 
 def weighted(buffer: TrajectoryReplayBuffer) -> WeightedSampler:
     sampler = WeightedSampler(priorities=Priorities())
-    buffer.follow(sampler)
+    sampler.follow(buffer)
     return sampler
 
 
@@ -208,9 +203,9 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("add_trajectories of one", "rajectory", lambda b, v: b.add_trajectories([v]), ""),
     ("add_rollouts", "lengths|documents", lambda b, v: b.add_rollouts(GOOD["columns"], v, [{}]), ""),
     ("add_rollouts", "document", lambda b, v: b.add_rollouts(GOOD["columns"], [3], v), ""),
-    ("load_checkpoint", "is_distributed", lambda b, v: b.load_checkpoint(b.auto_save_path, v, 0, 1), "0 True"),
-    ("load_checkpoint", "local_rank", lambda b, v: b.load_checkpoint(b.auto_save_path, True, v, 1), "0"),
-    ("load_checkpoint", "world_size", lambda b, v: b.load_checkpoint(b.auto_save_path, True, 0, v), ""),
+    ("load_checkpoint", "is_distributed", lambda b, v: b.load_checkpoint(b._path, v, 0, 1), "0 True"),
+    ("load_checkpoint", "local_rank", lambda b, v: b.load_checkpoint(b._path, True, v, 1), "0"),
+    ("load_checkpoint", "world_size", lambda b, v: b.load_checkpoint(b._path, True, 0, v), ""),
     ("sample_n_step", "n:", lambda b, v: sample_n_step(b, 2, v, 0.9, ends=[]), ""),
     ("ReplayLoader", "weight", lambda b, v: ReplayLoader({"a": Share(b), "b": Share(b, weight=v)}, 4), "None 2.5"),
     ("ReplayLoader", "count", lambda b, v: ReplayLoader({"a": Share(b), "b": Share(b, count=v)}, 4), "None"),
@@ -227,14 +222,14 @@ CALLS: list[tuple[str, str, Call, str]] = [
     ("sampler_of", "sampler", lambda b, v: sampler_of(v), ""),
     ("annotate", "who", lambda b, v: annotate(b, [], {}, who=v), f"None {NAMES}"),
     ("Ledger", "path", lambda _, v: Ledger(v).close(), NAMES),
-    ("convert_to", "where", lambda b, v: convert_to(b.auto_save_path, "new", "minari", where=v), f"None {NAMES}"),
-    ("convert_to", "pin", lambda b, v: convert_to(b.auto_save_path, "new", "jsonl", pin=v), f"None {NAMES}"),
+    ("convert_to", "where", lambda b, v: convert_to(b._path, "new", "minari", where=v), f"None {NAMES}"),
+    ("convert_to", "pin", lambda b, v: convert_to(b._path, "new", "jsonl", pin=v), f"None {NAMES}"),
     ("sampler_of", "sampler", lambda b, v: sampler_of({"name": v}), ""),
     ("sampler_of", "recency", lambda b, v: sampler_of({"name": "weighted", "recency": v}), ""),
     ("update", "priorities", lambda b, v: weighted(b).update(b.draw(3).ids, b.draw(3).samples, v), ""),
     ("update", "ids", lambda b, v: weighted(b).update(v, np.zeros(0, np.int64), []), "[]"),
     *(
-        (type(sampler).__name__, "count", lambda b, v, s=sampler: b.follow(s) or s.draw(v, b._draws.generator), "")  # type: ignore[misc,func-returns-value]
+        (type(sampler).__name__, "count", lambda b, v, s=sampler: s.follow(b) or s.draw(v, b._draws.generator), "")  # type: ignore[misc,func-returns-value]
         for sampler in (EpochSampler(), WeightedSampler())
     ),
 ]

@@ -230,7 +230,7 @@ class StepRecorder(Closing):
         try:
             if rollouts is not None:
                 self.buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=rollouts, enable_cache=False)
-                self.ids = self.buffer.live.locked(_ids_by_name)
+                self.ids = self.buffer._live.locked(_ids_by_name)
         except BaseException:
             self.ledger.close()
             raise

@@ -142,7 +142,7 @@ class CartPoleRun:
         """Continue with the sampler of the saved point, if it is the requested one."""
         name, sampler = state["sampler"]
         if self._sampler is not None and name == self.sampler_name:
-            self.buffer.follow(self._sampler)
+            self._sampler.follow(self.buffer)
             self._sampler.load_state_dict(sampler)
 
     @property

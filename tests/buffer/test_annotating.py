@@ -431,7 +431,7 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
     with caplog.at_level(logging.WARNING):
         writer.close()
         with writer_to(path) as again:
-            backing = again.sink
+            backing = again._sink
             backing.writer.inbox.take_in()  # type: ignore[attr-defined]
             assert column(again, "score") == [1.0, 3.0, None]
     log = caplog.text

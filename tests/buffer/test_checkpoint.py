@@ -69,8 +69,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path, kind: str, fmt: str) -> None:
             with make(target, fmt, tmp_path / f"other {kind} {target}", seed=1) as other:
                 assert other.load_checkpoint(tmp_path / "checkpoint") == 0
                 assert keys_of(other) == {number: number for number in (0, 1, 3, 4, 6, 7)}
-                assert (other.size, other.total_samples) == (buffer.size, buffer.total_samples)
-                assert (other.trajectory_counter, other.seed) == (8, 3)
+                assert (len(other), other.total_samples) == (len(buffer), buffer.total_samples)
+                assert (other._trajectory_counter, other.seed) == (8, 3)
                 for value in expected:
                     assert torch.equal(other.sample(20)["curr_obs"]["tag"], value)
                 assert other.add_trajectories([witness(50)]) == [8]
@@ -98,7 +98,7 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         each, more = divmod(key, readers)
         assert len(share) == each + (rank < more)
         assert buffer.total_samples == sum(witness(k).curr_obs["tag"].numel() for k in share.values())
-        assert buffer.trajectory_counter == max(map(own_id, share), default=-1) + 1
+        assert buffer._trajectory_counter == max(map(own_id, share), default=-1) + 1
         all_keys += share.values()
         ids += [*share, *buffer.add_trajectories([witness(1000), witness(1001)])]
         buffer.close()

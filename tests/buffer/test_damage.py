@@ -218,7 +218,7 @@ def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: 
     assert "rank_1/metadata.json" in caplog.text
     alone, _ = load(run / "rank_1", strict=False)
     assert keys_of(alone) == [3, 4, 5]
-    assert alone.trajectory_counter == 3
+    assert alone._trajectory_counter == 3
     result = verify(run)
     assert (result.sound, result.trajectories) == (False, 12), "the rest is checked all the same"
 

@@ -109,11 +109,11 @@ def test_a_reader_that_is_sent_reads_the_same_store_wherever_it_arrives(
         sent = pickle.dumps(reader)
         monkeypatch.chdir(elsewhere)
         with pickle.loads(sent) as arrived:
-            assert arrived.store_ids == reader.store_ids
+            assert arrived._store_ids == reader._store_ids
             assert float(arrived.get(150).rewards[0]) == 150.0
     store.rename(tmp_path / "before")
     (elsewhere / "store").rename(store)
-    [store_id] = reader.store_ids
+    [store_id] = reader._store_ids
     with pytest.raises(StoreNotFoundError, match=rf"reads the store {store_id}, which is no longer at this path"):
         pickle.loads(sent)
 

@@ -72,7 +72,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         add_each(source, range(8))
         reader = reader_of(tmp_path)
         check_batch(reader.sample(8))
-        contents = reader.live.contents
+        contents = reader._live.contents
         openings.clear()
         for key in range(8, 60):
             add_each(source, [key])
@@ -82,7 +82,7 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
             assert reader.trajectory_ids.tolist() == source.trajectory_ids.tolist()
             check_batch(reader.sample(8))
         assert openings == []
-        assert reader.live.contents is contents
+        assert reader._live.contents is contents
         reader.close()
 
 
@@ -114,7 +114,7 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
             assert check_trajectory(reader.get(key)) == key
             assert check_trajectory(source.get(max(0, key - 3))) == max(0, key - 3)
         for buffer in (source, reader):
-            contents = buffer.live.contents
+            contents = buffer._live.contents
             assert len(contents.index.before) <= 65
             assert len(contents.addresses.first) <= 64
             assert contents.addresses.mapped <= 5
@@ -128,7 +128,7 @@ def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path
         reader = reader_of(tmp_path)
         add_each(source, [1, 2])
         assert reader.refresh()
-        assert reader.trajectory_counter == 3
+        assert reader._trajectory_counter == 3
         assert reader.add_trajectories([witness(7)]) == [3]
         reader.close()
 
@@ -164,8 +164,8 @@ def test_nobody_samples_what_was_added_and_evicted_between_two_refreshes(tmp_pat
         add_each(source, range(3))
         reader = reader_of(tmp_path)
         add_each(source, range(3, 9))
-        lock = Watched(reader.live.contents.lock)
-        reader.live.contents.lock = lock  # type: ignore[assignment]
+        lock = Watched(reader._live.contents.lock)
+        reader._live.contents.lock = lock  # type: ignore[assignment]
         assert reader.refresh()
         assert lock.reads > 0
         assert reader.trajectory_ids.tolist() == [7, 8]
@@ -181,13 +181,13 @@ def test_a_snapshot_between_the_two_reads_of_opening(tmp_path: Path) -> None:
 
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as source:
         add_each(source, [0])
-        assert isinstance(source.sink, StoreSink)
-        interruptions = [source.sink.writer.log.snapshot]
+        assert isinstance(source._sink, StoreSink)
+        interruptions = [source._sink.writer.log.snapshot]
         catalog = Catalog.open(Interrupted(tmp_path))
         assert interruptions == []
         assert catalog.index["trajectory_id"].tolist() == [0]
         add_each(source, [1])
-        interruptions.append(source.sink.writer.log.snapshot)
+        interruptions.append(source._sink.writer.log.snapshot)
         assert catalog.refresh()
         assert catalog.index["trajectory_id"].tolist() == [0, 1]
 

@@ -110,15 +110,15 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
         buffer.add_trajectories([witness(key) for key in range(3)])
         buffer.flush()
-        assert isinstance(buffer.sink, StoreSink)
-        publish = buffer.sink.writer.directory.publish
+        assert isinstance(buffer._sink, StoreSink)
+        publish = buffer._sink.writer.directory.publish
         fewest: list[int] = []
 
         def watch(files: object) -> None:
-            fewest.append(buffer.sink.writer.log.catalog.index["trajectory_id"].size)
+            fewest.append(buffer._sink.writer.log.catalog.index["trajectory_id"].size)
             publish(files)  # type: ignore[arg-type]
 
-        buffer.sink.writer.directory.publish = watch  # type: ignore[method-assign]
+        buffer._sink.writer.directory.publish = watch  # type: ignore[method-assign]
         for key in range(3, 30):
             buffer.add_trajectories([witness(key)])
         buffer.flush()
@@ -137,7 +137,7 @@ def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) ->
 def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         add_each(buffer, [0])
-        with buffer.sink.writer.log.keeping_files():
+        with buffer._sink.writer.log.keeping_files():
             buffer.evict([0])
             assert len(list((tmp_path / "shards").iterdir())) == 1
         assert not list((tmp_path / "shards").iterdir())
@@ -188,7 +188,7 @@ def test_versions_that_begin_again_cost_no_new_trajectory(
                 buffer.add_trajectories([of(version)])
                 buffer.flush()
             kept += range(begin + 6, begin + 12)
-        index = buffer.live.contents.index
+        index = buffer._live.contents.index
         assert index["version_high"].tolist() == kept
         assert caplog.text.count("if versions began again") == 1
         assert f"version {restarts[0]} was committed after 100" in caplog.text
@@ -208,7 +208,7 @@ def test_the_newest_of_a_count_stay_while_it_passes_an_earlier_one(tmp_path: Pat
             buffer = opened()
         buffer.add_trajectories([step(1, version)])
         buffer.flush()
-        shown = buffer.live.contents.index["version_high"].tolist()
+        shown = buffer._live.contents.index["version_high"].tolist()
         new = [*range(max(0, version - 20), version + 1)]
         assert shown[-len(new) :] == new
         assert shown[: -len(new)] == [*range(max(79, version - 20), 100)]
@@ -220,4 +220,4 @@ def test_a_late_rollout_begins_no_count(tmp_path: Path) -> None:
         for version in (*range(10), 2, 10, 1, 3, 11):
             buffer.add_trajectories([step(2, version)])
             buffer.flush()
-        assert buffer.live.contents.index["version_high"].tolist() == [*range(6, 12)]
+        assert buffer._live.contents.index["version_high"].tolist() == [*range(6, 12)]

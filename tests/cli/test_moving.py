@@ -125,19 +125,19 @@ def test_the_state_of_a_sampler_goes_on_with_the_ranks_of_a_split(tmp_path: Path
     with TrajectoryReplayBuffer.open(tmp_path / "store") as store, TrajectoryReplayBuffer.open(tmp_path / "run") as run:
         epoch, rest = EpochSampler(unit="trajectory"), EpochSampler(unit="trajectory")
         drawn = store.sample_trajectories(2, sampler=epoch)
-        run.follow(rest)
+        rest.follow(run)
         rest.load_state_dict(epoch.state_dict())
         drawn += run.sample_trajectories(4, sampler=rest)
         assert sorted(map(check_trajectory, drawn)) == [*range(6)]
         weighted, again = WeightedSampler(priorities=Priorities()), WeightedSampler(priorities=Priorities())
         batch = store.sample(99, sampler=weighted).drawn
         store.update_priorities(weighted, batch, batch.ids + batch.samples / 8)
-        run.follow(again)
+        again.follow(run)
         again.load_state_dict(weighted.state_dict())
         assert torch.equal(again.state_dict()["priorities"], weighted.state_dict()["priorities"])
 
 
-@pytest.mark.parametrize("command", ["copy", "merge", "convert --to pkl"])
+@pytest.mark.parametrize("command", ["copy", "merge", "split --ranks 2", "convert --to pkl"])
 def test_a_store_begun_at_the_target_meanwhile_is_kept(
     command: str, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -247,7 +247,7 @@ def check(trajectory: Any, form: str) -> bool:
                 ids, message = [], str(error)
             assert message.isprintable()
             assert any(word in message for word in ("field", "trajectory", "Trajectory"))
-            assert buffer.trajectory_counter == 1 + len(ids)
+            assert buffer._trajectory_counter == 1 + len(ids)
             buffer.add_trajectories([witness(2)])
             buffer.flush(timeout=600)
         again = TrajectoryReplayBuffer(sample_window_size=0)

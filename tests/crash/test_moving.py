@@ -103,8 +103,8 @@ def _found(path: Path) -> dict[bytes, tuple[int, float]]:
         ids = reader.trajectory_ids.tolist()
         keys = [check_trajectory(reader.get(number)) for number in ids]
         rows = [set(reader.get(number).notes["rows"].reshape(-1).tolist()) for number in ids]
-        note_values = [float(value) for value in reader.live.contents.index[NOTE + "score"]]
-        uuids = [bytes(uuid) for uuid in reader.trajectory_uuids]
+        note_values = [float(value) for value in reader._live.contents.index[NOTE + "score"]]
+        uuids = [bytes(uuid) for uuid in reader._uuids]
     assert rows == [{value} for value in note_values]
     assert len(set(uuids)) == len(uuids)
     return dict(zip(uuids, zip(keys, note_values, strict=True), strict=True))

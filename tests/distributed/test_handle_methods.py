@@ -21,10 +21,7 @@ LEFT_OUT = {
     "open": "connect finds the stores; a run directory is opened by TrajectoryReplayBuffer.open",
     "load_checkpoint": "stores continue with their directories; a handle shows only these",
     "clear_cache": "a handle has no cache",
-    "trajectory_uuids": "each store has those of its own",
-    "trajectory_counter": "each store counts its own",
-    "store_id": "store_ids has that of each store",
-    "retention": "each store has its own",
+    "store_id": "each store has its own",
 }
 """A buffer's public names that handles lack, with reasons; docs/design/many-machines.md has the same list."""
 

@@ -399,7 +399,7 @@ def test_steps_that_are_not_valid_are_in_no_draw(shared: Path) -> None:
     epoch = handle.sample(len(codes), sampler=EpochSampler())
     assert sorted(map(int, epoch["rewards"].flatten())) == sorted(codes)
     sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
-    handle.follow(sampler)
+    sampler.follow(handle)
     handle.update_priorities(sampler, epoch.drawn, epoch["rewards"].flatten() % 2)  # type: ignore[attr-defined]
     drawn = {int(code) for code in handle.sample(1000, sampler=sampler)["rewards"].flatten()}
     assert drawn == {code for code in codes if code % 2}
@@ -717,7 +717,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(shared: Path) -> None:
     batch = handle.sample(64, sampler=sampler)
     assert set(batch.drawn.ids.tolist()) <= set(ids[-4:].tolist())
     assert handle.update_priorities(sampler, batch.drawn, np.arange(len(batch.drawn))) == 0
-    assert handle.sampling.extents(ids)[0].tolist() == [handle.get(number).rewards.shape[0] for number in ids.tolist()]
+    assert handle._sampling.extents(ids)[0].tolist() == [handle.get(number).rewards.shape[0] for number in ids.tolist()]
     loader = ReplayLoader(handle, batch_size=16, sampler=sampler)
     check_batch(next(loader))
     point = handle.points.save(10, {"loader": loader, "note": "ten"})

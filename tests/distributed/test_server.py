@@ -160,7 +160,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
     store = server(tmp_path)
     for _ in range(20):
         store.add(parcel_of(trajectories), 50)
-    assert len({bytes(uuid) for uuid in store._buffer.trajectory_uuids}) == 1000
+    assert len({bytes(uuid) for uuid in store._buffer._uuids}) == 1000
     store.close()
     again = server(tmp_path, began="second")
     assert again.stats()["num_trajectories"] == 1000
@@ -170,7 +170,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
     flats = flatten_all([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.sink.add_flattened(
+        buffer._sink.add_flattened(
             flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
         )
     with TrajectoryReplayBuffer.open(tmp_path) as reader:

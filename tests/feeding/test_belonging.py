@@ -209,9 +209,9 @@ def test_a_samplers_state_of_another_store(tmp_path: Path, name: str) -> None:
         here.sample_trajectories(3, sampler=sampler)
     state = sampler.state_dict()
     again, other = make(), make()
-    here.follow(again)
+    again.follow(here)
     again.load_state_dict(state)
-    there.follow(other)
+    other.follow(there)
     before = other.state_dict()
     with pytest.raises(ConfigurationError, match="belongs to other trajectories"):
         other.load_state_dict(state)
@@ -261,7 +261,7 @@ def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
         sampler = WeightedSampler([], Priorities())
         buffer.update_priorities(sampler, buffer.draw(4, sampler=sampler), torch.ones(4))
         WeightedSampler([], Priorities()).load_state_dict(sampler.state_dict())
-    assert "call buffer.follow(sampler) first" in caplog.text
+    assert "call sampler.follow(buffer) first" in caplog.text
 
 
 @pytest.mark.parametrize("stored", [True, False])

@@ -112,7 +112,7 @@ def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked
 def test_ranks_have_even_parts_of_batches_with_demonstrations(
     store: Store, size: int, share: float, ranks: int, reuse: bool
 ) -> None:
-    paths = [Path(str(made.auto_save_path)) for made in (store(), store("demos", range(100, 105)))]
+    paths = [Path(str(made._path)) for made in (store(), store("demos", range(100, 105)))]
 
     def batches(**options: Any) -> list[list[float]]:
         replay, demos = map(reader, paths)
@@ -146,7 +146,7 @@ def test_weights_and_rows_cover_batches_with_demonstrations(by_demos: bool) -> N
     demos.add_trajectories([block(key) for key in range(4)])  # the same ids and rows as those of the replay buffer
     samplers = [WeightedSampler([UseLimit()], Priorities(alpha=1, beta=1, eps=0)) for _ in range(2)]
     for buffer, sampler in zip((replay, demos), samplers, strict=True):
-        buffer.follow(sampler)
+        sampler.follow(buffer)
         sampler.update(np.repeat(np.arange(4), 8), np.tile(np.arange(8), 4), np.arange(1.0, 33.0))
 
     def shares(first: WeightedSampler, second: WeightedSampler) -> dict[str, Share]:
@@ -305,8 +305,8 @@ def test_rows_are_looked_up_again_only_after_a_trajectory_has_left(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer, looked = store(), list[int]()
-    genuine = buffer.sampling.readable
-    monkeypatch.setattr(buffer.sampling, "readable", lambda drawn: looked.append(len(drawn)) or genuine(drawn))
+    genuine = buffer._sampling.readable
+    monkeypatch.setattr(buffer._sampling, "readable", lambda drawn: looked.append(len(drawn)) or genuine(drawn))
     with ReplayLoader(buffer, 16, prefetch=2) as loader:
         ready(loader, 2)
         looked.clear()
@@ -421,7 +421,7 @@ def test_too_few_trajectories_or_a_used_up_sampler_are_an_error_where_no_more_ca
 ) -> None:
     writer = store()
     writer.points.pin("end")
-    path, pin = Path(str(writer.auto_save_path)), "end" if where == "saved point" else None
+    path, pin = Path(str(writer._path)), "end" if where == "saved point" else None
     buffer = TrajectoryReplayBuffer.open(path, pin=pin, seed=1)
     loader = ReplayLoader(buffer, 8, sampler=WeightedSampler([UseLimit(max_uses=1)]), timeout=600)
     batches = loader if pin else DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
@@ -580,7 +580,7 @@ def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
-    path = Path(str(store().auto_save_path))
+    path = Path(str(store()._path))
     with ReplayLoader(TrajectoryReplayBuffer.open(path, sample_window_size=4), 8) as loader:
         next(loader)
         state = loader.state_dict()
@@ -610,7 +610,7 @@ def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
 
 
 def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Store) -> None:
-    path = Path(str(store().auto_save_path))
+    path = Path(str(store()._path))
     with ReplayLoader(reader(path), 8) as plain:
         expected = [rewards(next(plain)) for _ in range(6)]
     loader = ReplayLoader(reader(path), 8)

@@ -164,7 +164,7 @@ def test_what_a_selection_refuses(caplog: pytest.LogCaptureFixture) -> None:
     sampler = WeightedSampler(priorities=Priorities(per="trajectory"), unit="trajectory")
     buffer.sample_trajectories(2, sampler=sampler, ids=[0, 1, 77])
     assert "ids: 1 of 3 are not here: 77" in caplog.text
-    drawn = buffer.sampling.draw(2, 0, sampler.selection)
+    drawn = buffer._sampling.draw(2, 0, sampler.selection)
     assert buffer.update_priorities(sampler, drawn, torch.ones(len(drawn))) == 0
     with pytest.raises(ConfigurationError, match="sampler: it draws with where= or ids=; pass the same ones"):
         buffer.sample_trajectories(2, sampler=sampler)

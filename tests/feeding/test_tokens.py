@@ -286,7 +286,7 @@ def test_importance_weights_come_with_the_batch() -> None:
 def test_a_trajectory_that_is_evicted_under_way_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = in_memory([rollout(key, 5, 2) for key in range(9)])
     evicted: list[int] = []
-    genuine = buffer.sampling.token_rows
+    genuine = buffer._sampling.token_rows
 
     def evict_first(_: Sampling, ids: Any, columns: Any = None) -> Any:
         if not evicted:

@@ -36,7 +36,7 @@ def test_a_relative_store_stays_where_it_was_opened(tmp_path: Path, monkeypatch:
         buffer.points.pin("kept")
         check_batch(buffer.sample(64))
         buffer.save_checkpoint("checkpoint")
-        assert buffer.auto_save_path == "rel"
+        assert buffer._path == "rel"
     assert contents_of(tmp_path / "rel") == contents_of("checkpoint") == [0, 1, 2]
     assert os.listdir(tmp_path / "elsewhere") == ["checkpoint"]
     assert verify(tmp_path / "rel").sound

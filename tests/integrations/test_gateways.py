@@ -179,7 +179,7 @@ def test_odd_traces_are_kept_or_refused_by_name(
             await store.store_trace("t", "s", {})
 
     asyncio.run(run())
-    assert buffer.sink.sessions.listed() == []
+    assert buffer._sink.sessions.listed() == []
 
 
 # -- NeMo Gym -----------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def test_entries_of_a_rollout_are_frozen_dropped_and_finished(buffer: Trajectory
 
     asyncio.run(run())
     buffer.flush()
-    assert buffer.sink.sessions.listed() == []
+    assert buffer._sink.sessions.listed() == []
 
 
 @pytest.mark.usefixtures("gym")

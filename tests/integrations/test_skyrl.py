@@ -102,7 +102,7 @@ def test_rollouts_are_recorded_and_replayed_in_their_groups(tmp_path: Path) -> N
     assert second["trajectory_generation_times"] == [0.1, 0.1, 0.0] * 2
     assert (stored.reward.outcome, stored.policy_version, stored.rollout_id) == (0.75, 1, "b_0")
     assert stored.loss_mask.tolist() == [0, 0, 1, 0, 1]
-    assert (stored.is_terminated, buffer.closed) == (False, True)
+    assert (stored.is_terminated, buffer._closed) == (False, True)
 
 
 def test_rewards_that_are_not_known_and_empty_responses_are_recorded(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def add(buffer: TrajectoryReplayBuffer, keys: Iterable[int]) -> list[int]:
 
 def level(buffer: TrajectoryReplayBuffer) -> None:
     """Wait until the mirror is up to date, saved points included."""
-    mirror = buffer.sink.mirror
+    mirror = buffer._sink.mirror
     assert mirror is not None
     assert mirror._wait(lambda: mirror.is_level, 60.0), mirror.state
 

@@ -117,7 +117,7 @@ def test_the_places_of_all_earlier_writers_stay_taken(tmp_path: Path) -> None:
             for key in range(3):
                 add(buffer, [10 * number + key])
                 level(buffer)
-            places.append(segment_name(buffer.sink.mirror.state.generation + 1))  # type: ignore[union-attr]
+            places.append(segment_name(buffer._sink.mirror.state.generation + 1))  # type: ignore[union-attr]
     for place in places[:-1]:
         with pytest.raises(FileExistsError):
             directory.append(place, b"what was under way when the node was frozen")
@@ -134,7 +134,7 @@ def lost_while_rolling_back(path: Path, mirror: str) -> dict[int, int]:
         buffer.points.save(2)
         add(buffer, [3])
         level(buffer)
-        generation = buffer.sink.mirror.state.generation  # type: ignore[union-attr]
+        generation = buffer._sink.mirror.state.generation  # type: ignore[union-attr]
     shutil.rmtree(path)
     ids = np.array([2, 3, 4], np.int64)  # 4 was added but not mirrored
     open_directory(mirror).publish([late_aside(ids, generation)])

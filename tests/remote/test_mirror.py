@@ -52,7 +52,7 @@ class Watched(LocalDirectory):
 
 def left(buffer: TrajectoryReplayBuffer) -> str:
     """Return the name of the last head that was set aside."""
-    return buffer.sink.writer.log.catalog.asides()[-1].name  # type: ignore[attr-defined]
+    return buffer._sink.writer.log.catalog.asides()[-1].name  # type: ignore[attr-defined]
 
 
 def session(buffer: TrajectoryReplayBuffer, done: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
 
         def done() -> None:
-            generation = buffer.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
+            generation = buffer._sink.writer.log.catalog.generation  # type: ignore[attr-defined]
             shown[generation] = keys_of(buffer)
             if waiting:
                 level(buffer)
@@ -130,7 +130,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
             continue
         restore(copy, tmp_path / "restored")
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "restored") as again:
-            generation = again.sink.writer.log.catalog.generation  # type: ignore[attr-defined]
+            generation = again._sink.writer.log.catalog.generation  # type: ignore[attr-defined]
             assert keys_of(again) == keys == shown.get(generation, keys)
             compared += generation in shown
             for point in again.points.saved:

@@ -131,7 +131,7 @@ def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.
     assert re.search(
         r"names 7 trajectories; 2 not there.*trajectory_0_e4a7a66b.*, trajectory_1_f375879d.*strict=True", warnings[0]
     )
-    assert (len(buffer), buffer.is_ready(7), buffer.trajectory_counter) == (7, True, 7)
+    assert (len(buffer), buffer.is_ready(7), buffer._trajectory_counter) == (7, True, 7)
     assert buffer.total_samples == json.loads((path / "metadata.json").read_text())["total_samples"]
     files = [torch.load(file, weights_only=True)["rewards"] for file in path.glob("*.pt")]
     stored = {digest(row) for rewards in files for row in rewards.flatten(0, 1)}

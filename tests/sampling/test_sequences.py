@@ -120,10 +120,10 @@ def test_a_draw_within_a_draw_follows_what_left_meanwhile() -> None:
 
     def let_one_go_and_draw() -> Drawn:
         buffer.draw(1, sampler=sampler)
-        buffer.live.contents.drop(np.array([0]))
+        buffer._live.contents.drop(np.array([0]))
         return buffer.draw(40, sampler=sampler)
 
-    drawn = buffer.sampling.together(sampler, lambda _: let_one_go_and_draw())
+    drawn = buffer._sampling.together(sampler, lambda _: let_one_go_and_draw())
     assert set(drawn.ids.tolist()) == {1, 2, 3}
     assert sampler.ids.tolist() == [1, 2, 3]
 
@@ -228,7 +228,7 @@ def test_sequences_by_priority_are_one_draw_with_one_set_of_weights() -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
     everything = np.array([(number, at) for number, size in enumerate((18, 3, 36)) for at in range(size)])
     chances = 1.0 + np.arange(len(everything)) % 7
-    world.buffer.follow(sampler)
+    sampler.follow(world.buffer)
     world.buffer.update_priorities(sampler, Drawn(everything[:, 0], everything[:, 1]), chances)
     known = dict(zip(map(tuple, everything.tolist()), chances.tolist(), strict=True))
     counts: dict[int, int] = {}

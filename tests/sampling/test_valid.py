@@ -116,7 +116,7 @@ def test_every_draw_is_of_valid_steps(reader: Reader, world: World) -> None:
     assert fits([weighted.count(code) for code in known], [1] * len(known))
     batch = reader.sample(len(known), sampler=EpochSampler())
     assert sorted(codes(batch)) == known
-    rows = zip(batch.drawn.ids.tolist(), reader.sampling.origins(batch.drawn)[0].tolist(), strict=True)  # type: ignore[attr-defined]
+    rows = zip(batch.drawn.ids.tolist(), reader._sampling.origins(batch.drawn)[0].tolist(), strict=True)  # type: ignore[attr-defined]
     assert list(rows) == [world.rows[code] for code in codes(batch)]
     assert torch.equal(reader.read(batch.drawn)["rewards"], batch["rewards"])  # type: ignore[attr-defined]
     sampler = WeightedSampler([UseLimit(1000)], Priorities(alpha=1, beta=1, eps=0))

@@ -44,7 +44,7 @@ def killed(tmp_path: Path) -> Callable[[Callable[[TrajectoryReplayBuffer], Any]]
 
 def heads(buffer: TrajectoryReplayBuffer) -> list[Snapshot]:
     """Return the snapshots of a buffer's store."""
-    return list(buffer.sink.writer.log.catalog.pins.heads.values())  # type: ignore[attr-defined]
+    return list(buffer._sink.writer.log.catalog.pins.heads.values())  # type: ignore[attr-defined]
 
 
 def returning(buffer: TrajectoryReplayBuffer) -> None:

@@ -65,10 +65,10 @@ def test_rolling_back_to_where_the_store_is_changes_nothing(tmp_path: Path) -> N
         add(buffer, range(3))
         buffer.points.save(1)
         files = sorted(tmp_path.rglob("*"))
-        contents = buffer.live.contents
+        contents = buffer._live.contents
         buffer.points.rollback(1)
         assert sorted(tmp_path.rglob("*")) == files
-        assert buffer.live.contents is contents
+        assert buffer._live.contents is contents
 
 
 def test_what_is_left_can_be_deleted_at_once_or_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

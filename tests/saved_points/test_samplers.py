@@ -66,7 +66,7 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
             run.buffer.close()
             run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
             state = run.buffer.points.rollback(0, aside=False)
-            run.buffer.follow(run.sampler)
+            run.sampler.follow(run.buffer)
             run.sampler.load_state_dict(state["sampler"])
             run.version = then
         batches = []

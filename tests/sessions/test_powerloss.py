@@ -71,7 +71,7 @@ def look(folder: Path, promises: list[Promise]) -> int:
             rows = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
             assert len({row.rollout_id for row in rows}) == len(rows)
             there = {row.rollout_id: [call["id"] for call in row.metadata["session"]["calls"]] for row in rows}
-            for info in buffer.sink.sessions.listed():
+            for info in buffer._sink.sessions.listed():
                 assert info.rollout_id not in there
                 there[info.rollout_id] = [call.id for call in buffer.session("task", info.rollout_id).calls()]
             assert all(name in {row.rollout_id for row in rows} for name, event in ended.items() if event == "finished")

@@ -264,7 +264,7 @@ def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pyt
             for one in (session, other)
         ]
         threads[0].start()
-        (journal,) = buffer.sink.sessions._journals.values()
+        (journal,) = buffer._sink.sessions._journals.values()
         while not syncs:
             pass
         for thread in threads[1:]:

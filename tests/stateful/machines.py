@@ -66,4 +66,4 @@ class Twinned(RuleBasedStateMachine):
         assert self.buffer.trajectory_ids.tolist() == list(self.twin)
         assert len(self.buffer) == len(self.twin)
         assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
-        assert self.buffer.trajectory_counter == self.next_id
+        assert self.buffer._trajectory_counter == self.next_id

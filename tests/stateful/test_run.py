@@ -113,7 +113,7 @@ class Ranks(RuleBasedStateMachine):
         reader = TrajectoryReplayBuffer.open(self.path, seed=seed, sample_window_size=WINDOW)
         epoch, weighted = EpochSampler(unit="trajectory"), WeightedSampler()
         for sampler in (epoch, weighted):
-            reader.follow(sampler)
+            sampler.follow(reader)
         if hasattr(self, "reader"):
             self.reader.close()
             epoch.load_state_dict(self.epoch.state_dict())

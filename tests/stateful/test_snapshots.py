@@ -213,7 +213,7 @@ class Twin:
         self.model.head = replace(self.model.head, keys=keys)
 
     def apply_values(self) -> None:
-        self.buffer.sink.take_in_values()
+        self.buffer._sink.take_in_values()
 
     def change(self, operation: Callable[[], Any], update: Callable[[], None], crash: int | None) -> None:
         """Change store and model; ``crash``: percentage of the changes on disk at which the writer is killed."""

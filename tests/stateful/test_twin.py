@@ -106,7 +106,7 @@ class Twin(Twinned):
         self.buffer.compact()
 
     def take_in(self) -> None:
-        backing = self.buffer.sink
+        backing = self.buffer._sink
         assert isinstance(backing, StoreSink)
         backing.writer.inbox.take_in()
 

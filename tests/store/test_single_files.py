@@ -81,7 +81,7 @@ def shown(path: Path | str, pin: str | None = None, *, time: bool = True) -> Sta
         rows = reader.query().table().to_dicts()
         facts = {row["trajectory_id"]: {name: row[name] for name in row if row[name] is not None} for row in rows}
         state = {}
-        for number, uuid in zip(reader.trajectory_ids, reader.trajectory_uuids, strict=True):
+        for number, uuid in zip(reader.trajectory_ids, reader._uuids, strict=True):
             content = reader.get(int(number))
             values = content.input_ids if isinstance(content, AgentTrajectory) else content.rewards
             state[str(uuid)] = {
@@ -189,7 +189,7 @@ def test_without_any_index_the_shards_and_pins_say_it(run: Path, metadata: bool,
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "new") as buffer:
         assert [point.step for point in buffer.points.saved] == [1, 2]
         assert buffer.points.go_to(1) == state
-        assert set(map(str, buffer.trajectory_uuids)) == then.keys()
+        assert set(map(str, buffer._uuids)) == then.keys()
 
 
 @pytest.mark.parametrize("form", ["pt", "pkl"])

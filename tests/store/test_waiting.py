@@ -155,9 +155,9 @@ def test_who_reads_and_samples_does_not_unpack_them(store: Path) -> None:
     with reader_of(store) as reader:
         assert reader.get(4).task_id == "task 4"
         reader.sample_trajectories(3)
-        contents = reader.live.contents
+        contents = reader._live.contents
         assert "uuid" not in contents.index.unpacked(slice(0, 1))
-        assert len(set(reader.trajectory_uuids.tolist())) == 6
+        assert len(set(reader._uuids.tolist())) == 6
         assert contents.index.unpacked(slice(0, 1)).keys() >= {"uuid"}
 
 
@@ -167,8 +167,8 @@ def test_a_reader_that_follows_has_them_of_old_and_new(store: Path) -> None:
             writer.add_trajectories([rollout(number)])
             writer.flush()
             reader.refresh()
-        assert "uuid" not in reader.live.contents.index.unpacked(slice(0, 1))
-        both = [buffer.trajectory_uuids.tolist() for buffer in (reader, writer)]
+        assert "uuid" not in reader._live.contents.index.unpacked(slice(0, 1))
+        both = [buffer._uuids.tolist() for buffer in (reader, writer)]
         assert both[0] == both[1]
         assert reader.query().where("task = 'task 7'").ids().tolist() == [7]
         assert reader.query().where("task = 'task 1'").ids().tolist() == [1]
@@ -178,7 +178,7 @@ def test_ranks_share_a_store_without_them(store: Path) -> None:
     ids = []
     for rank in range(4):
         with TrajectoryReplayBuffer.open(store, share=(rank, 4)) as reader:
-            assert "uuid" not in reader.live.contents.index.unpacked(slice(0, 1))
+            assert "uuid" not in reader._live.contents.index.unpacked(slice(0, 1))
             ids += reader.trajectory_ids.tolist()
     assert ids == list(range(6))
 
@@ -194,7 +194,7 @@ def test_damage_beneath_a_right_checksum_is_told_when_they_are_asked_for(store: 
         assert reader.get(4).task_id == "task 4"
         for _ in range(2):
             with pytest.raises(CorruptStoreError, match=rf"{INDEX_NAME}: index column {name}.*strict=False"):
-                reader.query().ids() if name == "task" else reader.trajectory_uuids
+                reader.query().ids() if name == "task" else reader._uuids
     with pytest.raises(CorruptStoreError, match=INDEX_NAME):
         Catalog.open(open_directory(store))
     with pytest.raises(CorruptStoreError, match=INDEX_NAME):

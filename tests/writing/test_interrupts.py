@@ -107,8 +107,8 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str, moments: int
 
 def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_them(tmp_path: Path) -> None:
     with opened(tmp_path) as buffer:
-        assert isinstance(buffer.sink, StoreSink)
-        rewriter = buffer.sink.writer.rewriter
+        assert isinstance(buffer._sink, StoreSink)
+        rewriter = buffer._sink.writer.rewriter
         tracer = Tracer(None)
         tracer.run(rewriter.note)
         for at in range(tracer.count):
@@ -137,7 +137,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
             Tracer(at).run(lambda: buffer.sample(3))
         gc.collect()
         buffer.sample(3)
-        assert buffer.live.contents.addresses.copies.idle
+        assert buffer._live.contents.addresses.copies.idle
 
 
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:

@@ -199,7 +199,7 @@ def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monk
     held: list[int] = []
 
     def look(*arguments: Any, **keywords: Any) -> list[int]:
-        held.append(source.sink.writer.log.garbage.holds)  # type: ignore[attr-defined]
+        held.append(source._sink.writer.log.garbage.holds)  # type: ignore[attr-defined]
         return choose(*arguments, **keywords)
 
     with writer_to(tmp_path) as source:
@@ -260,7 +260,7 @@ def test_who_opens_keeps_only_what_it_will_read(tmp_path: Path, monkeypatch: pyt
         add_each(source, range(4))
         earlier = reader_of(tmp_path)
         source.evict([0, 1])
-        source.sink.writer.log.snapshot()  # type: ignore[attr-defined]
+        source._sink.writer.log.snapshot()  # type: ignore[attr-defined]
         genuine = Catalog.open.__func__  # type: ignore[attr-defined]
         seen: list[int] = []
 

@@ -170,8 +170,8 @@ def _look(path: Path, kind: Kind, report: Report, *, strict: bool, pin: str | No
             state = (
                 buffer.seed,
                 buffer.state_dict(),
-                buffer.trajectory_counter,
-                buffer.trajectory_format,
+                buffer._trajectory_counter,
+                buffer._trajectory_format,
             )
             look.facts["state"] = digest(state)
             if pin is None:

@@ -159,7 +159,7 @@ def _check_tokens(ids: Any, starts: Any, columns: dict[str, torch.Tensor]) -> li
 def _tokens(buffer: TrajectoryReplayBuffer, random: Random) -> Iterator[Collection[int]]:
     ids = buffer.trajectory_ids
     try:
-        rows = buffer.sampling.token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
+        rows = buffer._sampling.token_rows(ids[: random.randrange(1, 12)], ["input_ids", "old_log_probs"])
     except TrajectoryUnavailableError:  # let go of since it was listed
         return
     with ExitStack() as ending:

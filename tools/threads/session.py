@@ -76,7 +76,7 @@ class Stage:
 
     def add(self, buffer: TrajectoryReplayBuffer, store: int, count: int) -> None:
         """Add trajectories whose keys say which store and which id is theirs; nobody else adds to this buffer."""
-        first = buffer.trajectory_counter
+        first = buffer._trajectory_counter
         keys = [(store << ID_BITS) + first + at for at in range(count)]
         self.given.update(keys)
         ids = buffer.add_trajectories([made(self.kind, key) for key in keys])
@@ -115,7 +115,7 @@ class Stage:
             except EmptyBufferError:
                 return
             except StoreClosedError:
-                if not buffer.closed:
+                if not buffer._closed:
                     raise
             except TrajectoryUnavailableError:
                 if self.path == self.folder / "store" or "loader" not in name:
@@ -137,7 +137,7 @@ class Stage:
             except TrajectoryUnavailableError:  # let go of since it was listed
                 return
             except StoreClosedError:
-                if not buffer.closed:
+                if not buffer._closed:
                     raise
         time.sleep(0.002 * random.random())  # else nobody else ever comes to hold it
 

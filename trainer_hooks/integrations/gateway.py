@@ -41,7 +41,7 @@ class Gateway:
     """
 
     def __init__(self, store: str | Path | TrajectoryReplayBuffer, *, task_of: Callable[[str], str] = task_of) -> None:
-        self._sessions = store.sink.sessions if isinstance(store, TrajectoryReplayBuffer) else Sessions(store)
+        self._sessions = store._sink.sessions if isinstance(store, TrajectoryReplayBuffer) else Sessions(store)
         self._is_own = not isinstance(store, TrajectoryReplayBuffer)
         self._is_closed = False
         self._task_of = task_of

@@ -254,7 +254,7 @@ class Recording:
 
     def count_on(self, first: int = 0) -> None:
         """Make versions continue after the newest stored one, for a trainer that counts from ``first`` again."""
-        self.buffer.follow(self._sampler)
+        self._sampler.follow(self.buffer)
         self.count_from(self._sampler.following, first)
 
     def record(self, rollouts: Sequence[AgentTrajectory]) -> list[int]:

@@ -72,7 +72,7 @@ def recording_of(args: Any) -> Recording:
     if not path:
         raise ConfigurationError("trajstore_path: missing; set it in the YAML file of --custom-config-path")
     recording = _recordings.get(path)
-    if recording is None or recording.buffer.closed:
+    if recording is None or recording.buffer._closed:
         age = whole_or_none("trajstore_max_staleness", getattr(args, "trajstore_max_staleness", None), 0)
         buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path)
         recording = _recordings[path] = Recording(buffer, max_staleness=age, by_task=True, needs_reward=True)

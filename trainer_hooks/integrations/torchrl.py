@@ -56,8 +56,8 @@ class StoreStorage(Storage):  # type: ignore[misc]
 
     def _look(self) -> None:
         """Number the rows of the store."""
-        with self.buffer.live.contents.lock:
-            index = self.buffer.live.contents.index
+        with self.buffer._live.contents.lock:
+            index = self.buffer._live.contents.index
             counts = np.diff(index.before[index.first : index.end + 1])
             self._ids = index["trajectory_id"].tolist()
         self._ends = np.cumsum(counts).tolist()

@@ -125,11 +125,11 @@ class Records:
         return self._files == self._point_files()
 
     def newest_point(self) -> PoolPoint | None:
-        request = self._reader.live.request
+        request = self._reader._live.request
         return newest_point(Catalog.open(self._directory()), None if request is None else request.pin)
 
     def _directory(self) -> Directory:
-        (catalog,) = self._reader.live.catalogs_by_rank().values()
+        (catalog,) = self._reader._live.catalogs_by_rank().values()
         return catalog.directory
 
     def _point_files(self) -> list[str]:

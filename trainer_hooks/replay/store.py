@@ -211,9 +211,9 @@ class BufferStore(Closing):
         self._is_on_disk = buffer is not None
         if buffer is None:
             buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        elif not hasattr(buffer, "auto_save"):
+        elif not isinstance(buffer, TrajectoryReplayBuffer):
             raise ConfigurationError(f"buffer: a {type(buffer).__name__}, must be a TrajectoryReplayBuffer")
-        elif not buffer.auto_save:
+        elif buffer.store_id is None:
             raise ConfigurationError("auto_save: the buffer of a pool must write; leave it out for a pool in memory")
         self._buffer = buffer
         self._recorded, self.is_recording = recorded, recorded is not None
@@ -222,7 +222,7 @@ class BufferStore(Closing):
         """Ids that each point of a recording names."""
         if capacity is not None:
             self.newest_point()
-            buffer.live.retention = Retention(max_trajectories=capacity)
+            buffer._live.retention = Retention(max_trajectories=capacity)
 
     @classmethod
     def open(
@@ -334,7 +334,7 @@ class BufferStore(Closing):
             there = ~np.isnan(given)
             return dict(zip(numbers[there].tolist(), given[there].tolist(), strict=True))
 
-        return self._buffer.live.locked(look)
+        return self._buffer._live.locked(look)
 
     def query(self, relation: str, /) -> Query:
         """As :meth:`PoolStore.query`."""
@@ -357,7 +357,7 @@ class BufferStore(Closing):
         point = newest_point(catalog)
         self._is_kept = point is None or point.document["kept"]
         self.is_recording |= point is not None and bool(point.document.get(RECORDED))
-        if self.is_recording and self._buffer.auto_save:
+        if self.is_recording and self._is_on_disk:
             points = [_point_of(catalog, snapshot.name) for snapshot in catalog.snapshots() if snapshot.kind == "point"]
             self._protect({one.name: ids_of(one.document) for one in points if one is not None})
         return point
@@ -366,14 +366,14 @@ class BufferStore(Closing):
         from trajstore._core.files.opening import open_directory
         from trajstore._core.store.catalog import Catalog
 
-        return Catalog.open(open_directory(str(self._buffer.auto_save_path)))
+        return Catalog.open(open_directory(str(self._buffer._path)))
 
     def _protect(self, needed: Mapping[str, list[int]]) -> None:
         """Let the retention keep what the points that are there name; ``needed``: ids of new points."""
         there = {snapshot.name for snapshot in self._buffer.points.snapshots}
         self._needed = {name: ids for name, ids in {**self._needed, **needed}.items() if name in there}
         ids = [np.array(ids, np.int64) for ids in self._needed.values()]
-        self._buffer.live.protected = np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)
+        self._buffer._live.protected = np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)
 
     def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
         """As :meth:`PoolStore.save`.

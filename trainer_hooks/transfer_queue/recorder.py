@@ -313,7 +313,7 @@ class Recorder:
         buffer, rollouts = self._buffer, self._rollouts
         if buffer is None or rollouts is None:
             raise StoreClosedError("the recorder has no open store")
-        unwritten = buffer.trajectory_counter - 1 - buffer.points.committed
+        unwritten = buffer._trajectory_counter - 1 - buffer.points.committed
         error, self._error = self._error, None
         return Status(
             self._recorded,
@@ -426,13 +426,13 @@ class Recorder:
         buffer = self._buffer
         if buffer is None:
             return
-        before = buffer.trajectory_counter
+        before = buffer._trajectory_counter
         try:
             ids = buffer.add_trajectories([rollout])
         except StoreWriteError as error:
             # Maybe of an earlier write, reported once, and retried by the store.
             self._failed(error, 0)
-            ids = [before] if buffer.trajectory_counter > before else self._added(rollout)
+            ids = [before] if buffer._trajectory_counter > before else self._added(rollout)
         except (StoreError, InvalidTrajectoryError) as error:
             self._failed(error, 1)
             return
@@ -451,7 +451,7 @@ class Recorder:
 
     def _find(self, names: Sequence[str], found: list[int | None]) -> None:
         if self._older is None and self._buffer is not None and any(name not in self._by_name for name in names):
-            self._older = self._buffer.live.locked(_ids_by_name)
+            self._older = self._buffer._live.locked(_ids_by_name)
         older = self._older or {}
         found += [older.get(name) if (known := self._by_name.get(name)) is None else known.number for name in names]
 

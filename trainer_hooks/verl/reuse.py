@@ -111,7 +111,7 @@ class Reuse:
             step: step of the checkpoint; 0 = none.
             runs: ids of the processes that sampled with these weights; ``None`` = all.
         """
-        ids, versions = reader.live.locked(_ids_and_versions)
+        ids, versions = reader._live.locked(_ids_and_versions)
         self._step = step + 1
         self._refused = Counter({"sampled by newer weights than the checkpoint's": int((versions > step + 1).sum())})
         groups: dict[str, _Group] = {}

@@ -66,8 +66,9 @@ def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
 
 
 LEFT_OUT = (
-    "UUIDs stay. Damaged trajectories are left out and named; the exit code is then 1. Run an interrupted command "
-    "again to complete it."
+    "UUIDs stay. Damaged trajectories are left out and named; the exit code is then 1. An interrupted command leaves "
+    "nothing "
+    "at OUT: run it again."
 )
 
 MERGE = Command(

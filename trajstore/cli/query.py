@@ -102,7 +102,7 @@ def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
     reader, damage = open_readable(options.path, options.pin, verify_shards=True)
     if not len(reader):
         logger.warning("%s: there are no trajectories", options.path)
-    queries = Queries(reader.live.locked, reader.live.directories_by_rank)
+    queries = Queries(reader._live.locked, reader._live.directories_by_rank)
     return queries.query("trajectories"), lambda: int(damage is not None or bool(queries.damaged))
 
 

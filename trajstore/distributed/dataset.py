@@ -215,9 +215,9 @@ def _opened(path: str, store_id: str, pin: str | None, options: tuple[tuple[str,
         StoreNotFoundError: another store is at the path now.
     """
     reader = Reader.open(path, pin=pin, storage_options=dict(options))
-    if reader.store_ids != [store_id]:
+    if reader._store_ids != [store_id]:
         raise StoreNotFoundError(
-            f"{path}: the planned store {store_id} was replaced by {listed(reader.store_ids)}; call read_store again"
+            f"{path}: the planned store {store_id} was replaced by {listed(reader._store_ids)}; call read_store again"
         )
     return reader
 
@@ -243,7 +243,7 @@ def _read(
         StoreNotFoundError: the store was replaced after planning, or the pin was removed.
     """
     reader = _reader(share, pin, options)
-    gone = share.ids[~reader.sampling.readable(own_id(share.ids))]
+    gone = share.ids[~reader._sampling.readable(own_id(share.ids))]
     if len(gone):
         raise TrajectoryUnavailableError(
             f"{share.path}: {trajectories(len(gone), 'was', 'were')} evicted after the read was planned "
@@ -267,7 +267,7 @@ def _samples(reader: Reader, share: Share, columns: frozenset[str] | None) -> di
     ids = np.repeat(share.ids, share.samples)
     samples = np.arange(len(ids)) - np.repeat(np.cumsum(share.samples) - share.samples, share.samples)
     drawn = Drawn(own_id(ids), samples)
-    batch: dict[str, Any] = {ID: ids, SAMPLE: reader.sampling.origins(drawn)[0]}
+    batch: dict[str, Any] = {ID: ids, SAMPLE: reader._sampling.origins(drawn)[0]}
     (known,) = {share.columns[int(number)] for number in np.unique(share.schemas)}
     wanted = None if columns is None else sorted(columns & known)
     if wanted is None or wanted:
@@ -329,7 +329,7 @@ def read_store(
         )
     module, served = ray(), source.served()
     source.refresh()
-    hidden = source.sampling.hidden
+    hidden = source._sampling.hidden
     plan = module.remote(
         lambda path, rank: make(path).without(hidden[hidden % MOST_STORES == rank])
     )  # runs on the store's node: this machine may lack the directory

@@ -66,17 +66,12 @@ class DrawingHandle:
         self.sample_window_size = options.sample_window_size
 
     @property
-    def sampling(self) -> SamplingOfHandle:
+    def _sampling(self) -> SamplingOfHandle:
         """Facts of trajectories for arrays of ids; used by loaders."""
         return SamplingOfHandle(self)
 
     @property
-    def closed(self) -> bool:
-        """True after ``close()``: loaders yield no more batches."""
-        return self._closed
-
-    @property
-    def grows(self) -> bool:
+    def _grows(self) -> bool:
         """True: trajectories may be added to the stores."""
         return True
 
@@ -92,12 +87,12 @@ class DrawingHandle:
             return self._survey.census.absent
 
     @property
-    def share(self) -> tuple[int, int] | None:
+    def _share(self) -> tuple[int, int] | None:
         """Always None: a handle shows all trajectories of the stores."""
         return None
 
     @property
-    def store_ids(self) -> list[str]:
+    def _store_ids(self) -> list[str]:
         """UUIDs of the responsive stores.
 
         Raises:
@@ -169,13 +164,13 @@ class DrawingHandle:
         """
         if num_chunks <= 0:
             raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        sampler = self.selected(sampler, where, ids)
+        sampler = self._selected(sampler, where, ids)
         if sampler is not None:
             return self._chosen(num_chunks, sampler)
         with self._drawing(None) as census:
             return census.samples(num_chunks, self.sample_window_size, self._draws)
 
-    def selected(
+    def _selected(
         self, sampler: Sampler | None, where: str | None, ids: Ids | None, unit: Unit = "sample"
     ) -> Sampler | None:
         """Return the sampler for draws with these arguments, see :meth:`Reader.selected`."""
@@ -292,7 +287,7 @@ class DrawingHandle:
             TrajectoryUnavailableError: nothing was evicted; ``error``.
             EmptyBufferError: nothing is left.
         """
-        left = drawn.at(self.sampling.readable(drawn) | np.isin(drawn.ids, list(whole or ())))
+        left = drawn.at(self._sampling.readable(drawn) | np.isin(drawn.ids, list(whole or ())))
         lacking = len(drawn) - len(left)
         if not lacking and isinstance(error, SilentStoresError):
             return drawn  # the stores answer again
@@ -332,7 +327,7 @@ class DrawingHandle:
             SchemaMismatchError: see :meth:`read`.
         """
         columns = columns_or_none(columns)
-        sampler = self.selected(sampler, where, ids)
+        sampler = self._selected(sampler, where, ids)
         if sampler is not None and sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         if sampler is None:
@@ -362,7 +357,7 @@ class DrawingHandle:
         Raises:
             EmptyBufferError, StoreUnreachableError: see :meth:`draw`.
         """
-        sampler = self.selected(sampler, where, ids, "trajectory")
+        sampler = self._selected(sampler, where, ids, "trajectory")
         if sampler is not None and sampler.unit != "trajectory":
             raise ConfigurationError("this sampler draws transitions; make it with unit='trajectory'")
         drawn = self._whole(count, sampler)
@@ -384,7 +379,7 @@ class DrawingHandle:
         ids = ids[~np.isin(ids, list(besides))][:count]
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
-    def follow(self, sampler: Sampler) -> None:
+    def _update(self, sampler: Sampler) -> None:
         """Report the present trajectories to a sampler; call it before loading the sampler's state."""
         with self._lock:
             self._look(sampler)

@@ -163,7 +163,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
             receipts.append(self._send(recorded))
             return receipts[0].committed(self._options.deadline)
 
-        add_with_values(trajectories, add, self.sink)
+        add_with_values(trajectories, add, self._sink)
         return receipts[0]
 
     def _send(self, trajectories: list[AnyTrajectory]) -> Receipt:
@@ -283,7 +283,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         return whole, faults
 
     @property
-    def sink(self) -> ValuesOfHandle:
+    def _sink(self) -> ValuesOfHandle:
         """Late values of the stores' trajectories, for ``trajstore.annotate`` and ``trajstore.notes_of``."""
         return ValuesOfHandle(self)
 

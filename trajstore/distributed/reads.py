@@ -128,7 +128,7 @@ class Reads:
             positions = placing.rows(places)
             with suppress(TrajectoryUnavailableError):  # the store may have newer trajectories
                 if positions is not None:
-                    values = reader.sampling.read_at(placing.known, *positions, columns=columns, out=out)
+                    values = reader._sampling.read_at(placing.known, *positions, columns=columns, out=out)
                     if values is not None:
                         return values
                     self._last = _Last()  # trajectories were evicted: locate again at the next call
@@ -144,11 +144,11 @@ class Reads:
         if reader is None:
             self._last = _Last(listing, None, None, math.inf)
             return None, None
-        placing = Placing(listing, reader.sampling.locate(listing.ids))
+        placing = Placing(listing, reader._sampling.locate(listing.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, reader.sampling.locate(listing.ids))
+            placing = Placing(listing, reader._sampling.locate(listing.ids))
         again = last.again if last.listing is listing else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
         self._last = _Last(listing, reader, placing, until, 2 * again)
@@ -343,7 +343,7 @@ def _open(about: ServedStore) -> Reader | None:
     except StoreError as error:
         logger.warning("store rank_%d is read through its actor: %s", about.rank, error)
         return None
-    if reader.store_ids == [about.store_id]:
+    if reader._store_ids == [about.store_id]:
         return reader
     reader.close()  # of another machine with the same host name
     return None

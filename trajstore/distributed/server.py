@@ -119,7 +119,7 @@ class StoreServer:
             auto_save_path=_of_run(path, rank),
             **_of_rank(options, rank),
         )
-        self._buffer.sink.share_ids(rank, MOST_STORES)
+        self._buffer._sink.share_ids(rank, MOST_STORES)
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
         self._disowned: set[bytes] = set()
@@ -135,7 +135,7 @@ class StoreServer:
 
     def _recall(self) -> None:
         """Load the UUIDs and ids of the newest trajectories from the store."""
-        uuids, ids = self._buffer.trajectory_uuids, self._buffer.trajectory_ids
+        uuids, ids = self._buffer._uuids, self._buffer.trajectory_ids
         self._known.note(uuids[-REMEMBERED:].tobytes(), ids[-REMEMBERED:].tolist())
 
     def describe(self) -> ServedStore:
@@ -151,7 +151,7 @@ class StoreServer:
             ConfigurationError: the clock, sent by another process, is out of range.
         """
         whole("clock", clock, 0, MAX_ID // 2)
-        return self._buffer.sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
+        return self._buffer._sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
     def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
         """Add the trajectories of a parcel that are missing; return the ids of all.
@@ -182,7 +182,7 @@ class StoreServer:
                     runs = [each[place] for place in absent]
                 wanted = b"".join([uuids[16 * place : 16 * place + 16] for place in absent])
                 try:
-                    self._known.note(wanted, self._buffer.sink.add_flattened(runs, wanted))
+                    self._known.note(wanted, self._buffer._sink.add_flattened(runs, wanted))
                 except BaseException:
                     self._recall()  # the parcel may be partly added
                     raise
@@ -260,13 +260,13 @@ class StoreServer:
         return None  # a call refers to all before it
 
     def _has_open(self, session_id: str) -> bool:
-        states = {session.id: session.state for session in self._buffer.sink.sessions.listed()}
+        states = {session.id: session.state for session in self._buffer._sink.sessions.listed()}
         return states.get(session_id) in ("open", "frozen")
 
     def _after_the_end(self, session_id: str, method: str) -> Any:
         """Answer for a session that ended before this process began; its first attempt may have ended it."""
         self._buffer.flush()
-        ids = self._buffer.sink.sessions.row_ids(session_id, _MOST_PATHS)
+        ids = self._buffer._sink.sessions.row_ids(session_id, _MOST_PATHS)
         if method == "state":
             return "finished" if ids else "discarded"
         if (method == "finish") == bool(ids) and method in ("finish", "discard"):
@@ -291,7 +291,7 @@ class StoreServer:
         with self._rolling:
             next_id = self.tick(clock)
             roll = self._rolls[tasks]
-            self._buffer.follow(roll)
+            roll.follow(self._buffer)
             return replace(roll.since(began, cursor), next_id=next_id)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
@@ -307,7 +307,7 @@ class StoreServer:
                 rows = self._buffer.read(drawn if places is None else drawn.at(places), columns=columns)
                 return pack(unnest(rows), pieces, places)
             except TrajectoryUnavailableError:
-                left = np.flatnonzero(self._buffer.sampling.readable(drawn))
+                left = np.flatnonzero(self._buffer._sampling.readable(drawn))
                 if len(left) == len(drawn if places is None else places):  # not because of an eviction
                     raise
                 places = left
@@ -337,19 +337,19 @@ class StoreServer:
 
     def commits(self) -> tuple[str, int, int]:
         """Return the store's UUID, an id above all committed ones, and the number of its rollbacks."""
-        return self._buffer.sink.commits()
+        return self._buffer._sink.commits()
 
     def rows(self, asked: Asked) -> Found:
         """Return messages, tokens or steps of the requested trajectories."""
-        return read_rows(self._buffer.live.locked, asked)
+        return read_rows(self._buffer._live.locked, asked)
 
     def late_rows(self, relation: str) -> dict[str, bool]:
         """Return the per-row values that are columns of a relation; see :data:`trajstore.query.relations.Late`."""
-        return late_columns(self._buffer.live.locked, relation)
+        return late_columns(self._buffer._live.locked, relation)
 
     def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         """Return T and B of trajectories; see :meth:`Sampling.extents`."""
-        return self._buffer.sampling.extents(ids)
+        return self._buffer._sampling.extents(ids)
 
     # -- changing ---------------------------------------------------------------------------------
 
@@ -375,7 +375,7 @@ class StoreServer:
             ConfigurationError: a name stands for another kind of values here.
             TrajectoryUnavailableError: a trajectory is absent.
         """
-        self._buffer.sink.check_values(ids, update)
+        self._buffer._sink.check_values(ids, update)
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values, durably, and values by row, unless an earlier attempt has; see :func:`trajstore.annotate`.
@@ -390,11 +390,11 @@ class StoreServer:
             if {*update.values, *rows} - {
                 note.name for note in notes if (note.time, note.who) == (update.time, update.who)
             }:
-                self._buffer.sink.annotate(update, rows)
+                self._buffer._sink.annotate(update, rows)
 
     def history(self, trajectory_id: int) -> list[Note]:
         """Return the late values of a trajectory, the earliest first; see :func:`trajstore.notes_of`."""
-        return self._buffer.sink.history(trajectory_id)
+        return self._buffer._sink.history(trajectory_id)
 
     def compact(self, compress: bool) -> None:
         """Free the disk space of evicted trajectories; see :meth:`TrajectoryReplayBuffer.compact`."""

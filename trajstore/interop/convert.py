@@ -281,11 +281,11 @@ def convert_from(
 
 def _content_of(reader: Reader) -> Any:
     """Return what changes when stored trajectories are corrected, evicted or replaced, but not when some are added."""
-    catalogs = reader.live.catalogs_by_rank().items()
+    catalogs = reader._live.catalogs_by_rank().items()
     return {
         str(rank): [catalog.store_id, catalog.notes.newest_generation, catalog.next_id - len(catalog.index)]
         for rank, catalog in catalogs
-    } or blake2b(np.sort(reader.trajectory_uuids).tobytes(), digest_size=16).hexdigest()
+    } or blake2b(np.sort(reader._uuids).tobytes(), digest_size=16).hexdigest()
 
 
 def _digest_of(path: Path) -> str:

@@ -262,7 +262,7 @@ def _late_types(selection: Selection) -> dict[str, DataType]:
     pl = polars()
     facts = selection.query.limit(0).table().schema
     types = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
-    by_row = late_columns(selection.reader.live.locked, "tokens")
+    by_row = late_columns(selection.reader._live.locked, "tokens")
     types |= {name: pl.List(pl.List(pl.Float64) if several else pl.Float64) for name, several in by_row.items()}
     if both := sorted(facts.keys() & by_row.keys()):
         logger.warning(

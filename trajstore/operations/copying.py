@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,7 @@ from trajstore._core.sessions.records import CALLS_FOLDER
 from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.log_records import ranges_of
 from trajstore._core.store.lost_records import lost_in_words
-from trajstore._core.store.run_ids import ALONE, in_run
+from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore._core.store.sealed import COPYING_NAME, INDEX_NAME, METADATA_NAME, without_advice
 from trajstore._core.store.shard_table import shard_number
@@ -130,11 +130,11 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
 
     def copy(place: Place, to: str) -> Copied:
         if place.kind == "store":
-            copied = _copy(place.url, to, progress)
+            copied = _copy(place.url, to, [], progress)
             copied.notes += _points_note(place.url) + _left_out_notes(place.url) + _links_note(place.url, to)
             return copied
         source_files = RLinfSource.open(place.directory, strict=None)
-        copied = _copy(place.url, to, progress, strict=None, unwritten=len(source_files.unwritten))
+        copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
         if source_files.unwritten:
             copied.notes.append(source_files.unwritten_in_words())
         return copied
@@ -157,21 +157,15 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """
 
     def repair(place: Place, to: str) -> Copied:
-        rlinf = place.kind == "rlinf"
-        unwritten = len(RLinfSource.open(place.directory, strict=False).unwritten) if rlinf else 0
-        whole = Copied(place.url, to)
-        with intact({ALONE: place}, whole, progress) as reader:  # of a store beside ranks, without them
-            (copied,) = whole.parts
-            copied.trajectories = copied.nbytes = 0
-            before, points_of = reader.left_out, None
-            for part in reader.live.contents.sources:
-                if isinstance(part, StoreSource):
-                    points_of, pinned = part, part.catalog.pinned
-                    pinned.drop(pinned.first + np.flatnonzero(np.isin(pinned["trajectory_id"], copied.lost)))
-            write_store(open_directory(to), reader._snapshot(), reader._state(), copied, progress, points_of=points_of)
-        if not copied.lost:
-            _note_left_out(copied, before - unwritten)
-        copied.notes += _left_out_notes(place.url) + _links_note(place.url, to)
+        verification = verify_place(place, progress)  # of a store beside ranks, without them
+        noted = Copied(place.url, to)
+        noted.take(verification, place.url)
+        unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
+        files = [problem.file for problem in verification.problems]
+        copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
+        copied.take(verification, place.url)
+        copied.notes += _left_out_notes(place.url)
+        copied.notes += _links_note(place.url, to)
         return copied
 
     return _each(find_place(source), str(target), repair, lenient=True)
@@ -216,7 +210,11 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
         raise ConfigurationError(f"{target}: is within {place.url}, or contains it; copy to another directory")
     if place.kind != "run":
         return copy(place, target)
+    files, folders = directory.listing()
+    begun = {name for name in folders if not name.startswith(".")}  # hidden ones are left by killed copies
     known = {"own" if part.url == place.url else part.name for part in place.parts}
+    if not {*files} <= _MARKS or not {"own", *place.rank_names, *known} >= begun:
+        raise _not_empty(target)
     ranks = [part.name for part in place.parts[1:]] if place.mixed else []
     if ranks and not lenient:
         raise StoreError(mixed_sentence(place.url, ranks))
@@ -225,7 +223,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")
-    with several(directory, place.url, known, {"own", *place.rank_names}):
+    with nullcontext() if begun >= known and COPYING_NAME not in files else _marked(directory, place.url):
         _copy_parts(place, result, copy, lenient=lenient)
         for text in (*place.lacking, *absent):
             result.uncounted = True
@@ -276,7 +274,7 @@ def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None
     """
     try:
         with Reader.open(url) as reader:
-            there, their_format = reader.live.locked(lambda contents: contents.snapshot()), reader.trajectory_format
+            there, their_format = reader._live.locked(lambda contents: contents.snapshot()), reader._trajectory_format
     except (CorruptStoreError, StoreNotFoundError):
         return False
     if trajectory_format not in (None, their_format) or not np.array_equal(there.index["uuid"], snapshot.index["uuid"]):
@@ -291,9 +289,7 @@ def is_unfinished(target: Directory) -> bool:
 
 
 def _not_empty(target: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{target}: is not empty, and holds other things than would be written; give another directory, or delete it"
-    )
+    return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
@@ -302,6 +298,19 @@ def _put_empty(rank: str, why: str, result: Copied) -> None:
     with TrajectoryReplayBuffer(seed=seed) as nothing:
         nothing.save_checkpoint(f"{result.target}/{rank}")
     result.problems.append(f"{why}; an empty store takes its place")
+
+
+def forget_rows(reader: Reader, damaged: Mapping[str, Iterable[str]]) -> None:
+    """Leave the values by row of damaged shards out of a reader's copies.
+
+    Args:
+        reader: of one or several stores.
+        damaged: damaged files by URL of their directory.
+    """
+    for source in reader._live.contents.sources:
+        if isinstance(source, StoreSource):
+            numbers = {shard_number(file) for file in damaged.get(source.directory.url, ())}
+            source.lost_rows = frozenset(number for number in numbers if number is not None)
 
 
 def located(problem: Problem, url: str) -> str:
@@ -326,125 +335,74 @@ def verified(target: Directory, result: Copied, progress: Progress | None, what:
     result.nbytes += verification.nbytes
 
 
-def write_store(
+def publish(
     target: Directory,
     snapshot: ReadSnapshot,
     state: CheckpointState,
     result: Copied,
     progress: Progress | None,
-    *,
     points_of: StoreSource | None = None,
-    trajectory_format: str | None = None,
-    once: bool = False,
+    **options: bool,
 ) -> None:
-    """Write a snapshot as a store, which appears once it is verified; or verify what an earlier call has written.
-
-    Args:
-        target: its directory; absent, empty, with the same trajectories, or left by an interrupted call.
-        snapshot: the trajectories.
-        state: of the buffer.
-        result: receives the counts.
-        progress: called with (done, total) verified shards.
-        points_of: as for ``save_checkpoint``.
-        trajectory_format: name of the format of all shards; None keeps those that there are.
-        once: as for ``save_checkpoint``.
+    """Write a checkpoint that appears once it is verified; other arguments are those of ``save_checkpoint``.
 
     Raises:
-        ConfigurationError: the target has other contents.
-        CorruptStoreError: the store is damaged; it does not appear.
+        CorruptStoreError: the copy is damaged; it does not appear.
         StoreWriteError: it could not be written.
     """
-    if any(target.listing()):
-        if holds(target.url, snapshot, trajectory_format):
-            result.notes += [] if WRITTEN_ALREADY in result.notes else [WRITTEN_ALREADY]
-            return verified(target, result, progress)
-        if not is_unfinished(target):
-            raise _not_empty(target.url)
-    check_target(target, directories_above(target))
     if not isinstance(target, LocalDirectory):
         target.remove([METADATA_NAME])  # of an interrupted call
+    form, check = get_format(state.trajectory_format), partial(verified, result=result, progress=progress)
     save_checkpoint(
-        target,
-        snapshot,
-        state,
-        get_format(state.trajectory_format),
-        "trajstore",
-        converted=trajectory_format is not None,
-        once=once,
-        replace=False,
-        check=partial(verified, result=result, progress=progress),
-        points_of=points_of,
+        target, snapshot, state, form, "trajstore", replace=False, check=check, points_of=points_of, **options
     )
-    return None
-
-
-@contextmanager
-def several(target: Directory, source: str, names: Collection[str], others: Collection[str] = ()) -> Iterator[None]:
-    """Mark a folder as unfinished until all its stores are written.
-
-    Args:
-        target: the folder; absent, empty, or with some of the stores.
-        source: recorded in the mark.
-        names: names of the stores.
-        others: names of further folders that may be there.
-
-    Raises:
-        ConfigurationError: the folder has other contents.
-    """
-    files, folders = target.listing()
-    begun = {name for name in folders if not name.startswith(".")}  # hidden ones are left by killed copies
-    if not {*files} <= _MARKS or not begun <= {*names, *others}:
-        raise _not_empty(target.url)
-    with nullcontext() if begun >= {*names} and COPYING_NAME not in files else _marked(target, source):
-        yield
-
-
-@contextmanager
-def intact(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
-    """Yield a reader of the stores' intact part; compare every checksum and add a part with the damage to ``result``.
-
-    Args:
-        stores: the stores by rank; ``ALONE`` for one that is read without the ranks beside it.
-        result: of the whole.
-        progress: called with (done, total) verified shards.
-    """
-    lost: list[int] = []
-    damaged: dict[str, set[int | None]] = {}
-    for number, store in stores.items():
-        verification = verify_place(store, progress)
-        part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
-        part.take(verification, store.url)
-        lost += in_run(number, np.array(part.lost, np.int64)).tolist()
-        damaged[store.directory.url] = {shard_number(problem.file) for problem in verification.problems}
-        result.parts.append(part)
-    united = {number: store.directory for number, store in stores.items()}
-    first = next(iter(united.values()))
-    with load_reader(LoadRequest(first, strict=False, united=united, quiet=True, pending=True), cache=False) as reader:
-        reader.live.forget(lost)
-        for source in reader.live.contents.sources:
-            if isinstance(source, StoreSource):  # values by row of damaged shards are not copied
-                source.lost_rows = frozenset(n for n in damaged.get(source.directory.url, ()) if n is not None)
-        yield reader
-
-
-def _note_left_out(copied: Copied, count: int) -> None:
-    if count > 0:
-        copied.left_out = count
-        copied.problems.append(f"{trajectories(count, 'was', 'were')} left out")
 
 
 def _copy(
-    source: str, target: str, progress: Progress | None, *, strict: bool | None = True, unwritten: int = 0
+    source: str,
+    target: str,
+    lost: list[int],
+    progress: Progress | None,
+    *,
+    strict: bool | None = True,
+    unwritten: int = 0,
+    damaged: Sequence[str] = (),
 ) -> Copied:
-    """Copy one store, all of which must be intact; of RLinf's (``strict`` None), what it has written."""
+    """Copy one store, without values by row stored in ``damaged`` files.
+
+    ``unwritten`` trajectories do not count as lost: RLinf lists them, but never draws them.
+    """
     directory = open_directory(source)  # without the ranks beside it: they are copied separately
-    request = LoadRequest(directory, None, strict, united={ALONE: directory}, pending=True)
-    copied = Copied(source, target)
+    request = LoadRequest(directory, None, strict, united={ALONE: directory}, quiet=strict is False, pending=True)
     with load_reader(request, verify_shards=True, cache=False) as reader:
+        before = reader._left_out
+        reader._live.forget(lost)
+        forget_rows(reader, {directory.url: damaged})
+        points_of = None
+        for part in reader._live.contents.sources if strict is False else ():
+            if isinstance(part, StoreSource):
+                points_of, pinned = part, part.catalog.pinned
+                gone = np.isin(pinned["trajectory_id"], lost)
+                pinned.drop(pinned.first + np.flatnonzero(gone))
+        there = open_directory(target)
+        files, folders = there.listing()
+        done = bool(files or folders) and holds(target, reader._snapshot())
+        if (files or folders) and not done and not is_unfinished(there):
+            raise _not_empty(target)
+        copied = Copied(source, target, lost=lost)
         try:
-            write_store(open_directory(target), reader._snapshot(), reader._state(), copied, progress)
+            if done:
+                verified(there, copied, progress)
+            else:
+                check_target(there, directories_above(there))
+                publish(there, reader._snapshot(), reader._state(), copied, progress, points_of)
         except CorruptStoreError:
-            verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
+            if strict is not False:
+                verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
             raise
-        _note_left_out(copied, reader.left_out - unwritten)
+    if done:
+        copied.notes.append(WRITTEN_ALREADY)
+    if before > unwritten and not lost:
+        copied.left_out = before - unwritten
+        copied.problems.append(f"{trajectories(copied.left_out, 'was', 'were')} left out")
     return copied

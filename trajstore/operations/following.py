@@ -73,7 +73,7 @@ class News:
 class Handle(Protocol):
     """The stores of Ray: a :class:`~trajstore.distributed.DistributedReplayBuffer`."""
 
-    sink: Any
+    _sink: Any
 
     def refresh(self) -> None:
         """Fetch changes from the stores."""
@@ -102,7 +102,7 @@ class Follower:
         self._source: Reader | Handle
         if isinstance(store, str | Path):
             self._source, self.damage = open_readable(store, pending=False)
-        elif isinstance(store, Reader) or not hasattr(store, "sink"):
+        elif isinstance(store, Reader) or not hasattr(store, "_sink"):
             raise ConfigurationError(f"Follower: {type(store).__name__}, must be a path, a URL, or a handle of stores")
         else:
             self._source = store
@@ -136,9 +136,9 @@ class Follower:
         table = query.table()
         ids = table["trajectory_id"].to_numpy()
         if isinstance(source, Reader):
-            stores, stride, ranks, own = source.live.stores_by_rank(), 1, rank_of_id(ids), own_id(ids)
+            stores, stride, ranks, own = source._live.stores_by_rank(), 1, rank_of_id(ids), own_id(ids)
         else:
-            stores, stride = source.sink.commits(), source.sink.stride
+            stores, stride = source._sink.commits(), source._sink.stride
             ranks, own = ids % stride, ids
         matching = np.ones(len(own), np.bool_) if where is None else np.isin(ids, query.where(where).ids())
         warnings: list[str] = []

@@ -103,7 +103,7 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
             ids, nbytes, total = leaving.ids(), int(leaving.table()["bytes"].sum()), len(reader)
             by_points = _held_by_points(
                 (source.catalog, own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
-                for source in reader.live.contents.sources
+                for source in reader._live.contents.sources
                 if isinstance(source, StoreSource)
             )
         for rank, writer in writers.items():
@@ -134,7 +134,7 @@ def compact(path: str | Path, *, compress: bool = False) -> Compacted:
     for store in stores_of(place):
         with _written(store) as writer:
             before += writer.get_stats()["shard_bytes"]
-            damaged += writer.sink.compact(compress=compress)
+            damaged += writer._sink.compact(compress=compress)
             stats = writer.get_stats()
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
     by_points = _held_by_points((Catalog.open(store.directory), None) for store in stores_of(place))
@@ -162,7 +162,7 @@ def _written(place: Place) -> Iterator[TrajectoryReplayBuffer]:
     """Yield a buffer that writes to a store and keeps its seed and format."""
     reader, _ = open_readable(place.url)
     with reader:
-        seed, trajectory_format = reader.seed, reader.trajectory_format
+        seed, trajectory_format = reader.seed, reader._trajectory_format
     with TrajectoryReplayBuffer(
         seed, auto_save=True, auto_save_path=place.url, trajectory_format=trajectory_format
     ) as writer:

@@ -1,33 +1,38 @@
 """Merge, split and convert stores.
 
 All three open the intact part of the sources as one run and save snapshots of it as checkpoints. Shards are linked or
-copied unchanged where possible. A store appears complete or not at all.
+copied unchanged where possible. The target appears complete or not at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base.arguments import one_of, truth, whole
-from trajstore._core.buffer.checkpoint import CheckpointState
-from trajstore._core.buffer.reader import Reader
-from trajstore._core.files.opening import nested, open_directory
+from trajstore._core.buffer.checkpoint import CheckpointState, check_target
+from trajstore._core.buffer.loading import LoadRequest
+from trajstore._core.buffer.reader import Reader, load_reader
+from trajstore._core.files.base import Directory
+from trajstore._core.files.folders import publish_folder
+from trajstore._core.files.local import LocalDirectory
+from trajstore._core.files.opening import directories_above, nested, open_directory
 from trajstore._core.formats import FORMATS
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.sources import StoreSource
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.store.partition import share_of
-from trajstore._core.store.run_ids import ALONE
-from trajstore.errors import ConfigurationError, trajectories
-from trajstore.operations.copying import Copied, intact, several, write_store
+from trajstore._core.store.run_ids import ALONE, in_run
+from trajstore.errors import ConfigurationError, trajectories, written
+from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, publish, verified
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
+from trajstore.operations.verify import verify_place
 
 _Part = tuple[ReadSnapshot, CheckpointState]
 
@@ -184,9 +189,22 @@ def _leaves(place: Place) -> list[Place]:
 
 @contextmanager
 def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | None) -> Iterator[Reader]:
-    """Yield a reader of the stores' intact part; note the trajectories that several of them have."""
-    with intact(stores, result, progress) as reader:
-        sources = [source for source in reader.live.contents.sources if isinstance(source, StoreSource)]
+    """Yield a reader of the stores' intact part; compare every checksum and record damage in ``result``."""
+    lost = []
+    damaged: dict[str, list[str]] = {}
+    for number, store in stores.items():
+        verification = verify_place(store, progress)
+        part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
+        part.take(verification, store.url)
+        lost += in_run(number, np.array(part.lost, np.int64)).tolist()
+        damaged[store.directory.url] = [problem.file for problem in verification.problems]
+        result.parts.append(part)
+    united = {number: store.directory for number, store in stores.items()}
+    first = next(iter(united.values()))
+    with load_reader(LoadRequest(first, strict=False, united=united, quiet=True, pending=True), cache=False) as reader:
+        reader._live.forget(lost)
+        forget_rows(reader, damaged)
+        sources = [source for source in reader._live.contents.sources if isinstance(source, StoreSource)]
         uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
         doubled = len(uuids) - len(np.unique(uuids))
         if doubled:
@@ -194,6 +212,9 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
                 f"{trajectories(doubled, 'is', 'are')} in more than one of the sources, and once in the result"
             )
         yield reader
+
+
+# -- target -------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -212,8 +233,44 @@ def _write(
         StoreWriteError: the target cannot be written.
     """
     target = open_directory(result.target)
-    with nullcontext() if "" in parts else several(target, result.source, parts):
-        for name, (snapshot, state) in parts.items():
-            to = target.inner(name) if name else target
-            write_store(to, snapshot, state, result, progress, trajectory_format=trajectory_format, once=once)
+    begun = target.exists() and any(target.listing())
+    done = begun and _hold(target, parts, trajectory_format)
+    if begun and not done and not _hold(target, parts, trajectory_format, unfinished=True):
+        raise ConfigurationError(
+            f"{target.url}: is not empty, and holds other trajectories than those to be written; give another "
+            "directory, or delete this one"
+        )
+    if done:
+        result.notes.append(WRITTEN_ALREADY)
+        verified(target, result, progress)
+    else:
+        check_target(target, directories_above(target))
+        with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
+            for name, (snapshot, state) in parts.items():
+                to, converted = made.inner(name) if name else made, trajectory_format is not None
+                publish(to, snapshot, state, result, progress, converted=converted, once=once)
     return result
+
+
+def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
+    """Return a directory for several stores that appear together; a single store is already atomic."""
+    if isinstance(target, LocalDirectory) and not alone:
+        return publish_folder(target.path, replace=False)
+    return nullcontext(target)
+
+
+def _hold(
+    target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None, *, unfinished: bool = False
+) -> bool:
+    """Return whether a directory has exactly these stores, in this format if one is given.
+
+    ``unfinished`` ones count too, which an interrupted call has left in an object store.
+    """
+    files, folders = target.listing()
+    if "" not in parts and (files or not {*folders} <= parts.keys() or not (unfinished or len(folders) == len(parts))):
+        return False
+    places = {name: target.inner(name) if name else target for name in parts}
+    return all(
+        (unfinished and is_unfinished(places[name])) or holds(places[name].url, snapshot, trajectory_format)
+        for name, (snapshot, _) in parts.items()
+    )

@@ -118,7 +118,7 @@ def _outcomes(path: str | Path, step: TrainedStep) -> npt.NDArray[np.float64]:
     except StoreNotFoundError:
         return values
     with closing(reader):
-        catalog = reader.live.catalogs_by_rank().get(ALONE)
+        catalog = reader._live.catalogs_by_rank().get(ALONE)
         if catalog is not None:
             ids, numbers = catalog.index["trajectory_id"], step.rows["trajectory"]
             known = np.isin(numbers, ids)
@@ -146,7 +146,7 @@ def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, Store
     """
     reader, _ = open_readable(path)
     results = {}
-    for rank, catalog in reader.live.catalogs_by_rank().items():
+    for rank, catalog in reader._live.catalogs_by_rank().items():
         try:
             ledger = read_directory(catalog.directory.inner(LEDGER_FOLDER), strict=False)
         except StoreNotFoundError as error:

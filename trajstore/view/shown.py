@@ -132,7 +132,7 @@ class _OfBuffer:
         return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return self._reader.sampling.extents(ids)
+        return self._reader._sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
         return self._reader.read(drawn, columns=columns)
@@ -181,7 +181,7 @@ class OfReader(_OfBuffer):
         return True
 
     def catalogs(self) -> Mapping[int, Catalog]:
-        return self._reader.live.catalogs_by_rank()
+        return self._reader._live.catalogs_by_rank()
 
     def close(self) -> None:
         """Release the reader's lease."""
@@ -277,7 +277,7 @@ class OfHandle:
         return self._handle.get(number)
 
     def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        return self._handle.sampling.extents(ids)
+        return self._handle._sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
         return self._handle.read(drawn, columns=columns)

@@ -55,7 +55,7 @@ class Loop:
     def _take_up(self, state: dict[str, Any]) -> None:
         self._rollouts.set_state(state["rollouts"])
         for sampler, name in ((self._prioritized, "prioritized"), (self._epochs, "epochs")):
-            self.buffer.follow(sampler)
+            sampler.follow(self.buffer)
             sampler.load_state_dict(state[name])
         self._loader.load_state_dict(state["loader"])
 

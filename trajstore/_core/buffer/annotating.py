@@ -64,7 +64,7 @@ class Served(Protocol):
     """A buffer that writes a store, or a handle of stores elsewhere (:mod:`trajstore.distributed`)."""
 
     @property
-    def sink(self) -> ValueSink:
+    def _sink(self) -> ValueSink:
         """Where its late values go."""
 
 
@@ -113,7 +113,7 @@ def annotate(
         return
     update, rows = _checked_values(ids, values, who)
     if update.ids and (update.values or rows):
-        store.sink.annotate(update, rows)
+        store._sink.annotate(update, rows)
 
 
 def annotate_files(
@@ -198,7 +198,7 @@ def notes_of(
     """
     number = id_from("trajectory_id", trajectory_id)
     if isinstance(store, Served):
-        return store.sink.history(number)
+        return store._sink.history(number)
     stores = _stores(store, storage_options or {})
     if rank_of_id(number) not in stores:
         raise no_rank(store, number, stores)

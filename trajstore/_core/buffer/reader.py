@@ -58,11 +58,6 @@ class Reader(Closing):
         draws: the generator.
         sample_window_size: samples are drawn from this many newest trajectories; 0 = from all.
         storage_options: passed on to the fsspec file system.
-
-    Attributes:
-        trajectory_format: name of the format of new shards and checkpoints.
-        sampling: draws, and reads by arrays of ids; for loaders and other packages of trajstore.
-        left_out: number of trajectories that the last load left out, because files are absent or damaged.
     """
 
     def __init__(
@@ -72,14 +67,14 @@ class Reader(Closing):
         sample_window_size: int,
         storage_options: Mapping[str, Any],
     ) -> None:
-        self.live = live
-        self.sampling = Sampling(live, draws)
+        self._live = live
+        self._sampling = Sampling(live, draws)
         self._uniform: dict[Any, Selection] = {}
         self.sample_window_size = sample_window_size
-        self.trajectory_format = "pt"
-        self.left_out = 0
+        self._trajectory_format = "pt"
+        self._left_out = 0
         self._draws = draws
-        self._format = get_format(self.trajectory_format)
+        self._format = get_format(self._trajectory_format)
         self._storage_options = storage_options
         self._counter = 0
 
@@ -177,16 +172,16 @@ class Reader(Closing):
         num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
         _check_out(out)
         if sampler is not None or where is not None or ids is not None:
-            sampler = self.selected(sampler, where, ids)
+            sampler = self._selected(sampler, where, ids)
         if sampler is not None:
             check_unit(sampler, "sample", "this sampler draws whole trajectories; call sample_trajectories with it")
 
             def choose(contents: Contents) -> tuple[Drawn, RowPlan]:
-                drawn, positions = self.sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
+                drawn, positions = self._sampling.choose(contents, num_chunks, self.sample_window_size, sampler)
                 rows = contents.rows_of(positions, drawn.samples)
                 return drawn, contents.plan(positions, rows, contents.index.first, columns)
 
-            drawn, plan = self.sampling.together(sampler, choose)
+            drawn, plan = self._sampling.together(sampler, choose)
             return Batch(nest(plan.read(out)), drawn)
 
         def draw(contents: Contents) -> RowPlan:
@@ -196,9 +191,9 @@ class Reader(Closing):
             rows = contents.rows_of(positions, places) if contents.index.may_be_partial else places
             return contents.plan(positions, rows, window.first, columns)
 
-        return nest(self.live.locked(draw).read(out))
+        return nest(self._live.locked(draw).read(out))
 
-    def selected(
+    def _selected(
         self, sampler: Sampler | None, where: str | None, ids: Ids | None, unit: Unit = "sample"
     ) -> Sampler | None:
         """Return the sampler for draws with these arguments of :meth:`sample`; None for plain uniform draws.
@@ -224,7 +219,7 @@ class Reader(Closing):
             ConfigurationError: ``count`` is less than 1, or the sampler draws transitions.
         """
         count = whole("count", count, 1)
-        sampler = self.selected(sampler, where, ids, "trajectory")
+        sampler = self._selected(sampler, where, ids, "trajectory")
         if sampler is not None:
             check_unit(
                 sampler, "trajectory", "this sampler draws transitions; make it with unit='trajectory', or call sample"
@@ -232,12 +227,12 @@ class Reader(Closing):
 
         def draw(contents: Contents) -> list[AnyTrajectory]:
             if sampler is not None:
-                _, positions = self.sampling.choose(contents, count, self.sample_window_size, sampler)
+                _, positions = self._sampling.choose(contents, count, self.sample_window_size, sampler)
                 return [contents.get(position) for position in positions.tolist()]
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             return [contents.get(position) for position in self._draws.trajectories(window, count)]
 
-        return self.sampling.together(sampler, draw)
+        return self._sampling.together(sampler, draw)
 
     def draw(
         self, num_chunks: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
@@ -248,8 +243,8 @@ class Reader(Closing):
             ConfigurationError: an argument is out of range; names it.
             EmptyBufferError: there is nothing to sample from.
         """
-        sampler = self.selected(sampler, where, ids)
-        return self.sampling.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
+        sampler = self._selected(sampler, where, ids)
+        return self._sampling.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -263,12 +258,12 @@ class Reader(Closing):
         _check_drawn(drawn)
         _check_out(out)
         columns = columns_or_none(columns)
-        return nest(self.live.locked(lambda contents: self.sampling.plan(contents, drawn, columns)).read(out))
+        return nest(self._live.locked(lambda contents: self._sampling.plan(contents, drawn, columns)).read(out))
 
-    def follow(self, sampler: Sampler) -> None:
-        """Update a sampler with the present trajectories, as the next draw would; before its state is loaded."""
+    def _update(self, sampler: Sampler) -> None:
+        """See :meth:`Sampler.follow`."""
         check_sampler(sampler)
-        self.sampling.together(sampler, lambda contents: None)
+        self._sampling.together(sampler, lambda contents: None)
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Set new priorities for rows that a sampler drew; return how many of them have been evicted since.
@@ -287,7 +282,7 @@ class Reader(Closing):
         _check_drawn(drawn)
 
         def update(contents: Contents) -> int:
-            names = self.sampling.names()
+            names = self._sampling.names()
             if drawn.buffer is not None and drawn.buffer not in names:
                 raise ConfigurationError(
                     f"drawn: its rows are of another buffer ({drawn.buffer}) than this one ({listed(names)}); update "
@@ -295,7 +290,7 @@ class Reader(Closing):
                 )
             return sampler.update(drawn.ids, drawn.samples, priorities)
 
-        return self.sampling.together(sampler, update)
+        return self._sampling.together(sampler, update)
 
     def get(self, trajectory_id: int | str) -> AnyTrajectory:
         """Return a copy of a trajectory, by id. Changes to it do not reach the store.
@@ -311,7 +306,7 @@ class Reader(Closing):
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
         number = id_from("trajectory_id", trajectory_id)
-        return self.live.locked(lambda contents: contents.get(contents.index.position_of(number)))
+        return self._live.locked(lambda contents: contents.get(contents.index.position_of(number)))
 
     # -- looking ----------------------------------------------------------------------------------
 
@@ -330,38 +325,38 @@ class Reader(Closing):
         Raises:
             ConfigurationError: there is no such relation.
         """
-        return self.sampling.query(relation)
+        return self._sampling.query(relation)
 
     @property
-    def closed(self) -> bool:
+    def _closed(self) -> bool:
         """True after :meth:`close`: loaders stop yielding its batches."""
-        return self.live.released
+        return self._live.released
 
     @property
-    def grows(self) -> bool:
+    def _grows(self) -> bool:
         """False if no more trajectories can come: after ``open(pin=...)``."""
-        return self.live.request is None or self.live.request.pin is None
+        return self._live.request is None or self._live.request.pin is None
 
     @property
-    def share(self) -> tuple[int, int] | None:
+    def _share(self) -> tuple[int, int] | None:
         """(rank, number of ranks) if one rank's share of a directory is shown, else None."""
-        return None if self.live.request is None else self.live.request.share
+        return None if self._live.request is None else self._live.request.share
 
     @property
-    def store_ids(self) -> list[str]:
+    def _store_ids(self) -> list[str]:
         """UUIDs of the stores that are shown."""
-        return self.live.store_ids
+        return self._live.store_ids
 
     @property
-    def trajectory_counter(self) -> int:
+    def _trajectory_counter(self) -> int:
         """One more than the newest id."""
         return self._counter
 
     @property
-    def trajectory_uuids(self) -> npt.NDArray[np.void]:
+    def _uuids(self) -> npt.NDArray[np.void]:
         """UUIDs of all trajectories, in the order of :attr:`trajectory_ids`, 16 bytes each."""
-        with self.live.contents.lock:
-            return np.array(self.live.contents.index["uuid"])
+        with self._live.contents.lock:
+            return np.array(self._live.contents.index["uuid"])
 
     @property
     def seed(self) -> int | None:
@@ -369,18 +364,13 @@ class Reader(Closing):
         return self._draws.seed
 
     def __len__(self) -> int:
-        return len(self.live.contents.index)
-
-    @property
-    def size(self) -> int:
-        """Number of trajectories."""
-        return len(self.live.contents.index)
+        return len(self._live.contents.index)
 
     @property
     def total_samples(self) -> int:
         """Number of valid samples, T·B summed over the trajectories."""
-        with self.live.contents.lock:
-            return self.live.contents.index.total_samples
+        with self._live.contents.lock:
+            return self._live.contents.index.total_samples
 
     @property
     def trajectory_ids(self) -> npt.NDArray[np.int64]:
@@ -388,29 +378,26 @@ class Reader(Closing):
 
         Those of a run directory are ordered by commit time over all ranks.
         """
-        with self.live.contents.lock:
-            return np.array(self.live.contents.index["trajectory_id"], np.int64)
+        with self._live.contents.lock:
+            return np.array(self._live.contents.index["trajectory_id"], np.int64)
 
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories."""
-        return self.size >= whole("min_size", min_size, 0)
-
-    async def is_ready_async(self, min_size: int) -> bool:
-        """Return whether there are at least ``min_size`` trajectories."""
-        return self.is_ready(min_size)
+        return len(self) >= whole("min_size", min_size, 0)
 
     def get_stats(self) -> dict[str, float]:
         """Return flat numbers: trajectories, samples, cached trajectories and bytes, mapped shards, fetched rows.
 
         ``cache_size`` and ``cache_bytes`` are of the cache in memory, not of the local copies of an object store;
         ``fetched_bytes`` are of rows fetched from there with ``range_reads``, in ``fetched_ranges`` requests, for
-        ``fetched_batches`` batches or trajectories.
+        ``fetched_batches`` batches or trajectories. ``left_out`` counts the trajectories that the last load left out,
+        because files are absent or damaged.
         """
-        contents = self.live.contents
+        contents = self._live.contents
         with contents.lock:
             fetched_bytes, fetched_ranges, fetched_batches = contents.addresses.fetched
             return {
-                "num_trajectories": self.size,
+                "num_trajectories": len(self),
                 "total_samples": contents.index.total_samples,
                 "cache_size": 0 if contents.cache is None else len(contents.cache),
                 "cache_bytes": 0 if contents.cache is None else contents.cache.nbytes,
@@ -418,11 +405,12 @@ class Reader(Closing):
                 "fetched_bytes": fetched_bytes,
                 "fetched_ranges": fetched_ranges,
                 "fetched_batches": fetched_batches,
+                "left_out": self._left_out,
             }
 
     def clear_cache(self) -> None:
         """Empty the cache; trajectories that exist in memory only stay."""
-        self.live.contents.clear_cache()
+        self._live.contents.clear_cache()
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -459,18 +447,18 @@ class Reader(Closing):
         one_of("layout", layout, get_args(Layout))
         check_target(target, directories_above(target, **self._storage_options))
 
-        with self.live.steady, self._keeping_files():
-            state, snapshot = self.live.locked(lambda contents: (self._state(), contents.snapshot()))
+        with self._live.steady, self._keeping_files():
+            state, snapshot = self._live.locked(lambda contents: (self._state(), contents.snapshot()))
             save_checkpoint(target, snapshot, state, self._format, layout)
 
     def _snapshot(self) -> ReadSnapshot:
-        return self.live.locked(lambda contents: contents.snapshot())
+        return self._live.locked(lambda contents: contents.snapshot())
 
     def _state(self, draws: Draws | None = None, trajectory_format: str | None = None) -> CheckpointState:
         """Return the buffer's own state, with other draws or another format if given."""
         draws = draws or self._draws
-        form = trajectory_format or self.trajectory_format
-        return CheckpointState(form, self.trajectory_counter, draws.seed, draws.rng_state)
+        form = trajectory_format or self._trajectory_format
+        return CheckpointState(form, self._trajectory_counter, draws.seed, draws.rng_state)
 
     def _keeping_files(self) -> AbstractContextManager[object]:
         """Keep the files to be linked or copied."""
@@ -490,41 +478,41 @@ class Reader(Closing):
             StoreNotFoundError: the directory or the pin is gone.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
         """
-        with self.live.steady:
-            before = self.live.generations
-            request = self.live.request_if_changed()
+        with self._live.steady:
+            before = self._live.generations
+            request = self._live.request_if_changed()
             if request is None:
                 return False
             if not self._follow(request):
                 self._show(request)
-            return self.live.generations != before
+            return self._live.generations != before
 
     def _follow(self, request: LoadRequest) -> bool:
         """Show new commits without loading again; return False if that is impossible. ``View.steady`` is held."""
-        next_id = self.live.follow()
+        next_id = self._live.follow()
         self._counter = self._counter if next_id is None else next_id
         return next_id is not None
 
     def _show(self, request: LoadRequest) -> Loaded:
         """Replace the contents by those for a request. ``View.steady`` is held."""
-        contents, loaded = self.live.open(request)
-        self.live.replace(request, contents, loaded)
+        contents, loaded = self._live.open(request)
+        self._live.replace(request, contents, loaded)
         self._counter = loaded.counter
         return loaded
 
     def _load(self, request: LoadRequest) -> None:
         """Show the contents for a request; adopt its generator and format."""
-        with self.live.steady:
+        with self._live.steady:
             loaded = self._show(request)
-        self.left_out = loaded.skipped
+        self._left_out = loaded.skipped
         self._take_up(loaded)
 
     def _take_up(self, loaded: Loaded) -> None:
         """Adopt the format and the generator of a load."""
         state = loaded.state
-        if state.trajectory_format != self.trajectory_format:
+        if state.trajectory_format != self._trajectory_format:
             self._format = get_format(state.trajectory_format)
-            self.trajectory_format = state.trajectory_format
+            self._trajectory_format = state.trajectory_format
         if loaded.new_rank is None:
             self._draws.take_up(state.seed, state.rng_state)
         else:
@@ -537,7 +525,7 @@ class Reader(Closing):
 
         Trajectories can be sampled afterwards only as long as the writer keeps their files.
         """
-        self.live.release()
+        self._live.release()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Send the reader to another process, which opens the same path (made absolute).
@@ -545,10 +533,10 @@ class Reader(Closing):
         Its draws there differ from those here, see :class:`~trajstore._core.sampling.draws.Draws`.
         Unpickling raises StoreNotFoundError if another store is at the path by then.
         """
-        options = self.sample_window_size, self.live.verify_shards, True, self._storage_options
+        options = self.sample_window_size, self._live.verify_shards, True, self._storage_options
         # As bytes: torch would send a tensor as an open file, and the number of open files is limited.
         state = pickle.dumps(self.state_dict())
-        return unpickled, (partial(_unloaded, None, *options), self.live.request, self.live.store_ids, state)
+        return unpickled, (partial(_unloaded, None, *options), self._live.request, self._live.store_ids, state)
 
 
 def load_reader(
@@ -597,11 +585,11 @@ def unpickled(
     reader = make()
     if request is not None:
         reader._load(request)
-        gone = set(store_ids) - set(reader.store_ids)
+        gone = set(store_ids) - set(reader._store_ids)
         if gone:
             raise StoreNotFoundError(
                 f"{request.directory.url}: the pickled buffer reads the store {listed(sorted(gone))}, which is "
-                f"no longer at this path; now there is {listed(sorted(reader.store_ids)) or 'no store'}"
+                f"no longer at this path; now there is {listed(sorted(reader._store_ids)) or 'no store'}"
             )
     reader._draws.take_up(**pickle.loads(state))
     reader._draws.copied()

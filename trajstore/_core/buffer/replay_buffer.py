@@ -59,9 +59,6 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
     first seven arguments, their defaults, and the samples for a seed are those of RLinf's buffer.
     ``TrajectoryReplayBuffer.open(path)`` returns a :class:`Reader`.
 
-    Attributes:
-        sink: where additions go; for other packages of trajstore.
-
     Args:
         seed: seed of the sampling generator; None draws one from the system. ``load_checkpoint`` says when a load
             replaces it.
@@ -147,23 +144,22 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             warnings.warn(f"{arguments} has no effect without auto_save=True: nothing is written", stacklevel=2)
         if mirror is not None and not auto_save:
             raise ConfigurationError("mirror: needs auto_save=True; a buffer in memory has no store to be mirrored")
-        self.auto_save = auto_save
-        self.auto_save_path = path if auto_save else None
+        self._path = path if auto_save else None
         new_format = get_format(trajectory_format, **(format_options or {}))
         options = dict(storage_options or {})
         bounds: tuple[int | None, int | None] | None = (cache_size, cache_bytes) if enable_cache else None
         if not auto_save:
             bounds = window_size or None, cache_bytes
         live = View(bounds, retention or Retention(), truth("verify_shards", verify_shards))
-        self.sink: Sink = Sink(live)
+        self._sink: Sink = Sink(live)
         if auto_save:
             check_options(path, options)
             directory = open_directory(path, **options)
             check_no_store_above(directory, directories_above(directory, **options))
             writer, target = writer or WriterOptions(), None if mirror is None else _mirror_options(mirror)
-            self.sink = StoreSink(live, draws, directory, new_format, once, writer, on_commit, target)
+            self._sink = StoreSink(live, draws, directory, new_format, once, writer, on_commit, target)
         super().__init__(live, draws, window_size, options)
-        self.trajectory_format, self._format = trajectory_format, new_format
+        self._trajectory_format, self._format = trajectory_format, new_format
 
     # -- adding -----------------------------------------------------------------------------------
 
@@ -184,7 +180,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             PartlyAddedError: the list needs more memory than a shard, and a later part of it failed as above; its
                 ``ids`` are those of the added trajectories.
         """
-        return self.sink.add(trajectories)
+        return self._sink.add(trajectories)
 
     def add_rollouts(
         self,
@@ -218,10 +214,10 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
                 the field, and the position of the rollout. Nothing was added.
             StoreWriteError, UnwritableTrajectoryError, PartlyAddedError: see :meth:`add_trajectories`.
         """
-        return self.sink.add_flattened(flatten_rollouts(columns, lengths, documents, prompts, starts))
+        return self._sink.add_flattened(flatten_rollouts(columns, lengths, documents, prompts, starts))
 
     def _open_session(self, fields: dict[str, Any]) -> Session:
-        return self.sink.sessions.session(**fields)
+        return self._sink.sessions.session(**fields)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.
@@ -231,7 +227,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             UnwritableTrajectoryError: some trajectories could not be encoded; all others are on disk.
             TimeoutError: ``timeout`` seconds passed.
         """
-        self.sink.flush(seconds_or_none("timeout", timeout))
+        self._sink.flush(seconds_or_none("timeout", timeout))
 
     def wait(self, ids: Sequence[int], timeout: float | None = None) -> bool:
         """Wait until trajectories are committed; return False after ``timeout`` seconds.
@@ -240,7 +236,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             StoreWriteError: they cannot be written at present.
         """
         wanted = ids_from("ids", ids)
-        return self.sink.wait(wanted, seconds_or_none("timeout", timeout))
+        return self._sink.wait(wanted, seconds_or_none("timeout", timeout))
 
     def evict(self, ids: Sequence[int | str]) -> None:
         """Delete trajectories, durably. Files are removed when no pin and no reader needs them.
@@ -256,8 +252,8 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         wanted = ids_from("ids", ids)
         if not wanted:
             return
-        self.live.check_shown(wanted)
-        self.sink.evict(wanted)
+        self._live.check_shown(wanted)
+        self._sink.evict(wanted)
 
     def clear(self) -> None:
         """Delete all trajectories. Their ids are never given again."""
@@ -279,19 +275,19 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             StoreWriteError: it could not be written; the store is unchanged.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
-        self.sink.compact(compress=truth("compress", compress))
+        self._sink.compact(compress=truth("compress", compress))
 
     # -- points, mirror, checkpoints --------------------------------------------------------------
 
     @property
     def points(self) -> PointsOfBuffer:
         """Saved points of this buffer's store, for going back, and pins."""
-        return PointsOfBuffer(self.sink, self.live, self._draws)
+        return PointsOfBuffer(self._sink, self._live, self._draws)
 
     @property
     def mirror(self) -> MirrorOfBuffer:
         """The mirror of this buffer's store: its progress, and waiting for it."""
-        return MirrorOfBuffer(self.sink)
+        return MirrorOfBuffer(self._sink)
 
     def load_checkpoint(
         self,
@@ -345,42 +341,42 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         strict = None if strict is None else truth("strict", strict)
         pin = None if pin is None else text("pin", pin)
         directory = open_directory(path_or_url("load_path", load_path), **self._storage_options)
-        self.sink.flush()
+        self._sink.flush()
         self._load(LoadRequest(directory, share, strict, pin))
-        return self.left_out
+        return self._left_out
 
     def _load(self, request: LoadRequest) -> None:
         super()._load(request)
-        self.live.tell_hidden()
-        self.sink.retain()
+        self._live.tell_hidden()
+        self._sink.retain()
 
     def _take_up(self, loaded: Loaded) -> None:
-        kept = self.trajectory_format, self._format
+        kept = self._trajectory_format, self._format
         super()._take_up(loaded)
-        if isinstance(self.sink, StoreSink):
-            self.trajectory_format, self._format = kept
+        if isinstance(self._sink, StoreSink):
+            self._trajectory_format, self._format = kept
 
     def _show(self, request: LoadRequest) -> Loaded:
-        contents, loaded = self.live.open(request)
-        with self.sink.lock:
-            self.live.replace(request, contents, loaded)
-            self.sink.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
+        contents, loaded = self._live.open(request)
+        with self._sink.lock:
+            self._live.replace(request, contents, loaded)
+            self._sink.go_on(loaded.counter, request.first_id(loaded.next_id), request.stride)
         return loaded
 
     def refresh(self) -> bool:
         changed = super().refresh()
-        self.sink.retain()
+        self._sink.retain()
         return changed
 
     def _follow(self, request: LoadRequest) -> bool:
-        with self.sink.lock:
-            next_id = self.live.follow()
+        with self._sink.lock:
+            next_id = self._live.follow()
             if next_id is not None:
-                self.sink.go_on(next_id, request.first_id(next_id), request.stride)
+                self._sink.go_on(next_id, request.first_id(next_id), request.stride)
                 return True
-        added = self.live.contents.added
+        added = self._live.contents.added
         if added:
-            kept = isinstance(self.sink, StoreSink)
+            kept = isinstance(self._sink, StoreSink)
             logger.warning(
                 "refresh: reloads, which hides %s added here since; %s",
                 trajectories(added),
@@ -389,29 +385,24 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         return False
 
     def _keeping_files(self) -> AbstractContextManager[object]:
-        return self.sink.keeping_files()
+        return self._sink.keeping_files()
 
     # -- properties -------------------------------------------------------------------------------
 
     @property
-    def grows(self) -> bool:
+    def _grows(self) -> bool:
         """True: trajectories may be added."""
         return True
 
     @property
-    def retention(self) -> Retention:
-        """Limits beyond which the oldest trajectories are deleted."""
-        return self.live.retention
-
-    @property
     def store_id(self) -> str | None:
         """UUID of the buffer's own store; None in memory only."""
-        return self.sink.store_id
+        return self._sink.store_id
 
     @property
-    def trajectory_counter(self) -> int:
+    def _trajectory_counter(self) -> int:
         """One more than the newest id."""
-        return self.sink.counter
+        return self._sink.counter
 
     def get_stats(self) -> dict[str, float]:
         """Return the statistics of a reader, and those of the buffer's own store.
@@ -419,12 +410,12 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         ``pending_bytes`` wait to be written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that
         these and its pins need, ``held_bytes`` of files kept only because a reader still shows evicted trajectories.
         """
-        figures = self.sink.figures()
+        figures = self._sink.figures()
         return {**super().get_stats(), **figures}
 
     def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
-        self.sink.flush()
-        self.sink.take_in_values()
+        self._sink.flush()
+        self._sink.take_in_values()
         super().save_checkpoint(save_path, layout=layout)
 
     # -- the end ----------------------------------------------------------------------------------
@@ -442,7 +433,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             StoreWriteError: a write failed; the buffer is closed all the same.
         """
         super().close()
-        self.sink.close()
+        self._sink.close()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Send a buffer that has added nothing to another process, which opens the same load.
@@ -450,13 +441,13 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         Raises:
             StoreError: the buffer writes, or holds trajectories that exist in memory only; names the alternative.
         """
-        if isinstance(self.sink, StoreSink):
+        if isinstance(self._sink, StoreSink):
             raise StoreError(
-                f"{self.auto_save_path}: a buffer with a writer cannot be sent to another process, because a store "
-                f"has one writer; make a buffer there, load_checkpoint({self.auto_save_path!r}), and refresh() to "
+                f"{self._path}: a buffer with a writer cannot be sent to another process, because a store "
+                f"has one writer; make a buffer there, load_checkpoint({self._path!r}), and refresh() to "
                 "follow"
             )
-        if self.live.locked(lambda contents: bool(contents.snapshot().memory)):
+        if self._live.locked(lambda contents: bool(contents.snapshot().memory)):
             raise StoreError(
                 "this buffer has trajectories that are in the memory of this process only; call save_checkpoint, and "
                 "load_checkpoint in the other process"
@@ -465,13 +456,13 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             TrajectoryReplayBuffer,
             None,
             sample_window_size=self.sample_window_size,
-            trajectory_format=self.trajectory_format,
-            cache_bytes=self.live.cache_bytes,
-            retention=self.live.retention,
+            trajectory_format=self._trajectory_format,
+            cache_bytes=self._live.cache_bytes,
+            retention=self._live.retention,
             storage_options=self._storage_options,
-            verify_shards=self.live.verify_shards,
+            verify_shards=self._live.verify_shards,
         )
-        return unpickled, (make, self.live.request, self.live.store_ids, pickle.dumps(self.state_dict()))
+        return unpickled, (make, self._live.request, self._live.store_ids, pickle.dumps(self.state_dict()))
 
 
 def _mirror_options(mirror: str | Path | Mirror) -> Mirror:

@@ -314,7 +314,7 @@ def incomplete_sentence(point: RunPoint) -> str:
 
 
 def _run_of(buffer: TrajectoryReplayBuffer) -> str:
-    return str(buffer.auto_save_path).rstrip("/").rpartition("/")[0] or "."
+    return str(buffer._path).rstrip("/").rpartition("/")[0] or "."
 
 
 def _rank_in(buffer: TrajectoryReplayBuffer, group: Any) -> tuple[int, int]:
@@ -326,14 +326,14 @@ def _rank_in(buffer: TrajectoryReplayBuffer, group: Any) -> tuple[int, int]:
     """
     import torch.distributed as dist
 
-    if buffer.auto_save_path is None:
+    if buffer._path is None:
         raise StoreError("a point of a run: this buffer has no store of its own; use auto_save=True")
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigurationError("a point of a run is saved by all its ranks: call torch.distributed's init first")
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if buffer.auto_save_path.rstrip("/").rpartition("/")[2] != f"rank_{rank}":
+    if buffer._path.rstrip("/").rpartition("/")[2] != f"rank_{rank}":
         raise ConfigurationError(
-            f"auto_save_path {buffer.auto_save_path}: rank {rank} of {ranks} writes to a folder rank_{rank} of the run"
+            f"auto_save_path {buffer._path}: rank {rank} of {ranks} writes to a folder rank_{rank} of the run"
         )
     return rank, ranks
 

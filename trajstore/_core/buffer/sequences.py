@@ -52,7 +52,7 @@ class Rows(ABC):
 
     def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
         """Draw steps within :meth:`Sampling.together`; return also the positions of their trajectories."""
-        return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
+        return buffer._sampling.choose(contents, count, buffer.sample_window_size, sampler)
 
     @abstractmethod
     def read(
@@ -92,7 +92,7 @@ class Sequences(Rows):
 
     def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
         fits = None if self.pad else _has_whole(buffer, contents, count, self.length, self.ends)
-        return buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
+        return buffer._sampling.choose(contents, count, buffer.sample_window_size, sampler, fits)
 
     def read(
         self, contents: Contents, drawn: Drawn, positions: IntArray, columns: Sequence[str] | None
@@ -187,8 +187,8 @@ class Hindsight(Rows):
         check_instance("reward", self.reward, Callable, "a function of achieved and goal")
 
     def choose(self, buffer: Reader, contents: Contents, count: int, sampler: Sampler | None) -> tuple[Drawn, IntArray]:
-        drawn, positions = buffer.sampling.choose(contents, count, buffer.sample_window_size, sampler)
-        chances = uniform(2 * len(drawn), buffer.sampling.generator).reshape(2, -1).T
+        drawn, positions = buffer._sampling.choose(contents, count, buffer.sample_window_size, sampler)
+        chances = uniform(2 * len(drawn), buffer._sampling.generator).reshape(2, -1).T
         return replace(drawn, chances=chances), positions
 
     def read(
@@ -387,13 +387,13 @@ def _sample(
     """Draw and read under one lock, so that retention removes nothing in between."""
     count, columns = whole("count", count, 1), columns_or_none(columns)
     check_instance("buffer", buffer, Reader, "a TrajectoryReplayBuffer")
-    sampler = buffer.selected(sampler, where, ids)
+    sampler = buffer._selected(sampler, where, ids)
 
     def sample(contents: Contents) -> tuple[Drawn, Callable[[], Tensors]]:
         drawn, positions = rows.choose(buffer, contents, count, sampler)
         return drawn, rows.read(contents, drawn, positions, columns)
 
-    drawn, complete = buffer.sampling.together(sampler, sample)
+    drawn, complete = buffer._sampling.together(sampler, sample)
     return Batch(nest(complete()), drawn)
 
 
@@ -403,7 +403,7 @@ def draw_rows(buffer: Reader, rows: Rows, count: int, sampler: Sampler | None) -
     Raises:
         EmptyBufferError: there is nothing to draw from.
     """
-    return buffer.sampling.together(sampler, lambda contents: rows.choose(buffer, contents, count, sampler)[0])
+    return buffer._sampling.together(sampler, lambda contents: rows.choose(buffer, contents, count, sampler)[0])
 
 
 def read_rows(buffer: Reader, rows: Rows, drawn: Drawn, columns: Sequence[str] | None) -> Tensors:
@@ -414,9 +414,9 @@ def read_rows(buffer: Reader, rows: Rows, drawn: Drawn, columns: Sequence[str] |
     """
 
     def read(contents: Contents) -> Callable[[], Tensors]:
-        return rows.read(contents, drawn, buffer.sampling.present(contents, drawn), columns)
+        return rows.read(contents, drawn, buffer._sampling.present(contents, drawn), columns)
 
-    return buffer.sampling.together(None, read)()
+    return buffer._sampling.together(None, read)()
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,7 +486,7 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
 
     def fits(ids: IntArray, samples: IntArray) -> Mask:
         nonlocal in_vain
-        positions = buffer.sampling.rows(contents, Drawn(ids, samples))
+        positions = buffer._sampling.rows(contents, Drawn(ids, samples))
         starts = contents.rows_of(positions, samples)
         good: Mask = np.asarray(_spans(contents, positions, starts, length, ends).mask.all(axis=1), np.bool_)
         in_vain = 0 if good.any() else in_vain + len(ids)

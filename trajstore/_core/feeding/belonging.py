@@ -28,10 +28,10 @@ def belonging_of(buffer: Replay | None) -> dict[str, Any] | None:
     ids = buffer.trajectory_ids
     some = ids[np.linspace(0, len(ids) - 1, min(len(ids), _WITNESSES)).astype(np.int64)] if len(ids) else ids
     return {
-        "stores": buffer.store_ids,
+        "stores": buffer._store_ids,
         "trajectories": len(ids),
         "ids": tensor_of(some),
-        "names": tensor_of(buffer.sampling.names_of(some)),
+        "names": tensor_of(buffer._sampling.names_of(some)),
     }
 
 
@@ -49,9 +49,9 @@ def check_belonging(what: str, buffer: Replay, then: Any) -> list[str]:
     check_state(then, ("stores", "trajectories", "ids", "names"))
     ids, here = np.asarray(then["ids"], np.int64), len(buffer)
     names = array_in(then, "names", np.int64, len(ids))
-    check_names(what, ids, names, buffer.sampling.names_of(ids))
+    check_names(what, ids, names, buffer._sampling.names_of(ids))
     left = int(np.count_nonzero(np.isin(ids, buffer.trajectory_ids)))
-    shown_now = buffer.store_ids
+    shown_now = buffer._store_ids
     if names.any() and here and not left and not set(then["stores"]) & set(shown_now):
         raise ConfigurationError(
             f"state: {what} belongs to other trajectories: none of the {len(ids)} in it is here, and it was saved for "
@@ -95,7 +95,7 @@ def rows_state(drawn: Drawn | None, buffer: Replay | None) -> dict[str, Any] | N
     if drawn is None or buffer is None:
         return None
     named = {name: tensor_of(values) for name, values in drawn.arrays.items()}
-    return {"names": tensor_of(buffer.sampling.names_of(drawn.ids))} | named
+    return {"names": tensor_of(buffer._sampling.names_of(drawn.ids))} | named
 
 
 def rows_of(state: Mapping[str, Any]) -> Drawn:
@@ -118,4 +118,4 @@ def check_rows(state: Any, buffer: Replay, what: str = "a batch under way") -> N
     check_state(state, ("ids", "samples", "names"))
     ids: IntArray = np.asarray(state["ids"], np.int64)
     names = array_in(state, "names", np.int64, len(ids))
-    check_names(what, ids, names, buffer.sampling.names_of(ids))
+    check_names(what, ids, names, buffer._sampling.names_of(ids))

@@ -51,15 +51,15 @@ class Replay(Protocol):
     """
 
     @property
-    def sampling(self) -> ByIds: ...
+    def _sampling(self) -> ByIds: ...
     @property
-    def closed(self) -> bool: ...
+    def _closed(self) -> bool: ...
     @property
-    def grows(self) -> bool: ...
+    def _grows(self) -> bool: ...
     @property
-    def share(self) -> tuple[int, int] | None: ...
+    def _share(self) -> tuple[int, int] | None: ...
     @property
-    def store_ids(self) -> list[str]: ...
+    def _store_ids(self) -> list[str]: ...
     @property
     def seed(self) -> int | None: ...
     @property
@@ -72,7 +72,7 @@ class Replay(Protocol):
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
     ) -> dict[str, Any]: ...
-    def follow(self, sampler: Sampler) -> None: ...
+    def _update(self, sampler: Sampler) -> None: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -179,7 +179,7 @@ def check_replay(name: str, value: Any) -> None:
     Raises:
         ConfigurationError: it is neither a buffer nor a handle of stores.
     """
-    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "sampling")):
+    if isinstance(value, type) or not all(hasattr(value, part) for part in ("draw", "read", "_sampling")):
         raise ConfigurationError(
             f"{name}: {shown(value)} is a {type(value).__name__}, must be a TrajectoryReplayBuffer or a handle"
         )
@@ -191,7 +191,7 @@ def check_recorded(buffer: Any) -> None:
     Raises:
         ConfigurationError: it is a handle, or shows several stores.
     """
-    if not hasattr(buffer.sampling, "origins") or len(buffer.store_ids) > 1:
+    if not hasattr(buffer._sampling, "origins") or len(buffer._store_ids) > 1:
         raise ConfigurationError(
             "ledger: has the ids of one store, and the buffer is a handle or shows several; open one store, or use "
             "stores='per_rank' with a ledger for each rank"
@@ -264,7 +264,7 @@ def share_of_batch(options: LoaderOptions, batch_size: int, buffer: Replay) -> t
     if options.get("stores", "shared") == "per_rank":
         low, high = (batch_size * number // rank[1] for number in (rank[0], rank[0] + 1))
         return (0, 1), high - low
-    share = buffer.share
+    share = buffer._share
     if rank[1] > 1 and share is not None:
         raise ConfigurationError(
             f"rank: {rank} of a shared store, but the buffer shows the share {share} only, so ranks would draw "

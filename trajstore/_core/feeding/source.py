@@ -275,15 +275,15 @@ class BatchSource(Source[DrawnBatch]):
 
     @property
     def closed(self) -> bool:
-        return any(buffer.closed for buffer in self._buffers)
+        return any(buffer._closed for buffer in self._buffers)
 
     @property
     def grows(self) -> bool:
-        return any(buffer.grows for buffer in self._buffers)
+        return any(buffer._grows for buffer in self._buffers)
 
     def continue_draws(self) -> None:
         for buffer in self._buffers:
-            buffer.sampling.continue_draws()
+            buffer._sampling.continue_draws()
 
     def unfilled(self) -> str:
         return unfilled(zip(self.names, self._buffers, self._min_sizes, self._selected, strict=True))
@@ -466,7 +466,7 @@ class BatchSource(Source[DrawnBatch]):
         parts = zip(self._buffers, self._selected, state["buffers"], state["samplers"], strict=True)
         for buffer, sampler, of_buffer, of_sampler in parts:
             if sampler is not None:
-                buffer.follow(sampler)
+                sampler.follow(buffer)
                 sampler.load_state_dict(of_sampler)
             buffer.load_state_dict(of_buffer)
 
@@ -505,16 +505,16 @@ def unfilled(buffers: Iterable[tuple[str, Replay, int, Sampler | None]]) -> str:
     for name, buffer, least, sampler in buffers:
         if not buffer.is_ready(least):
             few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
-            if not buffer.grows:
+            if not buffer._grows:
                 raise EmptyBufferError(f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size")
             if not len(buffer) and isinstance(sampler, Selection) and isinstance(buffer, Reader):
-                few[-1] += buffer.sampling.unknown_column(sampler)
+                few[-1] += buffer._sampling.unknown_column(sampler)
     return ", ".join(few)
 
 
 def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
     """Return the columns of drawn rows for a ledger."""
-    row, version = buffer.sampling.origins(drawn)
+    row, version = buffer._sampling.origins(drawn)
     given = {"weight": drawn.weights, "probability": drawn.probabilities}
     known = {name: values for name, values in given.items() if values is not None}
     return {"trajectory": drawn.ids, "row": row, "version": version, **known}
@@ -522,15 +522,15 @@ def columns_of(buffer: Any, drawn: Drawn) -> dict[str, npt.NDArray[Any]]:
 
 def revision_of(buffer: Replay) -> Any:
     """Return a value that changes whenever a trajectory leaves a buffer; of a handle, always 0."""
-    return buffer.sampling.revision() if isinstance(buffer, Reader) else 0
+    return buffer._sampling.revision() if isinstance(buffer, Reader) else 0
 
 
 def are_there(buffer: Replay, drawn: Drawn) -> bool:
     """Return whether the trajectories of all rows are still readable; a handle's rows count as they were read."""
-    return not isinstance(buffer, Reader) or bool(buffer.sampling.readable(drawn).all())
+    return not isinstance(buffer, Reader) or bool(buffer._sampling.readable(drawn).all())
 
 
 def still_there(buffer: Replay, drawn: Drawn) -> Drawn:
     """Return the rows whose trajectories are still readable."""
-    readable = buffer.sampling.readable(drawn)
+    readable = buffer._sampling.readable(drawn)
     return drawn if readable.all() else drawn.at(readable)

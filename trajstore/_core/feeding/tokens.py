@@ -109,14 +109,14 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     @property
     def closed(self) -> bool:
-        return self._buffer.closed
+        return self._buffer._closed
 
     @property
     def grows(self) -> bool:
-        return self._buffer.grows
+        return self._buffer._grows
 
     def continue_draws(self) -> None:
-        self._buffer.sampling.continue_draws()
+        self._buffer._sampling.continue_draws()
 
     def unfilled(self) -> str:
         return unfilled([("the buffer", self._buffer, self._min_size, self._sampler)])
@@ -165,7 +165,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
             drawn = self._buffer.draw(min(still_wanted, max(1, len(self._buffer))), sampler=self._sampler)
             drawn = still_there(self._buffer, drawn)
             try:
-                lengths = self._buffer.sampling.extents(drawn.ids)[0]
+                lengths = self._buffer._sampling.extents(drawn.ids)[0]
             except TrajectoryUnavailableError:  # just evicted: draw others
                 continue
             fits = self._wait(drawn, lengths)
@@ -180,7 +180,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         rows = zip(drawn.ids.tolist(), lengths.tolist(), strict=True)
         good = np.array([self._is_fit(number, length) for number, length in rows], np.bool_)
         if self._waiting.buffer != drawn.buffer:  # another store was loaded
-            here = self._buffer.sampling.readable(self._waiting)
+            here = self._buffer._sampling.readable(self._waiting)
             self._waiting, self._lengths = self._waiting.at(here), self._lengths[here]
         self._waiting = _joined(self._waiting, drawn.at(good))
         self._lengths = np.concatenate([self._lengths, lengths[good]])
@@ -219,7 +219,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def columns(self, drawn: tuple[Drawn, ...]) -> list[dict[str, npt.NDArray[Any]] | None]:
         rows = reduce(_joined, self._part(drawn), drawn[0].at(slice(0)))
-        return [columns_of(self._buffer, rows) | {"tokens": self._buffer.sampling.extents(rows.ids)[0]}]
+        return [columns_of(self._buffer, rows) | {"tokens": self._buffer._sampling.extents(rows.ids)[0]}]
 
     def rows(self, drawn: tuple[Drawn, ...]) -> int:
         return len(self._part(drawn))
@@ -235,9 +235,9 @@ class TokenSource(Source[tuple[Drawn, ...]]):
         """Return this rank's packs, see :func:`~trajstore._core.feeding.packing.lay_out`; ignores ``out``."""
         packs = []
         for pack in self._part(drawn):
-            rows = self._buffer.sampling.token_rows(pack.ids, self._columns)
+            rows = self._buffer._sampling.token_rows(pack.ids, self._columns)
             try:
-                if not self._buffer.sampling.readable(pack).all():
+                if not self._buffer._sampling.readable(pack).all():
                     raise TrajectoryUnavailableError("other trajectories have the ids of drawn ones since a load")
                 packs.append(lay_out(rows, self._layout, self._pad_id, pack))
             finally:
@@ -284,7 +284,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.check(state)  # again: it may be loaded later, perhaps in another process
         if self._sampler is not None:
-            self._buffer.follow(self._sampler)
+            self._sampler.follow(self._buffer)
             self._sampler.load_state_dict(state["sampler"])
         self._buffer.load_state_dict(state["buffer"])
         self._skipped = int(state["skipped"])

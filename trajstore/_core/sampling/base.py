@@ -148,6 +148,13 @@ class Sampler(ABC):
     def ids(self) -> IntArray:
         """Ids of added and not evicted trajectories, in order of addition."""
 
+    def follow(self, source: Any) -> None:
+        """Take over the trajectories of a buffer, a reader or a handle, as its next draw would.
+
+        Call it before :meth:`load_state_dict`, so that the sampler finds the trajectories of the state.
+        """
+        source._update(self)
+
     @abstractmethod
     def added(self, additions: Additions) -> None:
         """Add trajectories; an id may be added again only after eviction. Ids of a run need not ascend.

@@ -134,7 +134,7 @@ def tell_gone(what: str, ids: IntArray, here: int) -> None:
             "state: %s has entries of %s, none of which is here; they have no effect%s",
             what,
             trajectories(len(ids)),
-            "" if here else " (the sampler has no trajectories: call buffer.follow(sampler) first)",
+            "" if here else " (the sampler has no trajectories: call sampler.follow(buffer) first)",
         )
 
 

@@ -26,9 +26,33 @@ class TrajectoryReplayBuffer(plain.TrajectoryReplayBuffer):
     _warns_of_path = False  # RLinf's workers always pass it
 
     @property
+    def auto_save(self) -> bool:
+        """Whether trajectories are written."""
+        return self._path is not None
+
+    @property
+    def auto_save_path(self) -> str | None:
+        """Where trajectories are written; None in memory only."""
+        return self._path
+
+    @property
+    def trajectory_format(self) -> str:
+        """Name of the format of new files."""
+        return self._trajectory_format
+
+    @property
+    def size(self) -> int:
+        """Number of trajectories."""
+        return len(self)
+
+    async def is_ready_async(self, min_size: int) -> bool:
+        """Return whether there are at least ``min_size`` trajectories."""
+        return self.is_ready(min_size)
+
+    @property
     def enable_cache(self) -> bool:
         """Whether written trajectories stay in memory; always true for a buffer in memory only."""
-        return self.live.contents.cache is not None
+        return self._live.contents.cache is not None
 
     @property
     def random_generator(self) -> torch.Generator:
@@ -63,10 +87,10 @@ class _Index(Mapping[int, dict[str, Any]]):
 
     @property
     def _index(self) -> TrajectoryIndex:
-        return self._buffer.live.contents.index
+        return self._buffer._live.contents.index
 
     def __getitem__(self, trajectory_id: int) -> dict[str, Any]:
-        with self._buffer.live.contents.lock:
+        with self._buffer._live.contents.lock:
             entry = self._index.entry(self._index.position_of(trajectory_id))
         return {
             "num_samples": entry.num_samples,
