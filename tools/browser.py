@@ -15,7 +15,7 @@ from typing import Any
 
 from trajstore.view.correcting import Correcting
 from trajstore.view.server import served
-from trajstore.view.shown import shown_at
+from trajstore.view.shown import OfReader
 
 PATIENCE = 600
 """Seconds that a loaded machine may take."""
@@ -89,9 +89,9 @@ def serving(
     compare: Path | None = None,
 ) -> Iterator[str]:
     """Serve a directory from a thread, with ``--write`` if an author of values is named; yields the address."""
-    other = None if compare is None else shown_at(compare)
+    other = None if compare is None else OfReader(compare)
     correcting = None if who is None else Correcting(path, who)
-    with served(shown_at(path, pin=pin), "127.0.0.1", 0, other=other, token=token, correcting=correcting) as address:
+    with served(OfReader(path, pin=pin), "127.0.0.1", 0, other=other, token=token, correcting=correcting) as address:
         yield address.removesuffix("/")
 
 

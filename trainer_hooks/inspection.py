@@ -1,39 +1,34 @@
-"""Pool support for operations and the viewer, registered under the entry point group ``trajstore.pools``."""
+"""Read-only views of a pool's store, for operations and the viewer; its run may still be writing.
+
+Registered under the entry point group ``trajstore.pools``.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
-from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry
-from trainer_hooks.replay.facts import POOL_FACTS
-from trainer_hooks.replay.looking import Records, SeenPool, pool_of_files
-from trainer_hooks.replay.persistence import (
-    BUCKETS_FILE,
-    TRAJECTORIES_FILE,
-    newest_pool,
-    read_buckets,
-    read_pool,
-    saved_pools,
-)
-from trainer_hooks.replay.state import recover
+from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
+from trainer_hooks.replay.facts import POOL_FACTS, with_pool_facts
+from trainer_hooks.replay.late_values import with_training
+from trainer_hooks.replay.state import PoolState, recover
 from trainer_hooks.replay.store import PoolPoint, newest_point
+from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.base import Directory
 from trajstore._core.reading.shard_access import ShardAccess
 from trajstore._core.store.catalog import Catalog
-from trajstore.errors import StoreError
-from trajstore.operations.measure import turns_of
-from trajstore.operations.statistics import agents_report, policy_report, range_of
-from trajstore.operations.verification import Problem, Progress, Verification
+from trajstore._core.store.run_ids import id_from
+from trajstore._core.store.saved_points import PINS_FOLDER
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from trajstore.query import Query
 
 Report = dict[str, Any]
 
@@ -107,63 +102,122 @@ class _Documents:
         return record
 
 
-def inspect_files(directory: Directory) -> Report:
-    """Return the report of :func:`trajstore.operations.inspect.inspect` on the three files of an experience pool."""
-    contents = read_pool(Path(directory.url))
-    refused: Counter[str] = Counter()
-    held = [item for items in contents.task2trajectories.values() for item in items]
-    malformed = Refusal.MALFORMED.value
-    refused[malformed] = len(contents.unreadable)
-    trajectories = []  # the well-formed ones
-    sizes = directory.sizes()
-    for item in held:
-        entry = new_entry(item, 0)
-        if isinstance(entry, Refusal):
-            refused[entry.value] += 1
-        if entry is not Refusal.MALFORMED:
-            trajectories.append(item)
-    total = len(trajectories) + refused[malformed]
-    versions = [item.policy_version for item in trajectories if item.policy_version is not None]
-    lengths = [len(item.input_ids) for item in trajectories if item.input_ids is not None]
-    outcomes = [
-        item.reward.outcome for item in trajectories if item.reward is not None and item.reward.outcome is not None
-    ]
-    turns = [count for item in trajectories if (count := turns_of(item)) is not None]
-    messages = sum(bool(item.messages) for item in trajectories)
-    return {
-        "kind": "experience_pool",
-        "path": directory.url,
-        "trajectories": total,
-        "samples": total,
-        "files": len(sizes),
-        "size_on_disk": sum(sizes.values()),
-        "measured": len(trajectories),
-        "tokens": range_of(lengths),
-        "replayable": total - refused.total(),
-        "refused": dict(+refused),
-        "agents": agents_report(len(trajectories), len(contents.task2trajectories), 0, outcomes, turns, messages),
-        "policy": policy_report(versions, versions, (), len(trajectories) - len(versions)),
-        "difficulties": {str(key): len(tasks) for key, tasks in sorted(contents.difficulty2task_dict.items())},
-        "skipped_tasks": len(contents.skip_uid_set),
-    }
+@dataclass(frozen=True, slots=True, eq=False)
+class SeenPool:
+    """A pool's contents at one moment.
+
+    Attributes:
+        buffer: has its trajectories, perhaps among others.
+        state: of the pool.
+        among_others: whether the store has all rollouts of the trainer, which are shown too.
+    """
+
+    buffer: Reader
+    state: PoolState
+    among_others: bool = False
+
+    def __len__(self) -> int:
+        return len(self.buffer) if self.among_others else self.state.count()
+
+    def overview(self) -> dict[str, Any]:
+        """Return figures of the pool: tasks per difficulty now and by step, demonstrations, skipped tasks."""
+        buckets = self.state.buckets.sizes()
+        by_step = self.state.difficulties
+        steps = sorted(by_step)
+        known = sorted({*buckets, *(key for sizes in by_step.values() for key in sizes)})
+        return {
+            "histories": self.state.count(),
+            "tasks": len(self.state.entries),
+            "demonstrations": self.state.demonstrations(),
+            "skipped": len(self.state.skip),
+            "difficulties": [[key, buckets.get(key, 0)] for key in known],
+            "steps": steps,
+            "by_step": [[by_step[step].get(key, 0) for step in steps] for key in known],
+        }
+
+    def query(self) -> Query:
+        """Return a query over the trajectories; see :meth:`ExperienceManager.query`."""
+        whole = self.buffer.query()
+        return replace(whole, facts=lambda: with_pool_facts(whole.facts(), self.state, every=self.among_others))
+
+    def get(self, shown: str) -> AgentTrajectory:
+        """Return a trajectory by its id.
+
+        Raises:
+            TrajectoryUnavailableError: the pool has no such id.
+            CorruptStoreError: it is damaged.
+        """
+        number = id_from("trajectory_id", shown)
+        chosen = (entry.trajectory_id for entry in self.state.all_entries())
+        if not self.among_others and number not in chosen:
+            raise TrajectoryUnavailableError(f"trajectory {shown}: not in the pool, or no longer")
+        record = self.buffer.get(number)
+        if not isinstance(record, AgentTrajectory):
+            raise CorruptStoreError(f"trajectory {shown}: a step trajectory, which a pool cannot hold")
+        return record
 
 
-def verify_files(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    """Add the results of ``verify`` for the three files of a pool."""
-    contents = read_pool(Path(directory.url))
-    sizes = directory.sizes()
-    result.files, result.nbytes = len(sizes), sum(sizes.values())
-    result.trajectories = sum(map(len, contents.task2trajectories.values()))
-    result.problems += [Problem(TRAJECTORIES_FILE, problem) for problem in contents.unreadable]
-    bucket_of: dict[str, str] = {}
-    for difficulty, tasks in orjson.loads(directory.read(BUCKETS_FILE)).items():  # a dict, as read_pool has checked
-        for task in tasks:
-            if task in bucket_of:
-                problem = f"task {task} is in the buckets {bucket_of[task]} and {difficulty}; the later one counts"
-                result.notes.append(f"{BUCKETS_FILE}: {problem}")
-            bucket_of[task] = difficulty
-    if progress is not None:
-        progress(1, 1)
+class Records:
+    """The trajectories of a pool's store, each read once, and its newest saved point.
+
+    Args:
+        reader: shows the store.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._known: dict[int, AgentTrajectory] = {}
+        """Trajectories without messages and tokens."""
+        self._entries: dict[int, PoolEntry | Refusal] = {}
+        self._files: list[str] = []
+
+    def look(self) -> SeenPool:
+        """Return the pool as the reader shows it now.
+
+        Raises:
+            CorruptStoreError: its point cannot be decoded.
+        """
+        self._files = self._point_files()
+        recovered = recover(self, lambda _, number: self._entries[number])
+        kept = self.kept(self._known)
+        self._known = {number: record for number, record in self._known.items() if number in kept}
+        self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
+        return SeenPool(self._reader, recovered.state, among_others=recovered.among_others)
+
+    def is_current(self) -> bool:
+        """Return whether no point was saved since :meth:`look`."""
+        return self._files == self._point_files()
+
+    def newest_point(self) -> PoolPoint | None:
+        request = self._reader._live.request
+        return newest_point(Catalog.open(self._directory()), None if request is None else request.pin)
+
+    def _directory(self) -> Directory:
+        (catalog,) = self._reader._live.catalogs_by_rank().values()
+        return catalog.directory
+
+    def _point_files(self) -> list[str]:
+        """Return the files of all snapshots; the names of states change with every point."""
+        return sorted(self._directory().listing(PINS_FOLDER)[0])
+
+    def get(self, trajectory_id: int, /) -> AgentTrajectory:
+        known = self._known.get(trajectory_id)
+        if known is not None:
+            return known
+        stored = self._reader.get(trajectory_id)
+        if not isinstance(stored, AgentTrajectory):
+            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
+        record = with_training(stored)
+        self._entries[trajectory_id] = entry_of(record, trajectory_id)
+        light = AgentTrajectory(task_id=record.task_id, tokenizer_fingerprint=record.tokenizer_fingerprint)
+        self._known[trajectory_id] = light
+        return light
+
+    def kept(self, ids: Collection[int], /) -> set[int]:
+        return {*ids} & {*self._reader.trajectory_ids.tolist()}
+
+    def newest_id(self) -> int:
+        return max(self._reader.trajectory_ids.tolist(), default=-1)
 
 
 class Support:
@@ -173,20 +227,7 @@ class Support:
 
     report = staticmethod(pool_report)
     is_pool = staticmethod(is_of_a_pool)
-    inspect_files = staticmethod(inspect_files)
-    verify_files = staticmethod(verify_files)
     records = Records
-
-    newest_files = staticmethod(newest_pool)
-
-    @staticmethod
-    def of_files(base: Path, newest: Path) -> tuple[SeenPool, str | None]:
-        pool, damage = pool_of_files(newest)
-        buckets = {step: read_buckets(folder) for step, folder in saved_pools(base).items()}
-        difficulties = {
-            step: {key: len(tasks) for key, tasks in tasks_of.items()} for step, tasks_of in buckets.items()
-        }
-        return replace(pool, difficulties=difficulties), damage
 
 
 SUPPORT = Support()

@@ -15,7 +15,6 @@ from tests.cli.stores import Run
 from tests.replay.conftest import build
 from tests.stores import reader_of, stored
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.persistence import PoolContents, write_pool
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
 from trajstore.cli import FAILED
 from trajstore.errors import SchemaMismatchError
@@ -43,32 +42,6 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert inspect(path)["agents"]["outcomes"] == {"min": 0.0, "mean": 0.25, "max": 1.0}
     assert "  | go\n" in run.out("inspect", path, "--trajectory", 1)
     assert run.json("inspect", path, "--trajectory", 1, "--sample", 4)["values"]["input_ids"] == 1004
-
-
-def test_experience_pool(run: Run, shared_fixtures: Path) -> None:
-    report = inspect(shared_fixtures / "experience_pool" / "step_120")
-    assert report["kind"] == "experience_pool"
-    assert report["difficulties"] == {"1": 1, "3": 2, "5": 2}
-    assert report["skipped_tasks"] == 2
-    assert report["trajectories"] > 0
-    code, _, err = run("inspect", shared_fixtures / "experience_pool" / "step_120", "--trajectory", 0)
-    assert (code, "this is the files of a pool" in err) == (FAILED, True), "which have no single trajectory"
-
-
-def test_an_experience_pool_tells_what_of_it_can_be_replayed(run: Run, tmp_path: Path) -> None:
-    whole = AgentTrajectory(
-        input_ids=torch.tensor([1, 2]),
-        loss_mask=torch.tensor([0, 1]),
-        response_start=1,
-        old_log_probs=torch.tensor([-0.5]),
-        task_id="a",
-    )
-    held = {"a": [whole, AgentTrajectory(task_id="a", messages=[{"role": "user", "content": "no tokens"}])]}
-    write_pool(tmp_path / "step_1", PoolContents({1: ["a"]}, [], held))
-    report = inspect(tmp_path / "step_1")
-    assert (report["trajectories"], report["replayable"]) == (2, 1)
-    assert report["refused"] == {"no_tokens": 1}
-    assert figures(run.out("inspect", tmp_path / "step_1"))["refused no tokens"] == "1"
 
 
 def agent_store(path: Path, count: int = 4, **more: object) -> Path:
@@ -148,32 +121,6 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
     assert [figure_of[name] for name in names] == ["4", "2", "2", "1", "1"]
 
 
-def test_a_folder_without_ranks_is_no_run_directory(run: Run, shared_fixtures: Path) -> None:
-    folder = shared_fixtures / "experience_pool"
-    out = run.out("inspect", folder)
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-    assert f"{folder}: folder with {', '.join(names)} (experience pool)" in out
-    assert f"this is a folder with {', '.join(names)}" in run.err("inspect", folder, "--trajectory", 0)
-    assert f"holds a folder with {', '.join(names)}" in run.err("pool", "export", folder, "nowhere")
-
-
-def test_saved_states_of_one_pool_are_not_added_up(run: Run, tmp_path: Path) -> None:
-    """The newest that can be read counts; pools of other names are pools of their own."""
-    manager = ExperienceManager(PoolRules(n_rollout=4))
-    for step in (9, 10, 11):
-        manager.save_trajectories_to_memory([build("a", step), build("b", step, entropys=None)])
-        manager.save_experience_pool_to_disk(tmp_path / "run" / "experience_pool" / f"step_{step}")
-    report = inspect(tmp_path / "run")
-    assert [report[key] for key in ("trajectories", "samples", "replayable")] == [6, 6, 6]
-    assert report["files"] == 9
-    figure_of = figures(run("inspect", tmp_path / "run" / "experience_pool")[1])
-    assert (figure_of["replayable"], figure_of["earlier states"]) == ("6", "2")
-    (tmp_path / "run" / "experience_pool" / "step_11" / "task2trajectories.pkl").write_bytes(b"damaged")
-    assert inspect(tmp_path / "run")["trajectories"] == 4
-    (tmp_path / "run" / "experience_pool" / "step_9").rename(tmp_path / "run" / "experience_pool" / "other")
-    assert inspect(tmp_path / "run")["trajectories"] == 4 + 2
-
-
 @pytest.mark.parametrize("name", ["step", "global_step"])
 def test_checkpoints_of_one_store_are_not_added_up(name: str, run: Run, tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
@@ -182,10 +129,6 @@ def test_checkpoints_of_one_store_are_not_added_up(name: str, run: Run, tmp_path
             buffer.save_checkpoint(tmp_path / "checkpoints" / f"{name}_{step}")
     report = inspect(tmp_path / "checkpoints")
     assert (report["trajectories"], report["agents"]["rollouts"], report["earlier_states"]) == (2, 2, 1)
-    manager = ExperienceManager(PoolRules(n_rollout=4))
-    manager.save_trajectories_to_memory([build("a", 1)])
-    manager.save_experience_pool_to_disk(tmp_path / "checkpoints" / "step_11")
-    assert inspect(tmp_path / "checkpoints")["trajectories"] == 3, "the newest of each kind"
 
 
 def test_rollouts_that_name_no_task_are_no_task(run: Run, tmp_path: Path) -> None:

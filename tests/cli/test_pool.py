@@ -167,6 +167,12 @@ def test_a_store_of_rollouts_can_be_seeded(run: Run, tmp_path: Path) -> None:
         assert (len(manager), len(store.ids())) == (0, 19)
 
 
+def test_files_of_a_pool_are_shown_once_they_are_in_a_store(run: Run, shared_fixtures: Path) -> None:
+    for folder in (shared_fixtures / "experience_pool", shared_fixtures / "experience_pool" / "step_120"):
+        for words in (("inspect", folder), ("verify", folder), ("view", folder, "--port", 0), ("list", folder)):
+            assert f"`trajstore pool seed STORE {folder}` makes a store of them" in run.err(*words)
+
+
 def test_files_and_the_pool_itself_are_no_places_for_it(run: Run, tmp_path: Path) -> None:
     write_rollouts(tmp_path / "rollouts")
     (tmp_path / "file").write_text("mine")

@@ -77,20 +77,6 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
         assert run("verify", shared_fixtures / "rlinf" / name)[0] == 0, name
 
 
-def test_experience_pool(run: Run, shared_fixtures: Path, tmp_path: Path) -> None:
-    pool = shared_fixtures / "experience_pool" / "step_120"
-    assert run("verify", pool)[0] == 0
-    copy = tmp_path / "step_120"
-    shutil.copytree(pool, copy)
-    buckets = copy / "difficulty2task_dict.json"
-    buckets.chmod(0o644)
-    buckets.write_text('{"1": ["task_0"], "3": ["task_0"]}')
-    out = run.out("verify", copy)  # AgentEvolver's own state, which is loadable
-    assert "note: difficulty2task_dict.json: task task_0 is in the buckets 1 and 3" in out
-    buckets.write_text('{"1": "task_0"}')
-    assert run("verify", copy)[0] == 1
-
-
 def test_a_folder_whose_name_cannot_be_told_hides_no_neighbour(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -244,7 +244,7 @@ def test_a_pin_shows_the_pool_as_it_was(tmp_path: Path) -> None:
         store.close()
 
     def overview(pin: str | None = None) -> dict[str, Any]:
-        with closing(OfReader(path, pin, copied=False)) as shown:
+        with closing(OfReader(path, pin=pin)) as shown:
             assert shown.pool is not None
             return shown.pool.overview()
 
@@ -281,7 +281,7 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
         manager.flush()
         again = ExperienceManager(RULES, store=BufferStore(buffer, finding(ids)))
         assert view(again) == before
-        with closing(OfReader(tmp_path, None, copied=False)) as shown:
+        with closing(OfReader(tmp_path)) as shown:
             assert shown.pool is not None
             assert (len(shown), shown.pool.overview()["histories"]) == (5, 3), "all rollouts are shown"
         report = inspect(tmp_path)

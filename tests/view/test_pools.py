@@ -1,12 +1,10 @@
-"""Pools on the page: in a run's store, as files, in AgentEvolver's format, and in a bundle."""
+"""Pools on the page: in a run's store, and in a bundle."""
 
 from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.replay.conftest import build
 from tests.view.conftest import Serve
@@ -15,7 +13,6 @@ from tests.view.test_bundle import bundled, files_of
 from tests.view.test_page import HOSTILE, ROWS
 from tools.browser import Page
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore.cli import main
 
 RULES = PoolRules(n_rollout=4)
 
@@ -104,37 +101,6 @@ def test_a_pool_shows_its_histories_and_follows_its_run(tmp_path: Path, serve: S
         page.until("document.querySelector('main .trouble')?.textContent.includes('not in the pool')")
 
 
-@pytest.mark.parametrize("folder", ["experience_pool", "experience_pool/step_120", "experience_pool_cmt/linear"])
-def test_pools_of_agent_evolver_are_shown(folder: str, shared_fixtures: Path, serve: Serve, page: Page) -> None:
-    address = serve(shared_fixtures / folder)
-    opened(page, f"{address}/#/overview", "document.querySelectorAll('[aria-label=Pool] .task').length")
-    assert "how often it was replayed" in text_of(page, ".lacking")
-    page.open(f"{address}/#/table")
-    page.until(f"{ROWS}[0] === '{12 if '120' in folder or folder == 'experience_pool' else 13}'")
-    page.run("location.hash = '#/trajectory/0'")
-    page.until("document.querySelector('main .message')")
-    if "linear" in folder:
-        page.until("document.querySelector('#color').value === 'old_log_probs' && document.querySelector('.token')")
-
-
-def test_files_tell_the_difficulty_over_the_steps_and_the_newest_is_shown(
-    tmp_path: Path, serve: Serve, page: Page
-) -> None:
-    with closing(pool(tmp_path / "store")) as store:
-        manager = ExperienceManager(RULES, store=store)
-        for step in (2, 10):
-            manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / f"step_{step}")
-        address = serve(tmp_path / "experience_pool")
-        opened(page, f"{address}/#/overview", "document.querySelector('[data-curve=difficulty] canvas')")
-        assert text_of(page, "#path").endswith("step_10")
-        train(manager, 11, {"e": 2})
-        manager.save_experience_pool_to_disk(tmp_path / "experience_pool" / "step_11")
-        page.until(f"{BUCKETS}.length === 3")
-        page.open(f"{address}/#/table?columns=trajectory_id,uses,committed,demonstration&order=demonstration%20desc")
-        page.until(f"{ROWS}.length === {len(manager)}")
-        assert page.run(f"return {CELLS}[0].slice(1)") == ["", "", "yes"]  # uses and times are unknown, not 0
-
-
 def test_a_bundle_of_a_pool(tmp_path: Path, page: Page) -> None:
     pool(tmp_path / "store", (HOSTILE, "b", "c")).close()
     with files_of(bundled(tmp_path / "store", tmp_path / "out")) as address:
@@ -146,19 +112,12 @@ def test_a_bundle_of_a_pool(tmp_path: Path, page: Page) -> None:
         assert page.run("return document.querySelectorAll('.sibling').length") == 4
 
 
-def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(
-    tmp_path: Path, serve: Serve, page: Page, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
     with closing(BufferStore.open(tmp_path / "odd")) as store:
         store.add_trajectories([build("a"), build("a", tokens=1)])
         store.save({"version": 99}, keep=False)
     opened(page, f"{serve(tmp_path / 'odd')}/#/table", f"{ROWS}.length === 2")
     page.until("document.querySelector('#trouble').textContent.includes('the pool cannot be read')")
-    files = tmp_path / "step_1"
-    files.mkdir()
-    (files / "task2trajectories.pkl").write_bytes(b"")
-    assert main(["view", str(files), "--port", "0"]) != 0
-    assert "difficulty2task_dict.json: absent" in capsys.readouterr().err
 
 
 def test_a_store_becomes_a_pool_while_the_page_is_open(tmp_path: Path, serve: Serve, page: Page) -> None:

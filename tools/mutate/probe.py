@@ -97,13 +97,14 @@ class Report:
 def probe(path: Path, kind: Kind) -> Report:
     """Verify, inspect, load, sample, read and continue the directory at ``path``."""
     report = Report()
+    if kind.content == "pool":
+        report.strict = report.lenient = _look_at_pool(path, report)
+        report.reported = report.strict.error is not None
+        return report
     found, error = _call("verify", lambda: verify(path), report)
     report.reported, report.notes, report.told = _verdict(found, error)
     report.lost = _lost(found)
     _call("inspect", lambda: inspect(path, measure=0), report)
-    if kind.content == "pool":
-        report.strict = report.lenient = _look_at_pool(path, report)
-        return report
     report.strict = _look(path, kind, report, strict=True)
     report.lenient = _look(path, kind, report, strict=False)
     _repair(path, kind, report)

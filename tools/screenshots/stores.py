@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from tools.screenshots.tasks import DETOURS, TASKS, Step, Task
-from trainer_hooks.replay import ExperienceManager, PoolRules
+from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 
 VERSIONS, SIBLINGS = 16, 8
@@ -40,12 +40,14 @@ def write_slower(path: Path) -> None:
 
 
 def write_pool(path: Path) -> None:
-    """Write the files of a pool that the same rollouts have entered, those of a policy version in a step."""
-    manager = ExperienceManager(PoolRules(n_rollout=SIBLINGS))
+    """Write a pool that the same rollouts have entered, those of a policy version in a step."""
+    store = BufferStore.open(path)
+    manager = ExperienceManager(PoolRules(n_rollout=SIBLINGS), store=store)
     for step, rollouts in groupby(_rollouts(path.parent / "tokenizer"), lambda rollout: rollout.policy_version):
         manager.global_steps = int(step or 0)
         manager.admit(list(rollouts))
-        manager.save_experience_pool_to_disk(path / f"step_{step}")
+        manager.flush()
+    store.close()
 
 
 def write_noted(path: Path) -> None:

@@ -228,6 +228,8 @@ def holds_others(store: str | Path) -> bool:
         StoreNotFoundError: it is a file.
         CorruptStoreError: it cannot be read.
     """
+    if "://" not in str(store) and (Path(store) / POOL_FILES[0]).is_file():
+        raise ConfigurationError(f"{store}: holds the files of a pool, not its store; give the directory of its store")
     try:
         place = find_place(store)
     except StoreNotFoundError:
@@ -235,9 +237,9 @@ def holds_others(store: str | Path) -> bool:
             raise
         return False
     if place.kind != "store":
-        descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool, not its store"}
         folder = "a run directory" if place.rank_names else "a folder"
-        description = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        is_of_rlinf, parts = place.kind == "rlinf", listed(part.name for part in place.parts)
+        description = "a directory of RLinf" if is_of_rlinf else f"{folder} with {parts}"
         raise ConfigurationError(f"{store}: holds {description}; give the directory of the pool's store")
     with _Reader(store) as reader:
         newest = reader.newest_id()

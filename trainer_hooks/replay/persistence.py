@@ -80,18 +80,13 @@ class PoolContents:
 
 def newest_pool(base: str | Path) -> Path | None:
     """Return the newest complete ``step_N`` below the folder ``base``; ``None`` if there is none."""
-    return next(reversed(saved_pools(base).values()), None)
-
-
-def saved_pools(base: str | Path) -> dict[int, Path]:
-    """Return the complete ``step_N`` below ``base`` by N, the earliest first; ``base`` need not exist."""
     base = Path(base)
     pools: list[tuple[int, Path]] = []
     for path in base.iterdir() if base.is_dir() else ():
         match = _STEP.fullmatch(path.name)
         if match is not None and all((path / name).is_file() for name in POOL_FILES):
             pools.append((int(match.group(1)), path))
-    return dict(sorted(pools))
+    return max(pools)[1] if pools else None
 
 
 def write_pool(directory: Path, contents: PoolContents) -> None:
@@ -127,7 +122,7 @@ def read_pool(directory: Path) -> PoolContents:
     """
     if not check_path(directory).is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
-    buckets = read_buckets(directory)
+    buckets = _read_buckets(directory)
     skip = _json(directory / SKIP_FILE)
     if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
         raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
@@ -184,7 +179,7 @@ def _json(path: Path) -> Any:
         raise CorruptStoreError(f"{path}: not JSON: {error}") from error
 
 
-def read_buckets(directory: Path) -> dict[int, list[str]]:
+def _read_buckets(directory: Path) -> dict[int, list[str]]:
     """Return the tasks of a saved pool by difficulty.
 
     Raises:

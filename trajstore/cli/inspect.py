@@ -15,7 +15,6 @@ from trajstore.errors import counted, listed
 KINDS = {
     "store": "trajectory store",
     "rlinf": "RLinf directory",
-    "experience_pool": "experience pool",
     "run": "run directory",
     "unreadable": "cannot be read",
 }
@@ -35,7 +34,7 @@ def _id(text: str) -> int:
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
     parser.add_argument("--json", action="store_true", help="write the report as JSON")
     parser.add_argument("--each", action="store_true", help="show every rank of a run as fully as a single store")
     parser.add_argument(
@@ -131,7 +130,7 @@ def _kind(report: dict[str, Any]) -> str:
         names = listed(part["path"].rstrip("/").rpartition("/")[2] for part in report["parts"])
         kinds = dict.fromkeys(_kind(part) for part in report["parts"])
         return f"folder with {names} ({', '.join(kinds)})"
-    return KINDS["experience_pool" if report.get("pool") else report["kind"]]
+    return "experience pool" if report.get("pool") else KINDS[report["kind"]]
 
 
 def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -170,13 +169,12 @@ def _write_integrity(report: dict[str, Any], out: Output) -> None:
 
 COMMAND = Command(
     name="inspect",
-    summary="show what is in a store, checkpoint, run directory or experience pool",
+    summary="show what is in a store, checkpoint or run directory",
     description=(
         "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
         "'Size on disk' counts all files, 'live bytes' the columns of the trajectories shown; shards also have "
         "headers and evicted or pinned rows. For a folder, all stores below it are counted. "
-        "Reads RLinf's directories and experience pools too. A writer may be running. Writes nothing but a reader's "
-        "lease "
+        "Reads RLinf's directories too. A writer may be running. Writes nothing but a reader's lease "
         "while a writer has the store open. Exit code 1: problems are listed."
     ),
     configure=_configure,

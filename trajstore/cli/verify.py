@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or experience pool; path or URL")
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 

@@ -19,9 +19,7 @@ _PORT = 8421
 
 
 def _configure(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "path", metavar="PATH", help="store, checkpoint, run directory, directory of RLinf or experience pool"
-    )
+    parser.add_argument("path", metavar="PATH", help="store, checkpoint, run directory or directory of RLinf")
     parser.add_argument("--pin", metavar="NAME", help="show the trajectories of a pin")
     parser.add_argument("--compare", metavar="PATH", help="show the curves of another store or run beside these")
     parser.add_argument("--port", metavar="N", type=int, help=f"port; 0 = any free one (default: {_PORT})")
@@ -105,10 +103,10 @@ def _serve(options: Namespace, out: Output) -> int:
 
 def _living(options: Namespace, *, copied: bool = False) -> Living:
     from trajstore.view.living import Living
-    from trajstore.view.shown import shown_at
+    from trajstore.view.shown import OfReader
 
-    other = None if options.compare is None else shown_at(options.compare, copied=copied)
-    return Living(shown_at(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
+    other = None if options.compare is None else OfReader(options.compare, copied=copied)
+    return Living(OfReader(options.path, pin=options.pin, copied=copied), tokenizer=options.tokenizer, other=other)
 
 
 def _login() -> str | None:
@@ -124,7 +122,7 @@ COMMAND = Command(
     name="view",
     summary="show a store as a page in a browser, live",
     description=(
-        "Show a store, checkpoint, run directory, directory of RLinf or experience pool as a page in a browser: a "
+        "Show a store, checkpoint, run directory or directory of RLinf as a page in a browser: a "
         "table of trajectories, rollouts as conversations and coloured tokens, groups, curves. New commits "
         "appear on the page; the writer never waits. Nothing is written, unless --write lets the page set late "
         "values, as annotate does; nothing is loaded from other servers. Needs the extra 'view'. With --bundle, a "

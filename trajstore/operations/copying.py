@@ -203,8 +203,6 @@ def _left_out_notes(url: str) -> list[str]:
 
 def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, lenient: bool) -> Copied:
     """Copy a store, or each store of a run into a folder of the same name; ``lenient`` skips unreadable parts."""
-    if place.kind == "experience_pool":
-        raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
     directory = open_directory(target)
     if nested(open_directory(place.url), directory):
         raise ConfigurationError(f"{target}: is within {place.url}, or contains it; copy to another directory")

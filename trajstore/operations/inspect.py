@@ -5,7 +5,6 @@ Needs no writer. Writes nothing except a reader's lease while a writer has the s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import measure as measure_blocks
 from trajstore.operations.mirrors import mirror_report
 from trajstore.operations.points import points_report, run_points_report
-from trajstore.operations.pools import pool_support, pool_support_for
+from trajstore.operations.pools import pool_support
 from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
 from trajstore.operations.verification import Progress
 
@@ -39,11 +38,11 @@ MEASURED_AT_MOST = 2_000
 """Default number of the newest step trajectories whose rewards and episodes are read."""
 
 _STATES = ("step_", "global_step_")
-"""Names, with a number, of the states of one store or pool that trainers save beside each other."""
+"""Names, with a number, of the states of one store that trainers save beside each other."""
 
 
 def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
-    """Return a report on a store, checkpoint, directory of RLinf, experience pool, or a folder of these.
+    """Return a report on a store, checkpoint, directory of RLinf, or a folder of these.
 
     Args:
         path: local path or URL.
@@ -66,7 +65,7 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
         A folder has ``parts`` (one report each), the figures of all stores together, and ``run_points`` (saved points
-        by step, with the ranks that lack each). Of checkpoints and pools named ``step_N`` or ``global_step_N``, only
+        by step, with the ranks that lack each). Of checkpoints named ``step_N`` or ``global_step_N``, only
         the newest counts;
         ``earlier_states`` is the number of the others. A folder with ``rank_*`` also has ``ranks`` (their number),
         ``opened`` (trajectories shown when it is opened) and ``beside`` (folders with stores that are not shown then).
@@ -89,8 +88,6 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> tup
 
         report, facts = inspect_rlinf(place.directory, measure, progress)
         return report | figures([facts]), [facts]
-    if place.kind == "experience_pool":
-        return pool_support_for(place.directory.url).inspect_files(place.directory), []
     return _inspect_run(place, measure, progress)
 
 
@@ -118,7 +115,6 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
         "measured": sum(part.get("measured", 0) for part in current),
-        **_replayable(current),
         **figures(facts),
         "waiting": _waiting(place, parts),
         "run_points": run_points_report(parts),
@@ -133,17 +129,6 @@ def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
     states = [part for at, part in pairs if at.name.rstrip("0123456789") in _STATES]
     newest = {part["kind"]: part for part in states}
     return [part for part in parts if newest.get(part["kind"]) is part or all(part is not state for state in states)]
-
-
-def _replayable(parts: Sequence[Report]) -> Report:
-    """Return the sums over the files of pools; nothing without any."""
-    pools = [part for part in parts if "replayable" in part]
-    if not pools:
-        return {}
-    refused: Counter[str] = Counter()
-    for part in pools:
-        refused.update(part["refused"])
-    return {"replayable": sum(part["replayable"] for part in pools), "refused": dict(refused)}
 
 
 def _waiting(place: Place, parts: Sequence[Report]) -> Report | None:

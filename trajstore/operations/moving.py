@@ -182,8 +182,6 @@ def _stores(places: Sequence[Place], result: Copied) -> dict[int, Place]:
 
 
 def _leaves(place: Place) -> list[Place]:
-    if place.kind == "experience_pool":
-        raise ConfigurationError(f"{place.url}: is an experience pool; copy its files with any tool")
     return [store for part in place.parts for store in _leaves(part)] if place.kind == "run" else [place]
 
 

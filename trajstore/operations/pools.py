@@ -8,17 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.buffer.reader import Reader
-from trajstore._core.files.base import Directory
 from trajstore._core.store.catalog import Catalog
-from trajstore.errors import ConfigurationError
-from trajstore.operations.verification import Progress, Verification
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -81,18 +77,6 @@ class PoolSupport(Protocol):
     def records(self, reader: Reader) -> Records:
         """Return the trajectories of a pool's store."""
 
-    def inspect_files(self, directory: Directory) -> Report:
-        """Return the report of ``inspect`` on the three files of a pool."""
-
-    def verify_files(self, directory: Directory, result: Verification, progress: Progress | None) -> None:
-        """Add what ``verify`` finds in the three files of a pool."""
-
-    def newest_files(self, folder: Path) -> Path | None:
-        """Return the newest ``step_N`` folder; None if there is none."""
-
-    def of_files(self, base: Path, newest: Path) -> tuple[Pool, str | None]:
-        """Return the pool in ``newest`` with the difficulties of all steps in ``base``, and a sentence on omissions."""
-
 
 @cache
 def pool_support() -> PoolSupport | None:
@@ -100,18 +84,3 @@ def pool_support() -> PoolSupport | None:
     for point in entry_points(group="trajstore.pools"):
         return cast(PoolSupport, point.load())
     return None
-
-
-def pool_support_for(path: str) -> PoolSupport:
-    """Return the registered object for a directory that has a pool's files.
-
-    Raises:
-        ConfigurationError: no installed package registers one.
-    """
-    support = pool_support()
-    if support is None:
-        raise ConfigurationError(
-            f"{path}: an experience pool, and no installed package reads these: trainer_hooks does, see "
-            "docs/howto/experience.md"
-        )
-    return support

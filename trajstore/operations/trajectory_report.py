@@ -120,9 +120,9 @@ def _places_of(path: str | Path, number: int) -> tuple[Place, Place]:
     if place is None:
         raise no_rank(path, number, ranks)
     if place.kind != "store":
-        descriptions = {"rlinf": "a directory of RLinf", "experience_pool": "the files of a pool"}
         folder = "a run directory" if place.rank_names else "a folder"
-        kind = descriptions.get(place.kind) or f"{folder} with {listed(part.name for part in place.parts)}"
+        is_of_rlinf = place.kind == "rlinf"
+        kind = "a directory of RLinf" if is_of_rlinf else f"{folder} with {listed(part.name for part in place.parts)}"
         raise ConfigurationError(f"{path}: single trajectories can only be shown of a store; this is {kind}")
     return run, place
 

@@ -55,7 +55,7 @@ class Verification:
 
     Attributes:
         path: the verified path.
-        kind: ``"store"``, ``"rlinf"``, ``"experience_pool"`` or ``"run"``.
+        kind: ``"store"``, ``"rlinf"`` or ``"run"``.
         problems: damage; for a run, including that of its parts.
         notes: remarks other than damage: leftovers of an interrupted writer, foreign files.
         trajectories: number of trajectories whose data was checked.

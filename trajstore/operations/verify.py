@@ -16,13 +16,12 @@ from trajstore._core.store.sealed import METADATA_NAME
 from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, counted, listed, trajectories
 from trajstore.operations.foreign import MISSING, iterate_rlinf
 from trajstore.operations.points import absent_ranks, incomplete_points
-from trajstore.operations.pools import pool_support_for
 from trajstore.operations.store_damage import check_state, check_store
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
 
 
 def verify(path: str | Path, progress: Progress | None = None) -> Verification:
-    """Verify a store, a checkpoint, a directory of RLinf, an experience pool, or a folder of these.
+    """Verify a store, a checkpoint, a directory of RLinf, or a folder of these.
 
     For a store, this checks the snapshot, log, metadata and pins; the presence, size and checksum of every named file;
     that columns which are not mapped can be decoded; that ids and UUIDs are unique; and that every JSON document
@@ -65,7 +64,7 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
             sum(getattr(part, name) for part in result.parts) for name in ("trajectories", "pinned", "files", "nbytes")
         )
         return result
-    check = {"store": check_store, "rlinf": _verify_rlinf, "experience_pool": _verify_pool}[place.kind]
+    check = check_store if place.kind == "store" else _verify_rlinf
     try:
         check(place.directory, result, progress)
     except (CorruptStoreError, UnsafeContentError, OSError) as error:  # prevents any further check
@@ -122,7 +121,3 @@ def _wrong_totals(found: RLinfSource) -> list[Problem]:
             Problem(METADATA_NAME, f"{text}written, as by RLinf's checkpoints of a buffer in memory", uncounted=True)
         ]
     return []
-
-
-def _verify_pool(directory: Directory, result: Verification, progress: Progress | None) -> None:
-    pool_support_for(directory.url).verify_files(directory, result, progress)

@@ -1,4 +1,4 @@
-"""Sources of the page's contents: a directory, a pool in it, a pool's files, or a handle of stores. Thin."""
+"""Sources of the page's contents: a directory, a pool in it, or a handle of stores. Thin."""
 
 from __future__ import annotations
 
@@ -11,20 +11,16 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trajstore._core.base.types import IntArray
-from trajstore._core.buffer.reader import Reader
-from trajstore._core.files.opening import open_directory
-from trajstore._core.reading.places import kind_of, ranks_of
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import id_from
 from trajstore.errors import (
-    ConfigurationError,
     CorruptStoreError,
     TrajectoryUnavailableError,
     listed,
 )
 from trajstore.operations.opening import open_readable
-from trajstore.operations.pools import Pool, PoolSupport, pool_support, pool_support_for
+from trajstore.operations.pools import Pool, pool_support
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
@@ -86,41 +82,37 @@ class Shown(Protocol):
         """Release all resources."""
 
 
-def shown_at(path: str | Path, *, pin: str | None = None, copied: bool = False) -> Shown:
-    """Open a store, a checkpoint, a run, a directory of RLinf, or a pool (in a store or as files).
+class OfReader:
+    """The contents of a store, a checkpoint, a run or a directory of RLinf; for a pool's store, the pool.
 
     Args:
-        path: directory or URL; for a folder of ``step_N`` pools, the newest is shown.
-        pin: show the trajectories of this pin.
+        path: directory or URL.
+        pin: show the trajectories of this pin; None: the newest.
         copied: for a bundle: compare the checksums of each shard, and show late values that wait in the inbox.
 
     Raises:
         StoreNotFoundError: there is nothing to show.
         CorruptStoreError, UnsafeContentError, UnsupportedVersionError: nothing is readable.
-        ConfigurationError: a pin was given for a pool's files.
     """
-    if "://" not in str(path):
-        directory = open_directory(path)
-        kind, support = kind_of(directory), pool_support()
-        if kind == "experience_pool" or (
-            kind is None
-            and support is not None
-            and support.newest_files(Path(path)) is not None
-            and not ranks_of(directory).directories
-        ):
-            if pin is not None:
-                raise ConfigurationError(f"pin: {pin!r}: {path} has pool files, which have no pins")
-            return PoolFiles(Path(path), pool_support_for(str(path)))
-    return OfReader(path, pin, copied)
 
-
-class _OfBuffer:
-    """Base for sources over a buffer's trajectories, or over the pool in it."""
-
-    _reader: Reader
     pool: Pool | None = None
-    pin: str | None = None
     limits: Sequence[str] = ()
+
+    def __init__(self, path: str | Path, *, pin: str | None = None, copied: bool = False) -> None:
+        self.path, self.pin = str(path), pin
+        self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
+        self.damage = damage and f"A part of the store cannot be shown: {damage}"
+        self._support = pool_support()
+        self._records = None if self._support is None else self._support.records(self._reader)
+        self._is_pool: bool | None = None
+        """None if the store is still empty, so that this is unknown."""
+        self._is_seen = False
+        """Whether the pool matches the reader's state."""
+        try:
+            self._look()
+        except CorruptStoreError as error:
+            self._is_pool = False
+            self.damage = f"the pool cannot be read, so the whole store is shown: {error}"
 
     def __len__(self) -> int:
         return len(self._reader if self.pool is None else self.pool)
@@ -136,32 +128,6 @@ class _OfBuffer:
 
     def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
         return self._reader.read(drawn, columns=columns)
-
-
-class OfReader(_OfBuffer):
-    """The contents of a reader; for a pool's store, the pool.
-
-    Args:
-        path: directory or URL.
-        pin: show the trajectories of this pin; None: the newest.
-        copied: as for :func:`shown_at`.
-    """
-
-    def __init__(self, path: str | Path, pin: str | None, copied: bool) -> None:
-        self.path, self.pin = str(path), pin
-        self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
-        self.damage = damage and f"A part of the store cannot be shown: {damage}"
-        self._support = pool_support()
-        self._records = None if self._support is None else self._support.records(self._reader)
-        self._is_pool: bool | None = None
-        """None if the store is still empty, so that this is unknown."""
-        self._is_seen = False
-        """Whether the pool matches the reader's state."""
-        try:
-            self._look()
-        except CorruptStoreError as error:
-            self._is_pool = False
-            self.damage = f"the pool cannot be read, so the whole store is shown: {error}"
 
     def _look(self) -> None:
         if self._is_pool is None and len(self._reader):
@@ -186,42 +152,6 @@ class OfReader(_OfBuffer):
     def close(self) -> None:
         """Release the reader's lease."""
         self._reader.close()
-
-
-class PoolFiles(_OfBuffer):
-    """The three files of a pool, or the newest pool in a folder of ``step_N``.
-
-    Args:
-        path: path of the files or the folder.
-        support: reads them.
-
-    Raises:
-        StoreNotFoundError, IncompleteCheckpointError, CorruptStoreError, UnsafeContentError: the pool is not readable.
-    """
-
-    limits = ("Pool files do not record when a rollout was added or how often it was replayed.",)
-
-    def __init__(self, path: Path, support: PoolSupport) -> None:
-        self._base, self._support = path, support
-        self._files: tuple[Path, int, int] | None = None
-        self.refresh()
-
-    def refresh(self) -> bool:
-        newest = self._support.newest_files(self._base) or self._base
-        there = newest.stat()
-        files = newest, there.st_ino, there.st_mtime_ns
-        if files == self._files:
-            return False
-        pool, self.damage = self._support.of_files(self._base, newest)
-        self.pool, self._reader = pool, pool.buffer
-        self.path, self._files = str(newest), files
-        return True
-
-    def catalogs(self) -> Mapping[int, Catalog]:
-        return {}
-
-    def close(self) -> None:
-        """Do nothing; there is no lease."""
 
 
 class OfHandle:

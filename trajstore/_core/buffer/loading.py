@@ -227,18 +227,12 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
             IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
         ]
         return list(ranks.directories), lacking
-    if kind is None and not directory.exists():
+    place = place_in(directory)
+    if place is None:
         raise nothing_at(path, directory)
-    if kind is None:
-        place = place_in(directory)
-        below = [] if place is None else loadable_in(place)
-        there = f"; in its folders are {listed(below, 3)}: load one by its path" if below else ""
-        raise StoreNotFoundError(
-            f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories){there}"
-        )
     raise StoreNotFoundError(
-        f"{path}: is an experience pool, not a replay buffer; `trajstore inspect` shows it, and `trajstore pool seed "
-        "STORE FILES` makes a store of it"
+        f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories); in its folders are"
+        f" {listed(loadable_in(place), 3)}: load one by its path"
     )
 
 

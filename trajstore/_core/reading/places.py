@@ -1,4 +1,4 @@
-"""Identifies the content of a path: a store, an RLinf directory, an experience pool, or a folder of these."""
+"""Identifies the content of a path: a store, an RLinf directory, or a folder of these."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from trajstore._core.store.sealed import (
 )
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError, counted, listed
 
-PlaceKind = Literal["store", "rlinf", "experience_pool", "run"]
+PlaceKind = Literal["store", "rlinf", "run"]
 
 POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_set.json")
+"""The files that AgentEvolver keeps of an experience pool."""
 
 _RLINF_FILE = re.compile(r"trajectory_\d+_.*\.(pt|pkl)$")
 _RANK = re.compile(r"rank_(\d+)")
@@ -42,7 +43,7 @@ _MAX_DEPTH = 3  # a run directory holds e.g. replay_buffer/rank_3
 
 @dataclass(frozen=True)
 class Place:
-    """A store, RLinf directory, experience pool or run directory.
+    """A store, RLinf directory or run directory.
 
     Attributes:
         kind: ``"run"`` is a folder whose ``parts`` are the places below it, including a store in the folder itself.
@@ -130,9 +131,15 @@ def nothing_at(path: str | Path, directory: Directory) -> StoreNotFoundError:
         kind = kind_of(directory)
         if kind is not None:
             return StoreNotFoundError(f"{path}: is of the kind {kind!r}, which is refused here")
+        files, folders = directory.listing()
+        if POOL_FILES[0] in files or any(POOL_FILES[0] in directory.inner(name).listing()[0] for name in folders):
+            return StoreNotFoundError(
+                f"{path}: has the files of an experience pool and no store; `trajstore pool seed STORE {path}` makes a"
+                " store of them"
+            )
         return StoreNotFoundError(
-            f"{path}: no trajectory store, RLinf directory or experience pool here or in its folders "
-            f"(none has {METADATA_NAME}, {INDEX_NAME} or {POOL_FILES[0]})"
+            f"{path}: no trajectory store or RLinf directory here or in its folders (none has {METADATA_NAME} or "
+            f"{INDEX_NAME})"
         )
     if "://" not in str(path) and Path(path).is_file():
         return StoreNotFoundError(f"{path}: is a file; give the directory that the store is in")
@@ -171,7 +178,7 @@ def _kind_of(directory: Directory, files: Collection[str], folders: Collection[s
             return "store"
     if any(name in (METADATA_NAME, *INDEX_NAMES) or _RLINF_FILE.match(name) for name in files):
         return "rlinf"
-    return "experience_pool" if POOL_FILES[0] in files else None
+    return None
 
 
 def ranks_of(directory: Directory) -> Ranks:
