@@ -115,7 +115,7 @@ def test_a_bundle_of_a_pool(tmp_path: Path, page: Page) -> None:
 def test_a_pool_that_cannot_be_read_is_shown_as_the_store_that_it_is(tmp_path: Path, serve: Serve, page: Page) -> None:
     with closing(BufferStore.open(tmp_path / "odd")) as store:
         store.add_trajectories([build("a"), build("a", tokens=1)])
-        store.save({"version": 99}, keep=False)
+        store.save({"version": 99}, False)
     opened(page, f"{serve(tmp_path / 'odd')}/#/table", f"{ROWS}.length === 2")
     page.until("document.querySelector('#trouble').textContent.includes('the pool cannot be read')")
 
