@@ -24,12 +24,8 @@ from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, Re
 from trajstore.samplers import (
     EpochSampler,
     Hindsight,
-    Priorities,
-    Sampler,
     WeightedSampler,
     sample_hindsight,
-    sample_n_step,
-    sample_sequences,
 )
 
 STEPS, BATCH = 20, 2
@@ -191,27 +187,6 @@ def test_inspect_shows_each_step_by_its_number(path: Path, capsys: pytest.Captur
     assert report["rewards"]["mean"] == pytest.approx(np.mean(VALID))
 
 
-@pytest.mark.parametrize("make", [EpochSampler, WeightedSampler, lambda: WeightedSampler(priorities=Priorities())])
-def test_every_draw_has_valid_steps_alone(reader: TrajectoryReplayBuffer, make: Callable[[], Sampler]) -> None:
-    sampler, seen = make(), []
-    for _ in range(9):  # 73 valid rows: an epoch of 8 batches of 9 and one row
-        batch = reader.sample(9, sampler=sampler)
-        seen += colours_of(batch)
-    assert set(seen) <= set(VALID)
-    if isinstance(sampler, EpochSampler):
-        assert sorted(seen[: len(VALID)]) == VALID
-    assert set(colours_of(reader.sample(500))) <= set(VALID)
-
-
-def test_sequences_and_transitions_have_valid_steps_alone(reader: TrajectoryReplayBuffer) -> None:
-    sequences = sample_sequences(reader, 200, 3, burn_in=1, pad=True)
-    kept = sequences["rewards"][sequences["mask"]].flatten().long()
-    assert set(kept.tolist()) <= set(VALID)
-    steps = sample_n_step(reader, 200, 3, gamma=0.5)
-    assert set(steps["curr_obs"]["states"].flatten().long().tolist()) <= set(VALID)
-    assert set(steps["curr_obs"]["image"].flatten().tolist()) <= set(VALID)
-
-
 def episode_of(seen: int) -> set[int]:
     """Return the colours of a step's episode from it on: those before the environment's next invalid step."""
     number, row = divmod(seen - 1, 100)
@@ -283,22 +258,6 @@ def test_rows_read_through_ray_are_valid_steps_alone(
         for number, made in zip(ids, BLOCKS, strict=True):
             assert torch.equal(handle.get(number).rewards, made.rewards)
         handle.stop()
-
-
-def test_a_loaders_epoch_has_each_valid_step_once(path: Path) -> None:
-    with TrajectoryReplayBuffer.open(path, sample_window_size=0) as opened:
-        loader = ReplayLoader(opened, batch_size=10, sampler=EpochSampler(epochs=1))
-        with loader:
-            seen = [one for batch in loader for one in colours_of(batch)]
-    assert sorted(seen) == VALID
-
-
-def test_queries_have_every_step_and_say_which_are_valid(reader: TrajectoryReplayBuffer) -> None:
-    every = reader.query("steps").select("trajectory_id", "step", "environment", "rewards", "valid").table().rows()
-    assert [colour(*at) for *at, _, _ in every] == [reward for *_, reward, _ in every]
-    assert [reward for *_, reward, valid in every if valid] == VALID
-    table = reader.query("steps").where("valid").select("rewards").table()
-    assert table["rewards"].to_list() == VALID
 
 
 @pytest.mark.parametrize("name", ["minari", "lerobot"])

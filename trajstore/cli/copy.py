@@ -26,23 +26,31 @@ def _run(options: Namespace, out: Output, *, repair: bool = False) -> int:
 
     with ProgressBar("verifying", sys.stderr) as bar:
         copied = (repair_store if repair else copy_store)(options.source, options.target, bar)
+    return write_copied(copied, options, out)
+
+
+def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
+    """Write the result; return 1 if any part of the sources was lost or left out."""
     if options.json:
         out.json(copied.to_json())
     else:
-        _write_one(copied, out)
+        _write(copied, out)
     return int(not copied.is_whole)
 
 
-def _write_one(copied: Copied, out: Output) -> None:
+def _write(copied: Copied, out: Output, *, above: str | None = None) -> None:
     for part in copied.parts:
-        _write_one(part, out)
-    out.problems([f"{copied.source}: {problem}" for problem in copied.problems], f"{copied.source}: ")
+        _write(part, out, above=copied.target)
+    sources = {*copied.source.split(", ")}  # of a merge; problems of an absent rank name theirs
+    problems = [text if text.partition(": ")[0] in sources else f"{copied.source}: {text}" for text in copied.problems]
+    out.problems(problems, f"{copied.source}: ")
     for note in copied.notes:
         out.line(f"{copied.source}: note: {note}")
     if lost := copied.lost_in_words:
         out.line(f"{copied.source}: lost: {lost}")
-    size = format_bytes(copied.nbytes)
-    out.line(f"{copied.target}: {trajectories(copied.trajectories)}, {size}, verified")
+    if copied.target != above:
+        size = format_bytes(copied.nbytes)
+        out.line(f"{copied.target}: {trajectories(copied.trajectories)}, {size}, verified")
 
 
 COPY = Command(

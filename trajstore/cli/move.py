@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
 
 from trajstore.cli.command import SOURCE, Command, add_target
-from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import trajectories
-
-if TYPE_CHECKING:
-    from trajstore.operations.copying import Copied
+from trajstore.cli.copy import write_copied
+from trajstore.cli.output import Output, ProgressBar
 
 
 def _configure_merge(parser: ArgumentParser) -> None:
@@ -47,22 +43,6 @@ def _split(options: Namespace, out: Output) -> int:
     into = {"ranks": options.ranks, "count": options.count, "where": options.where}
     with ProgressBar("verifying", sys.stderr) as bar:
         return write_copied(split(options.source, options.target, bar, **into), options, out)
-
-
-def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
-    """Write the result; return 1 if any part of the sources was left out."""
-    if options.json:
-        out.json(copied.to_json())
-        return int(not copied.is_whole)
-    for part in (*copied.parts, copied):
-        for problem in part.problems:
-            out.line(problem if part is copied else f"{part.source}: {problem}")
-        for note in part.notes:
-            out.line(f"{part.source}: note: {note}")
-        if lost := part.lost_in_words:
-            out.line(f"{part.source}: left out: {lost}")
-    out.line(f"{copied.target}: {trajectories(copied.trajectories)}, {format_bytes(copied.nbytes)}, verified")
-    return int(not copied.is_whole)
 
 
 LEFT_OUT = (
