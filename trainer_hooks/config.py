@@ -15,7 +15,7 @@ from trainer_hooks.replay.mixing import histories_per_task, history_problems, ra
 from trainer_hooks.replay.rules import PoolOptions
 from trainer_hooks.replay.store import BufferStore, store_options
 from trajstore._core.base.arguments import finite, whole
-from trajstore._core.base.settings import Count, NotNegative, Share, Text, names_of, refuse
+from trajstore._core.base.settings import Count, NotNegative, Share, names_of, refuse
 from trajstore.errors import ConfigurationError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,6 @@ class ExperienceReplayConfig(PoolOptions):
             memory.
         prepare_in_background: whether a thread reads, scores and chooses the histories while the rollouts are made; the
             choice is the same.
-        reward_fingerprint: name and version of the reward function, kept with each trajectory: a different one gives a
-            warning.
         off_policy_shaping: gamma > 0 replaces the off-policy ratio r by r / (r + gamma); ``None`` (in files also
             ``none``) does not.
         drop_negative_off_policy: whether replayed tokens with a negative advantage have no loss.
@@ -79,7 +77,6 @@ class ExperienceReplayConfig(PoolOptions):
     group_offpolicy: GroupOffPolicy = "shared"
     store: Annotated[Mapping[str, Any] | None, store_options] = None
     prepare_in_background: bool = False
-    reward_fingerprint: Text | None = None
     off_policy_shaping: Annotated[float | None, _shaping] = None
     drop_negative_off_policy: bool = False
     clip_off_policy: bool = True

@@ -42,7 +42,6 @@ from trainer_hooks.masks import compute_response_mask, regularizer_masks, replac
 from trainer_hooks.plan import MixedTasks, PlannedTask, rows_of_plan, with_replacements
 from trainer_hooks.replay import CurrentEntropy, ExperienceManager
 from trainer_hooks.replay.contract import task_id_of
-from trainer_hooks.replay.entry import with_reward_fingerprint
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
@@ -159,7 +158,6 @@ class ReplayHook(Closing, Generic[Task]):
                     else MessageTokenizer.of(tokenizer)
                 ),
                 current_entropy=current_entropy,
-                reward_fingerprint=config.reward_fingerprint or "",
                 rows=RowPrompts(get_task, task_prompt),
                 draws_ahead=whole("draws_ahead", draws_ahead, 0),
             )
@@ -406,8 +404,6 @@ class ReplayHook(Closing, Generic[Task]):
         elif recorder is not None and recorder.buffer is not None:
             completed = completed_rollouts(batch, fresh, old_log_probs, entropys, recorder.step)
         if recorder is not None:
-            fingerprint = self.config.reward_fingerprint or ""
-            completed = [with_reward_fingerprint(rollout, fingerprint) for rollout in completed]
             recorder.keep(completed)
         figures = self._admit_batch(batch, completed, asked)
         if recorder is not None:

@@ -118,52 +118,28 @@ def test_a_pool_that_was_corrected_is_saved_and_resumed_as_any(tmp_path: Path) -
     pool._ledger.store.close()
 
 
-# -- Fingerprints of reward function and tokenizer --
+# -- New outcomes, and the tokenizer's fingerprint --
 
 
 PLAIN = PoolRules(n_rollout=4)
 
 
-def filled(store: BufferStore | None = None, reward: str = "exact:1") -> ExperienceManager:
-    manager = ExperienceManager(PLAIN, store=store, reward_fingerprint=reward)
+def filled(store: BufferStore | None = None) -> ExperienceManager:
+    manager = ExperienceManager(PLAIN, store=store)
     manager.save_trajectories_to_memory([build(task, tokens) for task in "ab" for tokens in (1, 2)])
     manager.flush()
     return manager
 
 
-@pytest.mark.parametrize("way", ["restart", "checkpoint", "files"])
-def test_another_reward_function_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str) -> None:
-    store = BufferStore()
-    first = filled(store)
-    first.save_experience_pool_to_disk(tmp_path / "step_1")
-    for fingerprint, warned in (("exact:1", False), ("", False), ("partial:2", True)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger="trajstore"):
-            other = ExperienceManager(PLAIN, store=store if way == "restart" else None, reward_fingerprint=fingerprint)
-            if way == "checkpoint":
-                other.load_state_dict(first.state_dict())
-            if way == "files":
-                other.load_experience_pool_from_disk(tmp_path / "step_1")
-        assert ("4 trajectories have outcomes of another reward function: 'exact:1' (4)" in caplog.text) is warned
-    assert len(other) == 4
-
-
 def test_outcomes_can_be_given_anew() -> None:
     store = BufferStore()
     filled(store)
-    manager = ExperienceManager(PLAIN, store=store, reward_fingerprint="partial:2")
+    manager = ExperienceManager(PLAIN, store=store)
     assert manager.rerate(lambda one: 1.0 if one.rollout_id in ("a/1", "b/2") else 0.3) == 2
     held = {
         task: [history.rollout_id for history in histories] for task, histories in manager.task2trajectories.items()
     }
     assert held == {"a": ["a/1"], "b": ["b/2"]}
-    again = ExperienceManager(PLAIN, store=store)
-    marks = {
-        history.metadata["reward_fingerprint"]
-        for histories in again.task2trajectories.values()
-        for history in histories
-    }
-    assert marks == {"partial:2"}
 
 
 @pytest.mark.parametrize("way", ["rollouts", "restart", "checkpoint", "files"])

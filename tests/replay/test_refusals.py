@@ -272,7 +272,7 @@ MALFORMED = [case for case, (_, reason) in ALL_REFUSED.items() if reason is Refu
 def test_a_malformed_rollout_neither_hides_nor_blocks_its_neighbours(tmp_path: Path) -> None:
     broken = [rollout(**ALL_REFUSED[case][0], rollout_id=case) for case in MALFORMED]
     neighbours = [build("a", 50), build("a", 51, 0.0), build("b", 52), build("b", 53, 0.0)]
-    with managers(tmp_path, reward_fingerprint="ours") as both:
+    with managers(tmp_path) as both:
         for manager in both:
             offered, refused = manager.admit([*broken, *neighbours])
             assert (offered, refused) == (len(broken) + 2, len(broken))

@@ -42,7 +42,7 @@ for value, names in (
     (True, "enable unsolved_first drop_negative_off_policy clip_off_policy use_current_policy_entropy text reuse"),
     (True, "exp_is_correct prepare_in_background enable_summarizer enable_context_generator val_summarizer_save"),
     (True, "in_turns init_experience_before_training ledger"),
-    ("x", "ledger reward_fingerprint workspace_id path key"),
+    ("x", "ledger workspace_id path key"),
 ):
     TAKES.setdefault(repr(value), set()).update(names.split())
 

@@ -16,9 +16,6 @@ from trainer_hooks.replay.wellformed import as_recorded, field_problem, record_p
 from trajstore._core.columns.facts import RECORDED
 from trajstore.trajectory import AgentTrajectory
 
-REWARD_FINGERPRINT = "reward_fingerprint"
-"""Key of ``metadata`` for the name of the reward function that gave the outcome."""
-
 DEMONSTRATION = "demonstration"
 """Key of ``metadata``, true for a trajectory without log-probabilities that no policy of this run sampled: a
 demonstration, or another program's transcript. It is replayed with the current policy's log-probabilities."""
@@ -104,8 +101,6 @@ class PoolEntry:
     """Tokens of the prompt, of several rows the first one's."""
     response_length: int = 0
     """Tokens of the longest row's response."""
-    reward_fingerprint: str = ""
-    """Reward function that gave the outcome; empty = unknown."""
     is_demonstration: bool = False
     """Whether it has no recorded log-probabilities: :data:`DEMONSTRATION`."""
     is_corrected: bool = False
@@ -315,17 +310,6 @@ def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | Non
         prompt=prompt_of(trajectory),
         prompt_length=prompt_length,
         response_length=response_length,
-        reward_fingerprint=str(trajectory.metadata.get(REWARD_FINGERPRINT, "")),
         is_demonstration=is_demonstration(trajectory),
         is_corrected=isinstance(recorded, dict) and "outcome" in recorded,
     )
-
-
-def with_reward_fingerprint(trajectory: AgentTrajectory, fingerprint: str) -> AgentTrajectory:
-    """Return a trajectory marked with its reward function, unless it is marked already.
-
-    A malformed one is returned unchanged.
-    """
-    if not fingerprint or REWARD_FINGERPRINT in trajectory.metadata or field_problem(trajectory):
-        return trajectory
-    return replace(trajectory, metadata={**trajectory.metadata, REWARD_FINGERPRINT: fingerprint})

@@ -130,26 +130,6 @@ class PoolNotices:
         )
 
 
-def warn_of_other_rewards(entries: Iterable[PoolEntry], ours: str) -> None:
-    """Warn of trajectories whose outcome another reward function gave, unless it was corrected later.
-
-    An empty fingerprint is unknown and passes.
-    """
-    others = Counter(entry.reward_fingerprint for entry in entries if not entry.is_corrected)
-    others.pop("", None)
-    others.pop(ours, None)
-    if ours and others:
-        counts = ", ".join(f"{name!r} ({count})" for name, count in others.most_common())
-        logger.warning(
-            "experience pool: %s outcomes of another reward function: %s; this run's is %r. Old and"
-            " new rewards are compared within a group: give them new outcomes with `trajstore annotate`, or begin with"
-            " an empty pool",
-            trajectories(others.total(), "has", "have"),
-            counts,
-            ours,
-        )
-
-
 def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> None:
     """Warn if some of a saved pool's trajectories were refused, with the reasons."""
     if refused:

@@ -22,19 +22,17 @@ from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
 from trainer_hooks.replay.entry import (
-    REWARD_FINGERPRINT,
     Departure,
     PoolEntry,
     Refusal,
     is_demonstration,
     mean_entropy,
     of_earlier_run,
-    with_reward_fingerprint,
 )
 from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
-from trainer_hooks.replay.notices import PoolNotices, warn_of_other_rewards, warn_of_refusals, why_nothing
+from trainer_hooks.replay.notices import PoolNotices, warn_of_refusals, why_nothing
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_replayed
 from trainer_hooks.replay.prompts import Prompt, RowPrompts
 from trainer_hooks.replay.rows import members_of, whole_sessions
@@ -81,8 +79,6 @@ class ExperienceManager:
             that has one.
         tokenizer: makes rows of trajectories that have messages only; without it these are refused.
         current_entropy: entropy under the current policy; without it the saved entropy is used.
-        reward_fingerprint: name and version of the reward function; empty = unknown. It is kept with each trajectory,
-            and a different one gives a warning.
         rows: prompts of the training data's rows; histories that answer another prompt are not replayed.
         draws_ahead: steps between a draw and the step that trains on it; ``max_policy_age`` applies to that step.
 
@@ -100,7 +96,6 @@ class ExperienceManager:
         tokenizer_fingerprint: str = "",
         tokenizer: MessageTokenizer | None = None,
         current_entropy: CurrentEntropy | None = None,
-        reward_fingerprint: str = "",
         rows: RowPrompts | None = None,
         draws_ahead: int = 0,
     ) -> None:
@@ -112,7 +107,6 @@ class ExperienceManager:
         if tokenizer is not None:
             check_same(tokenizer.fingerprint, tokenizer_fingerprint, "tokenizer")
             tokenizer_fingerprint = tokenizer.fingerprint
-        self.reward_fingerprint = reward_fingerprint
         self._generator = np.random.Generator(np.random.PCG64(rules.seed))
         self._ledger = PoolLedger(BufferStore() if store is None else store, self._generator)
         check_same(self._state.fingerprint, tokenizer_fingerprint, "the pool in the store")
@@ -122,7 +116,6 @@ class ExperienceManager:
         """Ids in a durable store of the rollouts that the newest :meth:`admit` added, by task and rollout id."""
         self._counting = False
         self._notices = PoolNotices()
-        warn_of_other_rewards(self._state.all_entries(), reward_fingerprint)
         self._state.rows = RowPrompts() if rows is None else rows
         self.current_entropy = current_entropy
         self._scoring_failed = False
@@ -289,8 +282,9 @@ class ExperienceManager:
     def _take(self, trajectories: Sequence[AgentTrajectory], *, are_checked: bool = False) -> int:
         fingerprint = check_trajectories(trajectories, self._state.fingerprint)
         check_demonstrations(sum(map(is_demonstration, trajectories)), self.rules)
-        marked = [with_reward_fingerprint(trajectory, self.reward_fingerprint) for trajectory in trajectories]
-        plan = plan_admissions(self._state.entries, marked, self.rules, are_checked=are_checked, rows=self._state.rows)
+        plan = plan_admissions(
+            self._state.entries, trajectories, self.rules, are_checked=are_checked, rows=self._state.rows
+        )
         ids = self._ledger.add(plan)
         if self._ledger.store.store_id:
             keys = ((accepted.task_id, accepted.rollout_id) for accepted in plan.accepted.values())
@@ -606,8 +600,7 @@ class ExperienceManager:
         for held in self._held().values():
             for trajectory in copy.deepcopy(held):
                 reward = replace(trajectory.reward or Reward(), outcome=outcome(trajectory))
-                metadata = {**trajectory.metadata, REWARD_FINGERPRINT: self.reward_fingerprint}
-                rated.append(replace(trajectory, reward=reward, metadata=metadata))
+                rated.append(replace(trajectory, reward=reward))
         fresh = PoolState.of_document(self._state.to_document())
         plan = plan_admissions(
             {}, [trajectory for trajectory in rated if is_worth_keeping(trajectory, self.rules)], self.rules
@@ -688,7 +681,6 @@ class ExperienceManager:
         self._ledger.go_to(point)
         self._state.fingerprint = fingerprint or self._state.fingerprint
         check_demonstrations(self._state.demonstrations(), self.rules)
-        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
 
     def save_experience_pool_to_disk(self, directory: str | Path) -> None:
         """Write the pool as ``difficulty2task_dict.json``, ``skip_uid_set.json`` and ``task2trajectories.pkl``.
@@ -772,7 +764,6 @@ class ExperienceManager:
         lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
         self._refuse(lost, held)
         warn_of_refusals(source, lost, len(held) + len(unreadable))
-        warn_of_other_rewards(self._state.all_entries(), self.reward_fingerprint)
 
     def _keep(
         self,
