@@ -87,7 +87,7 @@ def _run(options: Namespace, out: Output) -> int:
         write_trajectory(report, out)
     else:
         write_report(report, out, each=options.each)
-    return int(bool(report.get("integrity", {}).get("problems")))
+    return int(bool(report["integrity"]["problems"]))
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:
@@ -151,13 +151,11 @@ def _line(part: dict[str, Any], above: str) -> dict[str, Any]:
         "outcomes": ((part.get("agents") or {}).get("outcomes") or {}).get("mean"),
         "versions": (part.get("policy") or {}).get("versions"),
         "aside": len(part.get("aside", ())) or None,
-        "problems": len(part.get("integrity", {}).get("problems", ())) or None,
+        "problems": len(part["integrity"]["problems"]) or None,
     }
 
 
 def _write_integrity(report: dict[str, Any], out: Output) -> None:
-    if "integrity" not in report:
-        return
     problems = report["integrity"]["problems"]
     if problems:
         out.heading(counted(len(problems), "problem"))

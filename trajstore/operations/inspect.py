@@ -99,7 +99,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
     if place.mixed:
         problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
     for part, report in zip(place.parts, parts, strict=True):
-        problems += [f"{part.name}: {text}" for text in report.get("integrity", {}).get("problems", ())]
+        problems += [f"{part.name}: {text}" for text in report["integrity"]["problems"]]
     current = _current(place, parts)
     totals = {key: sum(part[key] for part in current) for key in ("trajectories", "samples")}
     totals |= {key: sum(part[key] for part in parts) for key in ("files", "size_on_disk")}

@@ -17,7 +17,6 @@ from trajstore._core.store.catalog import Catalog
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.statistics import RewardStatistics, Seam
 from trajstore.operations.verification import Progress
-from trajstore.trajectory import AgentTrajectory
 
 Rows = Callable[[str, int, int], torch.Tensor | None]
 """Returns rows of a column, by name, from the first row to before the second."""
@@ -81,17 +80,6 @@ def add_block(
         seam = None if dones is None else _seam(number, schema, extent, rows)
         broken = _broken_epochs(schema, extent, rows)
         statistics.add(columns["rewards"], dones, seam, broken, columns.get(VALID))
-
-
-def turns_of(trajectory: AgentTrajectory) -> int | None:
-    """Return the number of the model's turns, by messages or else by runs of its tokens; None if unknown."""
-    if trajectory.messages:
-        return len([m for m in trajectory.messages if isinstance(m, dict) and m.get("role") == "assistant"])
-    mask = trajectory.response_mask
-    if mask is None or mask.is_complex():
-        return None
-    ones = np.concatenate([[False], mask.ne(0).numpy()])
-    return int(np.count_nonzero(ones[1:] & ~ones[:-1]))
 
 
 def _seam(number: int, schema: Schema, extent: Extent, rows: Rows) -> Seam | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,30 +35,6 @@ def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None
     gaps = id_gaps(ids)
     absent = sum(last - first + 1 for first, last in gaps)
     return {"first": int(ids.min()), "last": int(ids.max()), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
-
-
-def agents_report(
-    rollouts: int, tasks: int, nameless: int, outcomes: npt.ArrayLike, turns: npt.ArrayLike, messages: int
-) -> dict[str, Any]:
-    """Return the report on rollouts.
-
-    Args:
-        rollouts: number of rollouts.
-        tasks: number of different tasks.
-        nameless: number of rollouts without a task.
-        outcomes: the known outcomes.
-        turns: the model's turns, where known.
-        messages: number of rollouts with messages.
-    """
-    return {
-        "rollouts": rollouts,
-        "tasks": tasks,
-        "without_task": nameless,
-        "outcomes": range_of(outcomes),
-        "without_outcome": rollouts - int(np.isfinite(np.asarray(outcomes, np.float64)).sum()),
-        "turns": range_of(turns),
-        "with_messages": messages,
-    }
 
 
 def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
@@ -333,47 +309,40 @@ class Facts:
 
 
 def figures(parts: Sequence[Facts]) -> dict[str, Any]:
-    """Return the figures of one or several stores together; None where nothing is known."""
+    """Return the figures of one or several stores together; None where nothing is known.
+
+    ``policy.ages`` are the newest version minus each trajectory's lowest.
+    """
 
     def known(name: str) -> npt.NDArray[Any]:
         return np.concatenate([np.zeros(0, np.int64), *(part.values[name] for part in parts if name in part.values)])
 
-    rollouts, tasks = sum(part.rollouts for part in parts), set().union(*(part.tasks for part in parts))
-    nameless, rewards = sum(part.without_task for part in parts), [part.rewards for part in parts]
+    rollouts, outcomes = sum(part.rollouts for part in parts), known("outcome")
+    lows, highs = known("version_low"), known("version_high")
+    rewards = [part.rewards for part in parts]
     ranges = ("steps", "batch", "tokens", "response_tokens", "max_episode_length")
-    agents = rollouts, len(tasks), nameless, known("outcome"), known("turns"), len(known("messages"))
+    agents = {
+        "rollouts": rollouts,
+        "tasks": len(set().union(*(part.tasks for part in parts))),
+        "without_task": sum(part.without_task for part in parts),
+        "outcomes": range_of(outcomes),
+        "without_outcome": rollouts - int(np.isfinite(outcomes).sum()),
+        "turns": range_of(known("turns")),
+        "with_messages": len(known("messages")),
+    }
     return {
         **{name: range_of(known(name)) for name in ranges},
         "response_tokens_known": len(known("response_tokens")),
         "rewards": rewards_report(rewards),
         "episodes": episodes_report(rewards),
-        "agents": agents_report(*agents) if rollouts else None,
-        "policy": policy_report(
-            known("version_low"),
-            known("version_high"),
-            set().union(*(part.weights for part in parts)),
-            sum(part.without_version for part in parts),
-        ),
+        "agents": agents if rollouts else None,
+        "policy": {
+            "versions": {"min": int(lows.min()), "max": int(highs.max())} if len(lows) else None,
+            "ages": range_of(highs.max() - lows) if len(lows) else None,
+            "unknown": sum(part.without_version for part in parts),
+            "weights": len(set().union(*(part.weights for part in parts)) - {""}),
+        },
     }
-
-
-def policy_report(lows: npt.ArrayLike, highs: npt.ArrayLike, weights: Iterable[str], unknown: int) -> dict[str, Any]:
-    """Return versions, ages (newest version minus a trajectory's lowest) and the number of different weights.
-
-    Args:
-        lows: lowest version of each trajectory with a known version.
-        highs: highest version of the same trajectories.
-        weights: ``model_weights_id`` of all trajectories.
-        unknown: number of trajectories without a version.
-    """
-    versions = None
-    ages = None
-    low, high = np.asarray(lows, np.int64), np.asarray(highs, np.int64)
-    if len(low):
-        newest = int(high.max())
-        versions = {"min": int(low.min()), "max": newest}
-        ages = range_of(newest - low)
-    return {"versions": versions, "ages": ages, "unknown": unknown, "weights": len(set(weights) - {""})}
 
 
 def tensor_report(name: str, tensor: torch.Tensor) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.operations.live import announced, needed_now
-from trajstore.operations.measure import turns_of
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory
@@ -197,12 +196,23 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
         "reward": None if trajectory.reward is None else asdict(trajectory.reward),
         "recorded": trajectory.metadata.get(RECORDED, {}),
         "tokens": None if trajectory.input_ids is None else len(trajectory.input_ids),
-        "turns": turns_of(trajectory),
+        "turns": _turns(trajectory),
         "token_parts": parts,
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
         "messages": trajectory.messages,
         "metadata": metadata,
     }
+
+
+def _turns(trajectory: AgentTrajectory) -> int | None:
+    """Return the number of the model's turns, by messages or else by runs of its tokens; None if unknown."""
+    if trajectory.messages:
+        return len([m for m in trajectory.messages if isinstance(m, dict) and m.get("role") == "assistant"])
+    mask = trajectory.response_mask
+    if mask is None or mask.is_complex():
+        return None
+    ones = np.concatenate([[False], mask.ne(0).numpy()])
+    return int(np.count_nonzero(ones[1:] & ~ones[:-1]))
 
 
 def _known(value: Any) -> Any:
