@@ -151,7 +151,7 @@ class TrajExpConfig(guidance.TrajExpConfig):
     experience_list: list[str] = field(default_factory=list)
 
 
-class EMClient:
+class EMClient(guidance.EMClient):
     """Client of a ReMe service whose calls name their workspace; see :class:`trainer_hooks.guidance.EMClient`.
 
     A failed call is logged and returns an empty text.
@@ -162,11 +162,7 @@ class EMClient:
     """
 
     def __init__(self, base_url: str = "http://localhost:8001", timeout: float = 1200.0) -> None:
-        self._new: Callable[[str], guidance.EMClient] = lambda workspace: guidance.EMClient(
-            base_url, workspace_id=workspace, retrieve_timeout=timeout, summary_timeout=timeout
-        )
-        self._clients: dict[str, guidance.EMClient] = {}
-        self._client("default")  # checks the arguments
+        super().__init__(base_url, retrieve_timeout=timeout, summary_timeout=timeout)
 
     def call_context_generator(self, trajectory: Any, retrieve_top_k: int = 1, workspace_id: str = "default") -> str:
         """Return the experiences for a trajectory's messages as one text; empty if there are none, or the call failed.
@@ -179,7 +175,7 @@ class EMClient:
         messages = from_agentevolver(trajectory).messages
         query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
         try:
-            return self._client(workspace_id).retrieve(query, retrieve_top_k).text
+            return self.retrieve(query, retrieve_top_k, workspace_id=workspace_id).text
         except guidance.MakerError as error:
             logger.warning("guidance: retrieving experience failed: %s", error)
             return ""
@@ -193,20 +189,10 @@ class EMClient:
         start = time.monotonic()
         made: int | str = ""
         try:
-            made = self._client(workspace_id).summarize(list(map(from_agentevolver, trajectories)))
+            made = self.summarize(list(map(from_agentevolver, trajectories)), workspace_id=workspace_id)
         except guidance.MakerError as error:
             logger.warning("guidance: summarizing %s failed: %s", counted(len(trajectories), "trajectory"), error)
         return made, time.monotonic() - start
-
-    def close(self) -> None:
-        """Refuse new calls, and cancel running ones."""
-        for client in list(self._clients.values()):
-            client.close()
-
-    def _client(self, workspace: str) -> guidance.EMClient:
-        if workspace not in self._clients:
-            self._clients[workspace] = self._new(workspace)
-        return self._clients[workspace]
 
 
 class ExperienceManager(Pool):

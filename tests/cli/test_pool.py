@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.cli.stores import Run, write_store
 from tests.replay.conftest import build
@@ -209,20 +208,6 @@ def test_why_no_rollout_enters_is_said(run: Run, tmp_path: Path) -> None:
     assert "not taken: 1 have no task_id" in out
     assert "not taken: 1 came out of a pool themselves" in out
     assert "not taken: 1 refused as no_outcome: its reward has no outcome" in out
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"loss_mask": None, "response_mask": None}, "1 refused as no_response_mask"),
-        ({"loss_mask": torch.zeros(6, dtype=torch.int64)}, "1 refused as no_llm_token"),
-        ({"old_log_probs": None}, "1 refused as no_entropy"),
-    ],
-)
-def test_the_reported_reason_is_the_true_one(run: Run, tmp_path: Path, fields: dict[str, Any], reason: str) -> None:
-    """A success with log-probs but no mask, or an empty one, is not reported as lacking log-probs."""
-    stored(tmp_path / "rollouts", [build("a", 1, entropy=None, **fields), build("a", 2, 0.0)])
-    assert reason in run.out("pool", "seed", tmp_path / "pool", tmp_path / "rollouts")
 
 
 def test_export_writes_what_the_pool_holds_whatever_the_options(run: Run, tmp_path: Path) -> None:

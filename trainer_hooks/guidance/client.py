@@ -177,18 +177,24 @@ class EMClient:
         self._closed = threading.Event()
         self._http = JsonClient()
 
-    def retrieve(self, query: str, k: int) -> Retrieved:
-        """Return up to ``k`` experiences from the service; see ``ExperienceMaker``."""
+    def retrieve(self, query: str, k: int, *, workspace_id: str | None = None) -> Retrieved:
+        """Return up to ``k`` experiences from the service; see ``ExperienceMaker``.
+
+        Args:
+            query: text of the conversation.
+            k: maximum number of experiences.
+            workspace_id: another workspace than the client's (dialect 0.2).
+        """
         whole("k", k, 0)
         if not query.strip() or k < 1:
             return NOTHING  # the service answers an empty query with a failure
         if self._known_dialect() == "0.2":
-            body = {"query": query, "top_k": k, "workspace_id": self._workspace}
+            body = {"query": query, "top_k": k, "workspace_id": workspace_id or self._workspace}
             return _memories(self._success("/retrieve_task_memory", body, self._timeouts[0]), k)
         body = {"query": query, "limit": k, "min_score": 0.0}
         return _notes(self._success("/search", body, self._timeouts[0]))
 
-    def summarize(self, rollouts: Sequence[AgentTrajectory]) -> int:
+    def summarize(self, rollouts: Sequence[AgentTrajectory], *, workspace_id: str | None = None) -> int:
         """Send rollouts to the service, which makes experiences of them; see ``ExperienceMaker``.
 
         Rollouts without an outcome or without messages are left out: a single one would make the service fail on all.
@@ -206,7 +212,7 @@ class EMClient:
             return 0
         if self._known_dialect() == "0.2":
             trajectories = [{"messages": _messages(rollout), "score": outcome} for rollout, outcome in rated]
-            body = {"trajectories": trajectories, "workspace_id": self._workspace}
+            body = {"trajectories": trajectories, "workspace_id": workspace_id or self._workspace}
             metadata = self._success("/summary_task_memory", body, self._timeouts[1])["metadata"]
             inserted = (metadata.get("update_result") or {}).get("inserted_count")
             if not isinstance(inserted, int):
