@@ -63,21 +63,6 @@ COLUMNS = (
 )
 
 
-GUIDANCE_COLUMNS = (
-    ("guided rollouts", "guidance/guided_rollouts"),
-    ("outcome guided", "guidance/outcome/guided"),
-    ("unguided", "guidance/outcome/unguided"),
-    ("experiences made", "guidance/update/made"),
-    ("off_policy_share", "experience_replay/off_policy_share"),
-    ("off_ratio_mean", "experience_replay/off_ratio_mean"),
-)
-
-
-def guidance_table(records: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of each step's guidance figures."""
-    return table(records, GUIDANCE_COLUMNS)
-
-
 def table(records: Sequence[dict[str, Any]], columns: Sequence[tuple[str, str]] = COLUMNS) -> str:
     """Return a Markdown table of each step's fresh and mixed figures."""
     rows = [["step", *(name for name, _ in columns)], ["---"] * (len(columns) + 1)]

@@ -82,7 +82,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
     assets = make_assets(tmp_path / "assets", tokenizer=tokenizer, rows=rows)
     words = ["--tokenizer", str(assets.model), "--task-prefix", f"{SOURCE}:"]
     words += ["--context", "linear_think", "--think-hint", HINT] if kind == "linear_think" else []
-    assert main(["pool", "import", str(tmp_path / "checkpoints" / "trajstore" / "rollouts"), str(source), *words]) == 0
+    assert main(["pool", "seed", str(tmp_path / "checkpoints" / "trajstore" / "rollouts"), str(source), *words]) == 0
 
     overrides = [
         "trainer.v1.trainer_mode=sync_replay",
@@ -109,7 +109,8 @@ def test_the_rows_of_agentevolver_are_trained_on(
     assert len(records) == 4
     prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}
     fitting = [known for known in histories if known.messages == prompts[known.task_id.partition(":")[2]]]
-    counted = check_loss_rows(seen, [*done.rollouts, *fitting], group=lambda task: GROUP)
+    made = [rollout for rollout in done.rollouts if "uid" in rollout.metadata]  # without those that were seeded
+    counted = check_loss_rows(seen, [*made, *fitting], group=lambda task: GROUP)
     replayed = [row for row in seen if row.exp_mask.any()]
     assert counted.replayed_rows == len(replayed)
     assert len(replayed) == done.sum_of("replayed_rows")

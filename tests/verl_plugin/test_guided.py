@@ -106,21 +106,6 @@ def test_kept_experience_is_trained_on_with_verls_own_loss(train: Train, tmp_pat
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("mode", ["hang", "503", "drip headers", "garbage", "error as answer"])
-def test_training_goes_on_beside_a_service_in_trouble(
-    train: Train, caplog: pytest.LogCaptureFixture, tmp_path: Path, mode: str
-) -> None:
-    with FakeReMe(mode=mode) as service:
-        done = train(tmp_path, *asking(service.url, 1), "trainer.total_training_steps=3")
-    assert len(done.steps) == 3
-    assert check_guided_rows(done.rows, done.rollouts) == {"plain": 3 * PROMPTS * GROUP}
-    last = done.steps[-1]
-    assert sum(last[name] for name in last if name.startswith("guidance/retrieve/failed/")) >= 3
-    for warning in ("retrieving experience", "summarizing rollouts"):
-        assert len([record for record in caplog.records if f"{warning} failed" in record.getMessage()]) == 1
-
-
-@pytest.mark.campaign
 def test_what_a_hostile_service_says_is_text_of_the_message(train: Train, tmp_path: Path) -> None:
     """Control tokens, half a character and parts of other types, kept in the prompt (the worst case)."""
     tokenizer = make_tokenizer()

@@ -151,28 +151,6 @@ def names(kept: Kept) -> dict[str, list[str]]:
     return {task: [rollout.rollout_id for rollout in held] for task, held in kept.held.items()}
 
 
-def test_what_keep_promises_follows_the_rules() -> None:
-    before = {"digit:1": [rollout("old_0_0", "digit:1", 1)], "digit:2": [rollout("old_1_0", "digit:2", 1)]}
-    state = {"difficulty2task_dict": {"1": ["digit:1", "digit:2"]}, "skip_uid_set": ["digit:3"]}
-    since = [
-        rollout("b_1_0", "digit:2", 2),  # solved
-        rollout("b_0_0", "digit:2", 2),
-        rollout("c_0_0", "digit:3", 2),  # part of its group was lost
-        rollout("a_1_0", "digit:1", 2, outcome=0.0),
-        rollout("a_0_0", "digit:1", 2, entropy=2.0),
-        rollout("d_1_0", "digit:1", 2, run="run-b", entropy=0.5),
-        rollout("d_0_0", "digit:1", 2, run="run-b", outcome=0.0),
-    ]
-    kept = kept_pool(state, before, since, most=2, n_rollout=2)
-    assert names(kept) == {"digit:1": ["old_0_0", "d_1_0"], "digit:3": ["c_0_0"]}
-    assert kept.buckets() == {"1": ["digit:1", "digit:3"]}
-    assert list(kept.skip) == ["digit:2"]
-    assert not kept.refused
-    kept.take_in([rollout("e_0_0", "digit:1", 3, entropy=3.0, of=3), rollout("d_1_0", "digit:1", 3, outcome=1.0, of=3)])
-    assert names(kept)["digit:1"] == ["old_0_0", "d_1_0"]
-    assert kept.refused == {"not_better": 1, "duplicate": 1}
-
-
 def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
     """The campaign's independent model matches the pool over many steps of few tasks in a full pool."""
     chance = random.Random(1)

@@ -99,6 +99,17 @@ VARIANTS = {
     ),
     "two outputs": Variant((f"{OPTION}offpolicy_trajectories_per_task=2",), steps=5, two_outputs=True, histories=2),
     "two outputs, mini-batches": Variant((*TWO_MINI_BATCHES, f"{OPTION}exp_ratio=1.0"), steps=6, two_outputs=True),
+    "random, unclipped": Variant(
+        # The policy soon moves away from the replayed rows, so clipping would show.
+        (
+            *FEW_TASKS,
+            f"{OPTION}exp_select_mode=random",
+            f"{OPTION}clip_off_policy=false",
+            "actor_rollout_ref.actor.optim.lr=5e-3",
+        ),
+        steps=5,
+        loss=OffPolicyLoss(clip=False),
+    ),
     "numbers of their own": Variant(
         (f"{OPTION}offpolicy_trajectories_per_task=3", f"{OPTION}exp_ratio=1.0"),
         steps=5,
@@ -133,6 +144,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     counted = check_loss_rows(seen, rollouts, group=variant.group, separate=variant.separate, loss=variant.loss)
     assert counted.replayed_rows == done.sum_of("replayed_rows") > 0
     assert bool(counted.replayed_of_several) == variant.two_outputs
+    assert counted.beyond_clip or variant.loss is None or variant.loss.clip
     assert done.sum_of("other_prompts") == 0
     full = {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
     assert counted.rows_of == full

@@ -160,6 +160,8 @@ def steps_since(path: str, cut: Cut | None) -> Iterator[list[AgentTrajectory]]:
             later = cut is None or number > cut.rollouts or (run == cut.run and step > cut.step)
             if later and "trained" in rollout.metadata:
                 steps.setdefault((run, step), []).append(number)
-        runs = list(dict.fromkeys(run for run, _ in steps))  # processes wrote one after another
-        for key in sorted(steps, key=lambda key: (runs.index(key[0]), key[1])):
+        newest: dict[str, int] = {}  # processes wrote one after another, and reused rollouts of earlier ones
+        for (run, _), numbers in steps.items():
+            newest[run] = max(newest.get(run, -1), *numbers)
+        for key in sorted(steps, key=lambda key: (newest[key[0]], key[1])):
             yield list(recorded_rollouts(reader, steps[key]))

@@ -124,10 +124,10 @@ class Reuse:
                 continue
             if not isinstance(rollout, AgentTrajectory):
                 continue
-            uid, session = rollout.rollout_id.split("_")[:2]
-            if reason := self._refusal(rollout, runs):
+            if reason := self._refusal(rollout, runs):  # also of one that the pool was seeded with
                 self._refused[reason] += 1
                 continue
+            uid, session = rollout.rollout_id.split("_")[:2]
             group = groups.setdefault(
                 uid, _Group(uid, rollout.task_id, rollout.messages, rollout.metadata.get("ground_truth"))
             )
