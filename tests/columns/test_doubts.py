@@ -155,13 +155,6 @@ def test_what_goes_on_being_wrong_is_told_ever_more_rarely(caplog: pytest.LogCap
     assert [text.split(" ")[0] for text in warnings_of(caplog, *wrong)] == ["1", "10", "100"]
 
 
-def test_a_rollout_added_twice_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    again = [watched(rollout_id="0"), watched(rollout_id="1"), watched(rollout_id="0", policy_version=2), watched()]
-    assert warnings_of(caplog, *again, watched()) == []  # duplicates are recognised only by rollout_id
-    [text] = warnings_of(caplog, *again, watched(rollout_id="1"))
-    assert "the task_id, rollout_id and policy_version of another one; the newest is rollout '1'" in text
-
-
 def test_blocks_of_steps_and_rollouts_of_agents_in_one_store_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     block = Trajectory(rewards=torch.zeros(3, 2, 1))
     [text] = warnings_of(caplog, watched(), block, watched(), block)

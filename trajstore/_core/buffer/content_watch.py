@@ -1,4 +1,4 @@
-"""Warns of rollouts that are certainly wrong or duplicates, and of additions unlike earlier ones. No I/O.
+"""Warns of rollouts that are certainly wrong, and of additions unlike earlier ones. No I/O.
 
 Takes no lock: two threads that add at once may both give the same warning.
 """
@@ -6,7 +6,6 @@ Takes no lock: two threads that add at once may both give the same warning.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.doubts import doubts
 from trajstore._core.columns.fields import Axis
-from trajstore._core.columns.flat import NUMBERS, Copied, FlatTrajectories
+from trajstore._core.columns.flat import Copied, FlatTrajectories
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.schema import Schema
 from trajstore._core.columns.steps import NothingToStoreError
@@ -22,8 +21,6 @@ from trajstore.errors import InvalidTrajectoryError, listed
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED = 1 << 16
 
 
 def as_list(trajectories: Iterable[AnyTrajectory]) -> list[AnyTrajectory]:
@@ -65,14 +62,10 @@ def flatten_all(trajectories: Iterable[AnyTrajectory]) -> list[FlatTrajectories]
 
 
 class ContentWatch:
-    """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem.
-
-    A rollout is a duplicate if its task, ``rollout_id`` and policy version are those of one of the newest 65,536.
-    """
+    """Checks one process's additions; warns at the 1st, 10th, 100th, ... rollout with the same problem."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
-        self._newest: OrderedDict[int, None] = OrderedDict()  # a dict would scan past deleted entries for its first
 
     def look(self, copies: Iterable[Copied]) -> None:
         """Check trajectories that are about to be added."""
@@ -81,14 +74,8 @@ class ContentWatch:
                 continue
             unknown = [None] * len(run)
             starts, tasks, names = (run.facts.get(name, unknown) for name in ("response_start", "task", "rollout_id"))
-            versions = run.numbers[:, NUMBERS.index("version_low")].tolist()
-            found = doubts(block, run.extents, starts)
-            for at, (task, name, version) in enumerate(zip(tasks, names, versions, strict=True)):
-                problems = found.get(at, [])
-                if name is not None and self._was_added(hash((task, name, version))):
-                    problems = [*problems, "the task_id, rollout_id and policy_version of another one"]
-                if problems:
-                    self._count(problems, name or "", task or "")
+            for at, problems in doubts(block, run.extents, starts).items():
+                self._count(problems, names[at] or "", tasks[at] or "")
 
     def _count(self, problems: Sequence[str], name: str, task: str) -> None:
         for problem in problems:
@@ -101,14 +88,6 @@ class ContentWatch:
                     shown(name),
                     shown(task),
                 )
-
-    def _was_added(self, key: int) -> bool:
-        if key in self._newest:
-            return True
-        self._newest[key] = None
-        if len(self._newest) > _REMEMBERED:
-            self._newest.popitem(last=False)
-        return False
 
 
 class ColumnWatch:
