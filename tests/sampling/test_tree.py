@@ -41,16 +41,6 @@ def test_sums_and_searches_are_those_of_a_plain_array(data: st.DataObject) -> No
         assert np.all(ends[found_leaves] - plain[found_leaves] <= targets + room)
 
 
-def test_replacing_keeps_the_weights_and_makes_room() -> None:
-    tree = SumTree(5)
-    tree.set(np.arange(5), np.arange(5.0))
-    tree.replace(tree.leaves.copy(), 1000)
-    assert tree.capacity == 1000
-    assert tree.total == 10
-    tree.set(np.array([999]), np.array([7.0]))
-    assert tree.find(np.array([10.5]))[0] == 999
-
-
 @pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf])
 def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None:
     tree = SumTree(4)

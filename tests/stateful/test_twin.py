@@ -20,14 +20,12 @@ LIMIT = 10
 
 
 class Twin(Twinned):
-    """Covers stores with pins, points, checkpoints and late values."""
+    """Covers draws, retention, checkpoints and late values; ``test_snapshots`` covers points and pins."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pins: dict[str, tuple[dict[int, int], dict[int, dict[str, Any]]]] = {}
         self.checkpoint: tuple[dict[int, int], torch.Tensor, dict[int, dict[str, Any]]] | None = None
         self.notes: dict[int, dict[str, Any]] = {}
-        self.point: tuple[int, dict[int, int], dict[int, dict[str, Any]]] | None = None
 
     @initialize(fmt=st.sampled_from(list(FORMATS)), limited=st.booleans(), window=st.sampled_from([5, 1, 0, 100]))
     def begin(self, fmt: str, limited: bool, window: int) -> None:
@@ -110,28 +108,6 @@ class Twin(Twinned):
         assert isinstance(backing, StoreSink)
         backing.writer.inbox.take_in()
 
-    @rule()
-    def save_point(self) -> None:
-        step = 0 if self.point is None else self.point[0] + 1
-        self.buffer.points.save(step, keep=1)
-        self.point = step, dict(self.twin), dict(self.notes)
-
-    @precondition(lambda self: self.point is not None)
-    @rule(back=st.booleans())
-    def roll_back(self, back: bool) -> None:
-        assert self.point is not None
-        step, twin, notes = self.point
-        before = self.twin, self.notes
-        known = {snapshot.name for snapshot in self.buffer.points.snapshots}
-        self.buffer.points.rollback(step)
-        left = [snapshot.name for snapshot in self.buffer.points.snapshots if snapshot.name not in known]
-        if back and left:
-            self.buffer.points.go_to(left[0])
-            self.twin, self.notes = before
-        else:
-            self.twin, self.notes = dict(twin), dict(notes)
-        self.generator.set_state(self.buffer.state_dict()["rng_state"])
-
     @precondition(lambda self: len(self.twin) > LIMIT - 3)  # rarely enough for other operations
     @rule()
     def clear(self) -> None:
@@ -155,25 +131,6 @@ class Twin(Twinned):
         self.buffer.close()
         assert verify(self.path / "store").sound
         self.open(fmt, cached=cached)
-
-    @rule(name=st.sampled_from(["a", "b"]))
-    def pin(self, name: str) -> None:
-        self.buffer.points.pin(name)
-        self.pins[name] = dict(self.twin), dict(self.notes)
-
-    @precondition(lambda self: self.pins)
-    @rule()
-    def unpin(self) -> None:
-        name, _ = self.pins.popitem()
-        self.buffer.points.remove(name)
-
-    @precondition(lambda self: self.pins)
-    @rule()
-    def load_pins(self) -> None:
-        for name, (expected, notes) in self.pins.items():
-            assert keys_at(self.path / "store", pin=name) == expected
-            with TrajectoryReplayBuffer.open(self.path / "store", pin=name) as reader:
-                check_notes(reader, notes)
 
     @rule()
     def save(self) -> None:

@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 from tests.support.witness import witness
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectories
-from trajstore._core.columns.schema import Extent
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.entry_checks import in_blocks, shape_faults
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json, index_to_json
-from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
-from trajstore._core.store.row_location import RowLocation
+from trajstore._core.store.packing import StringTable, pack, unpack
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -134,67 +132,6 @@ def test_columns_that_disagree(name: str) -> None:
     assert len(index_from_json(value, 1)) == 3
 
 
-def test_positions_stay_when_the_oldest_leave_and_a_column_counts_from_the_oldest_kept() -> None:
-    index = index_of([3, 5, 8, 9])
-    index.drop_oldest(2)
-    assert index["trajectory_id"].tolist() == [8, 9]
-    assert index.at("trajectory_id", 2) == 8
-    assert index.at("trajectory_id", index.find_many([9, 8])).tolist() == [9, 8]
-    assert index.at("trajectory_id", slice(index.first, index.end)).tolist() == [8, 9]
-
-
-def test_where_the_rows_of_an_entry_are_is_changed_at_once() -> None:
-    index = index_of([3, 5, 8])
-    index.drop_oldest(1)
-    index.point(index.find_many([8, 5]), [RowLocation(4, 1, 2, 3), RowLocation(6)])
-    assert index.location(index.position_of(8)) == (4, 1, 2, 3)
-    assert index.location(index.position_of(5)) == (6, 0, 0, 0)
-    assert index["shard"].tolist() == [6, 4]
-
-
-def test_an_index_of_slots_has_the_same_entries_and_changes_by_itself() -> None:
-    index = index_of([3, 5, 8])
-    index.drop_oldest(1)
-    shown = index.in_slots(np.array([7, -1], np.int32))
-    assert shown["slot"].tolist() == [7, 7]
-    assert shown["trajectory_id"].tolist() == [5, 8]
-    assert shown.total_samples == index.total_samples
-    assert shown.entry(shown.position_of(8)) == index.entry(index.position_of(8))
-    shown.note_extent(shown.position_of(5), Extent(1, 2, 3, 4))
-    shown.point(shown.find_many([5]), [RowLocation(9, 1, 1, 1)])
-    assert (index["shard"].tolist(), index["start_samples"].tolist()) == ([0, 0], [0, 0])
-    assert index.entry(index.position_of(5)).extent == flatten(witness(5)).extent
-    for name, of in (("shard", shown), ("slot", index)):
-        with pytest.raises(KeyError):
-            of[name]
-
-
-def test_other_ids_are_found() -> None:
-    index = index_of([3, 9, 8])
-    index.drop_oldest(1)
-    index.renumber(np.array([0, 1]))
-    assert index.find_many([0, 1, 8]).tolist() == [index.first, index.first + 1, -1]
-    assert index.entry(index.position_of(1)).num_samples == flatten(witness(8)).num_samples
-
-
-def test_indexes_that_share_their_arrays_change_homes_for_themselves() -> None:
-    index = index_of([3, 5, 8])
-    part = index.slice(1, 3)
-    shown = part.in_slots(np.array([7, -1], np.int32))
-    before = [index.location(at) for at in range(3)]
-    shown.point(np.array([0]), [RowLocation(9, 1, 2, 3)])
-    shown.note_extent(1, Extent(1, 1, 77, 88))
-    assert [index.location(at) for at in range(3)] == before == [before[0], *(part.location(at) for at in range(2))]
-    assert (shown.location(0), shown.entry(1).extent.extra) == (RowLocation(9, 1, 2, 3), 77)
-    index.point(np.array([2]), [RowLocation(4, 5, 6, 7)])
-    again = index.in_slots(np.array([7, 7, 7, 7, 7, -1], np.int32))
-    index.point(np.array([2]), [RowLocation(0)])
-    index.note_extent(2, Extent(1, 1, 66, 66))
-    assert (shown.location(1)[1:], again.location(2)) == (before[2][1:], RowLocation(7, 5, 6, 7))
-    assert [view.entry(view.end - 1).extent.extra for view in (index, shown)] == [66, 77]
-    assert again.entry(2).extent == part.entry(1).extent
-
-
 def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look() -> None:
     index, count = TrajectoryIndex(), 300_000
     few = index_of([1, 2, 3])
@@ -214,16 +151,6 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
     )
     assert by_block == at_once
     assert list(by_block.values()) == [[5, 70_000, 200_000, 299_999]]
-
-
-# -- packed arrays and string tables, byte by byte --
-
-
-def test_declared_rows() -> None:
-    assert declared_rows(pack(np.zeros((2, 3)))) == 2
-    for shape in ([], [-1], ["2"], None):
-        with pytest.raises((IndexError, TypeError, ValueError)):
-            declared_rows({"shape": shape})
 
 
 # -- string tables -----------------------------------------------------------------------------------
@@ -259,25 +186,6 @@ def add_and_read(table: StringTable, ready: Barrier) -> tuple[list[str], list[st
         reading.result()
     texts = [table[number] for numbers in added for number in numbers]
     return texts, [f"{thread} {at}" for thread in range(2) for at in range(2000)]
-
-
-def test_numbers_of_another_table_become_its_own() -> None:
-    ours, theirs = StringTable(), StringTable()
-    ours.add("x")
-    for text in ("a", "x", "b"):
-        theirs.add(text)
-    assert ours.extend(theirs, [2, 1, 2]).tolist() == [1, 0, 1]
-    assert (len(ours), ours[1]) == (2, "b")
-
-
-def test_a_table_that_is_continued_knows_what_it_holds() -> None:
-    table = StringTable()
-    for text in ("", "step 1"):
-        table.add(text)
-    for _ in range(50):
-        table = StringTable.from_json(table.to_json())
-        assert (table.add(""), table.add("step 1")) == (0, 1)
-    assert len(table) == 2
 
 
 def test_a_table_with_one_string_many_times_is_read() -> None:

@@ -21,9 +21,6 @@ from trajstore._core.store.log_records import (
     manifest_to_json,
     natural,
     parse_ranges,
-    ranges_of,
-    segment_generation,
-    segment_name,
 )
 from trajstore._core.store.packing import StringTable, pack
 from trajstore._core.store.shard_table import ShardTable, shard_name, shard_number
@@ -61,14 +58,6 @@ def table_of(*manifests: ShardManifest) -> ShardTable:
 
 
 SHARDS = (manifest(3), manifest(4, AGENT, 9), manifest(8, mapped=False), manifest(20, rows=1))
-
-
-def test_names_and_numbers() -> None:
-    assert shard_name(42) == "shard_00000042"
-    assert shard_number("shards/shard_00000042.pt") == 42
-    assert shard_number("shards/shard_123456789.zarr/c/0") == 123456789
-    for name in ("shard_00000042.pt", "shards/shard_42.pt", "shards/shard_00000042", "shards/other.pt"):
-        assert shard_number(name) is None
 
 
 def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_row() -> None:
@@ -162,13 +151,6 @@ def test_a_bad_line_before_a_good_one_is_damage_and_named() -> None:
         decode_lines(line(b'{"a":1}') + b"00000000 {}\n" + line(b'{"b":2}'), "log/1", offset=100)
 
 
-@pytest.mark.parametrize("name", ["0000000000000012.log", "log/12.log", "log/000000000000001x.log", "log/x/1.log", ""])
-def test_segments_are_named_by_their_first_generation_and_other_names_are_none(name: str) -> None:
-    assert segment_generation(name) is None
-    assert segment_name(12) == "log/0000000000000012.log"
-    assert segment_generation(segment_name(12)) == 12
-
-
 # -- manifests ---------------------------------------------------------------------------------------
 
 
@@ -221,15 +203,6 @@ def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None
 
 
 # -- ids ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("ids", "ranges"),
-    [([], []), ([3], [[3, 3]]), ([3, 4, 5], [[3, 5]]), ([0, 2, 3, 9], [[0, 0], [2, 3], [9, 9]])],
-)
-def test_ids_as_ranges(ids: list[int], ranges: list[list[int]]) -> None:
-    assert ranges_of(ids) == ranges
-    assert parse_ranges(ranges).tolist() == ranges
 
 
 @pytest.mark.parametrize("value", [None, {}, [[1]], [[2, 1]], [[-1, 1]], [[0.5, 1]], [[0, 1 << 64]], ["ab"]])

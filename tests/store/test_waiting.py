@@ -17,14 +17,13 @@ from tests.stores import reader_of, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore._core.columns.facts import facts_to_json
 from trajstore._core.files.opening import open_directory
-from trajstore._core.store import waiting
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.facts import fact_columns
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json, index_to_json
 from trajstore._core.store.packing import pack
 from trajstore._core.store.sealed import INDEX_NAME
-from trajstore._core.store.waiting import Packed, Waiting
+from trajstore._core.store.waiting import Packed
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.verify import verify
 
@@ -92,21 +91,6 @@ def test_an_index_with_columns_that_wait_is_as_one_without(count: int, steps: li
     assert all(taken[0][name].tobytes() == taken[1][name].tobytes() for name in taken[0])
 
 
-def test_a_slice_asks_once_for_all_that_share_the_column() -> None:
-    asked = []
-
-    def unpack() -> Any:
-        asked.append(1)
-        return np.arange(10)
-
-    whole = Waiting(Packed(unpack), 0, 10)
-    more = whole.followed_by(np.array([10, 11])).followed_by(np.array([12]))
-    parts = [whole.part(2, 5), more.part(9, 12), more.part(11, 13), more.part(0, 3), more.part(3, 3)]
-    assert asked == []
-    assert [part.column().tolist() for part in parts] == [[2, 3, 4], [9, 10, 11], [11, 12], [0, 1, 2], []]
-    assert asked == [1]
-
-
 def test_two_threads_may_ask_first_at_once() -> None:
     together = threading.Barrier(2)
 
@@ -123,19 +107,6 @@ def test_two_threads_may_ask_first_at_once() -> None:
         thread.join(600)
     assert [column.tolist() for column in columns] == [list(range(5))] * 2
     assert packed.column().tolist() == list(range(5)), "not unpacked again"
-
-
-def test_many_additions_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "_MOST_ADDED", 3)
-    made = TrajectoryIndex()
-    made.append(entries(made, 0, 2, False))
-    index = index_from_json(index_to_json(made), 1, later="index")
-    for number in range(2, 5):
-        index.append(entries(index, number, 1, False))
-    assert "uuid" not in index.unpacked(slice(0, 1))
-    index.append(entries(index, 5, 1, False))
-    assert "uuid" in index.unpacked(slice(0, 1))
-    assert [row[0] for row in rows_of(index)] == list(range(6))
 
 
 # -- a store ------------------------------------------------------------------------------------------

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectories, FlatTrajectory, copied
 from trajstore._core.columns.memory import Arena
-from trajstore._core.columns.schema import Schema
 from trajstore._core.store.additions import NewEntries
 from trajstore._core.store.packing import StringTable
-from trajstore._core.writing.groups import Batch, Group, Run, random_uuids
+from trajstore._core.writing.groups import Batch, Group
 from trajstore._core.writing.options import WriterOptions
 from trajstore._core.writing.queue import WriteQueue
 from trajstore.errors import StoreClosedError, StoreWriteError
@@ -25,15 +21,6 @@ from trajstore.trajectory import Trajectory
 
 def flat(steps: int, dtype: torch.dtype = torch.float32) -> FlatTrajectory:
     return flatten(Trajectory(rewards=torch.rand(steps, 1, 1, dtype=dtype)))
-
-
-def content_of(run: Run) -> list[tuple[Schema, bytes]]:
-    """Return the schema and bytes of each trajectory of a run."""
-    block, end = run.block, run.first + len(run)
-    return [
-        (block.schema, bytes(block.bytes_at(int(block.places[at, 0]), int(block.sizes[at, 0]))))
-        for at in range(run.first, end)
-    ]
 
 
 def queue(**options: object) -> WriteQueue:
@@ -55,67 +42,6 @@ def reserve(target: WriteQueue, nbytes: int) -> Batch:
     batch = Batch(nbytes)
     target.reserve(batch, first=True)
     return batch
-
-
-def drain(target: WriteQueue) -> list[Group]:
-    target.close()
-    groups = []
-    while (group := target.next_group()) is not None:
-        groups.append(group)
-    return groups
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    calls=st.lists(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=6), max_size=8),
-    limit=st.integers(1, 600),
-)
-def test_groups_have_a_shard_for_each_schema_and_leave_nothing_out(
-    calls: list[list[tuple[int, bool]]], limit: int
-) -> None:
-    target = queue(shard_bytes=limit)
-    items = [[flat(steps, torch.float64 if wide else torch.float32) for steps, wide in call] for call in calls]
-    ids = [number for call in items for number in add(target, call)]
-    groups = drain(target)
-    assert [number for group in groups for number in group.ids] == ids
-    parts = [part for group in groups for part in group.parts]
-    assert [part.number for part in parts] == list(range(len(parts)))
-    runs = [run for part in parts for run in part.runs]
-    placed = {number: content for run in runs for number, content in zip(run.entries.ids, content_of(run), strict=True)}
-    assert [placed[number] for number in ids] == [
-        (item.schema, bytes(item.column_bytes(0))) for call in items for item in call
-    ]
-    uuids = [uuid for part in parts for uuid in part.entries.columns["uuid"].tolist()]
-    assert len(set(uuids)) == len(uuids) == len(ids)
-    for number, group in enumerate(groups):
-        assert (group.ticket, group.last) == (number, group.ids[-1])
-        schemas = [{id(run.block.schema) for run in part.runs} for part in group.parts]
-        assert sum(map(len, schemas)) == len(group.parts) == len(set.union(*schemas))
-        assert all(part.ids == sorted(part.ids) for part in group.parts)
-        assert group.nbytes == sum(part.nbytes for part in group.parts)
-        assert group.nbytes <= limit or len(group.ids) == 1
-    for earlier, other in pairwise(groups):  # each is as long as the limit allows
-        assert earlier.nbytes + len(placed[other.ids[0]][1]) > limit
-
-
-@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) > 1))
-def test_the_halves_of_a_part_have_all_that_it_has(sizes: list[int]) -> None:
-    target = queue()
-    for size in sizes:
-        add(target, [flat(1 + at) for at in range(size)])
-    ((part,),) = [group.parts for group in drain(target)]
-    halves = part.split(7)
-    assert [half.number for half in halves] == [part.number, 7]
-    assert [len(half.ids) for half in halves] == [sum(sizes) // 2, -(-sum(sizes) // 2)]
-    assert [number for half in halves for number in half.ids] == part.ids
-    uuids = [half.entries.columns["uuid"].tobytes() for half in halves]
-    assert b"".join(uuids) == part.entries.columns["uuid"].tobytes()
-    assert sum(half.nbytes for half in halves) == part.nbytes
-    contents = [content for half in halves for run in half.runs for content in content_of(run)]
-    assert contents == [content for run in part.runs for content in content_of(run)]
-    assert [half.entries.extents[:, 0].tolist() for half in halves] == [
-        [len(data) // 4 for run in half.runs for _, data in content_of(run)] for half in halves
-    ]
 
 
 def three_groups() -> tuple[WriteQueue, list[Group]]:
@@ -220,9 +146,3 @@ def test_an_adder_waits_for_room() -> None:
     entered.join(60)
     assert not entered.is_alive()
     assert held.nbytes == 64
-
-
-def test_uuids_are_version_4_and_different() -> None:
-    data = random_uuids(1000)
-    assert len({data[at : at + 16] for at in range(0, len(data), 16)}) == 1000
-    assert {(data[at + 6] >> 4, data[at + 8] >> 6) for at in range(0, len(data), 16)} == {(4, 2)}
