@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trajstore._core.store.run_ids import ID_LIMIT, RUN_EXAMPLE, SINGLE_EXAMPLE, parsed_id, shown_id
 from trajstore.errors import ConfigurationError
-from trajstore.query.words import parts
+from trajstore.query.words import QUOTED
 
 if TYPE_CHECKING:
     from polars import DataFrame
 
 ID = "trajectory_id"
 
-_NAMES = {ID, f'"{ID}"', f"`{ID}`"}
-
-_COMPARES = frozenset("=<>!")
-
-_COMPUTES = frozenset("+-*/%|&^")
+_GAP = r"(?:\s|--[^\n]*\n|/\*(?:[^*]|\*(?!/))*\*/)*"
+_NAME = r"""(?:["`]trajectory_id["`]|(?<!\w)trajectory_id(?!\w))"""
+_LITERAL = r"""(?:'(?:[^']|'')*'|(?<![\w.])\d+(?:\s*/\s*\d+)?(?![\w.]))"""
+_LITERALS = re.compile(rf"{_GAP}(?P<value>{_LITERAL})", re.DOTALL)
+_COMPARISON = re.compile(
+    rf"""(?P<before>{_LITERAL})(?={_GAP}[=<>!]+{_GAP}(?:\w+{_GAP}\.{_GAP})*{_NAME})
+    |{_NAME}{_GAP}(?:
+        [=<>!]+(?P<after>{_GAP}{_LITERAL})
+        |(?:not{_GAP})?in{_GAP}\((?P<list>{_GAP}{_LITERAL}(?:{_GAP},{_GAP}{_LITERAL})*)
+        |(?:not{_GAP})?between(?P<range>{_GAP}{_LITERAL}(?:{_GAP}and{_GAP}{_LITERAL})?))
+    |{QUOTED}""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+"""A literal compared with the id, several of them, or text to skip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +37,8 @@ class _Compared:
     """A literal that is compared with the id.
 
     Attributes:
-        first, end: range of its parts in the text.
-        value: its text without blanks.
+        first, end: its range in the text.
+        value: its text, an id without blanks.
     """
 
     first: int
@@ -72,85 +82,41 @@ def checked_ids(where: str, text: str, run: bool | None) -> None:
     Raises:
         ConfigurationError: an id is invalid; suggests the correct spelling.
     """
-    cells = parts(text)
-    for compared in _compared(cells):
+    for compared in _compared(text):
         if (instead := compared.refusal(run)) is not None:
             reason = f"{where}: {text!r}: {compared.value} is no id of"
             if run is False:
                 raise ConfigurationError(f"{reason} a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}")
+            better = _replaced(text, _suggested)
             raise ConfigurationError(
-                f"{reason} a run directory, whose ids are rank and id in quotes; write {instead}: {_suggested(cells)}"
+                f"{reason} a run directory, whose ids are rank and id in quotes; write {instead}: {better}"
             )
 
 
-def _suggested(cells: list[str]) -> str:
-    cells = list(cells)
-    for compared in _compared(cells):
-        cells[compared.first : compared.end] = [
-            compared.refusal(True) or compared.value,
-            *[""] * (compared.end - compared.first - 1),
-        ]
-    return "".join(cells)
+def _suggested(compared: _Compared) -> str:
+    return compared.refusal(True) or compared.value
 
 
 def with_numbers(text: str) -> str:
     """Return a text in which quoted ids compared with ``trajectory_id`` are replaced by numbers."""
-    cells = parts(text)
-    for compared in _compared(cells):
-        if (number := compared.id) is not None:
-            cells[compared.first] = str(number)
-    return "".join(cells)
+    return _replaced(text, lambda compared: compared.value if compared.id is None else str(compared.id))
 
 
-def _compared(cells: list[str]) -> Iterator[_Compared]:
-    """Yield the literals that are compared with ``trajectory_id``."""
-    places = [at for at, cell in enumerate(cells) if not cell.isspace() and not cell.startswith(("--", "/*"))]
-    words = [cells[at] if cells[at][0] in "'\"`$" else cells[at].lower() for at in places]
+def _replaced(text: str, by: Callable[[_Compared], str]) -> str:
+    pieces, end = list[str](), 0
+    for compared in _compared(text):
+        pieces += text[end : compared.first], by(compared)
+        end = compared.end
+    return "".join([*pieces, text[end:]])
 
-    def literal(first: int, step: int = 1) -> tuple[int, int] | None:
-        """Return the range of words of the literal that starts at word ``first`` or, with ``step`` -1, ends there."""
-        if not 0 <= first < len(words) or not (words[first][0] == "'" or words[first].isdigit()):
-            return None
-        last = first + 2 * step
-        if words[first].isdigit() and 0 <= last < len(words) and words[first + step] == "/" and words[last].isdigit():
-            return min(first, last), max(first, last) + 1
-        return first, first + 1
 
-    def found(first: int, end: int) -> _Compared:
-        return _Compared(places[first], places[end - 1] + 1, "".join(words[first:end]))
-
-    for at, word in enumerate(words):
-        if word not in _NAMES:
+def _compared(text: str) -> Iterator[_Compared]:
+    """Yield the literals that are compared with ``trajectory_id``, in order."""
+    for found in _COMPARISON.finditer(text):
+        if found.lastgroup in (None, "tag"):  # text to skip
             continue
-        before = at - 1
-        while before > 0 and words[before] == ".":
-            before -= 2
-        sign = before
-        while before >= 0 and words[before] in _COMPARES:
-            before -= 1
-        after = at + 1
-        if words[after : after + 1] and words[after] in _COMPUTES:
-            continue
-        if before < sign and (span := literal(before, -1)):
-            yield found(*span)
-        while after < len(words) and words[after] in _COMPARES:
-            after += 1
-        if after > at + 1:
-            if span := literal(after):
-                yield found(*span)
-            continue
-        after += after < len(words) and words[after] == "not"
-        if words[after : after + 2] == ["in", "("]:
-            separator, most, after = ",", len(words), after + 2
-        elif words[after : after + 1] == ["between"]:
-            separator, most, after = "and", 2, after + 1
-        else:
-            continue
-        for _ in range(most):
-            if not (span := literal(after)):
-                break
-            yield found(*span)
-            after = span[1] + 1 if words[span[1] : span[1] + 1] == [separator] else len(words)
+        for literal in _LITERALS.finditer(text, *found.span(found.lastgroup)):
+            yield _Compared(*literal.span("value"), re.sub(r"(?<=\d)\s*/\s*", "/", literal["value"]))
 
 
 def spelled(table: DataFrame, names: set[str]) -> DataFrame:

@@ -8,11 +8,10 @@ from itertools import zip_longest
 from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, listed
 
-_PARTS = re.compile(
-    r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\$(\w*)\$.*?\$\1\$|--[^\n]*|/\*.*?\*/"""
-    r"""|(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?|\w+|.""",
-    re.DOTALL | re.IGNORECASE,
-)
+QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\$(?P<tag>\w*)\$.*?\$(?P=tag)\$|--[^\n]*|/\*.*?\*/"""
+"""Quoted texts and names, and comments."""
+
+_PARTS = re.compile(QUOTED + r"|(?:\d+\.\d*|\.\d+)(?:e[+-]?\d+)?|\w+|.", re.DOTALL | re.IGNORECASE)
 
 _MOST_JOINED = 1000
 """Most operators of a text. Polars needs 3 s for them and 20 s for twice as many, and no signal ends it."""
