@@ -6,11 +6,14 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.stores import opened
-from trajstore import Reward, Sessions, errors
+from tests.support.sessions import session_rows
+from trajstore import Retention, Reward, Sessions, errors
+from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.sessions import journal
 
 
@@ -74,7 +77,6 @@ def test_a_session_goes_on_after_a_kill(store: Path, state: str, torn: bytes) ->
                 session.add_call([1, 2, 3, 4, 5, 6], [7])
         (row,) = map(buffer.get, session.finish())
         assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7][: 7 if state == "open" else 5]
-        assert row.policy_version == 7
     assert not journals(store)
 
 
@@ -148,17 +150,31 @@ def test_the_writer_takes_in_finished_sessions_once(store: Path, alive: bool) ->
     assert [session.rollout_id for session in Sessions(store).listed()] == ([] if alive else ["b"])
 
 
-def test_rows_that_the_store_has_are_not_added_again(store: Path) -> None:
+@pytest.mark.parametrize("limit", [None, 1])
+def test_rows_that_the_store_has_are_not_added_again(store: Path, limit: int | None) -> None:
     in_child(lambda: begin(store, state="finished"), killed=True)
     (old,) = journals(store)
     content = old.read_bytes()
     with opened(store) as buffer:
-        assert len(buffer) == 1
+        buffer.add_trajectories(session_rows([(None, [1], [2])], 1.0, rollout_id="newer"))
     assert not old.exists()
     old.write_bytes(content)  # a crash between the commit of the rows and the record of it
-    with opened(store) as buffer:
-        assert len(buffer) == 1
+    for _ in range(2):
+        with opened(store, retention=Retention(max_trajectories=limit)) as buffer:
+            buffer.flush()
+            names = [buffer.get(number).rollout_id for number in buffer.trajectory_ids.tolist()]
+            assert names == ["a", "newer"][-(limit or 2) :]
     assert not journals(store)
+
+
+def test_rows_that_could_not_be_added_are_added_later(store: Path) -> None:
+    with opened(store) as buffer:
+        with mock.patch.object(StoreSink, "add_flattened", side_effect=errors.StoreWriteError("disk full")):
+            in_child(lambda: begin(store, state="finished"), killed=True)
+            for _ in range(2):
+                buffer.flush()
+        buffer.flush()
+        assert len(buffer) == 1
 
 
 def test_damage_of_one_session_leaves_its_neighbours(store: Path, caplog: pytest.LogCaptureFixture) -> None:

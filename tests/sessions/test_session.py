@@ -198,10 +198,10 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
         first, second = (buffer.get(number) for number in ids)
         table = buffer.query().table().select(["session", "session_path", "session_paths", "session_calls", "turns"])
     assert (first.task_id, first.rollout_id, first.query, first.data_id) == ("task", "rows", "q", "d")
-    assert (first.tokenizer_fingerprint, first.is_terminated, first.policy_version) == ("t", True, 4)
+    assert (first.tokenizer_fingerprint, first.is_terminated, first.policy_version) == ("t", True, 3)
     assert first.messages == more
     assert second.messages == MESSAGES
-    assert second.policy_version == 3
+    assert second.policy_version is None
     assert first.rollout_log_probs.tolist() == [-0.5, 0.0, -0.25]
     assert second.rollout_log_probs is None
     assert first.metadata == {

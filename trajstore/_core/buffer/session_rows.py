@@ -16,6 +16,7 @@ from trajstore._core.sessions.rows import path_rows, row_uuids
 from trajstore._core.sessions.session import Session
 from trajstore._core.sessions.sessions import Sessions, local_directory
 from trajstore._core.sessions.tree import Call, CallTree
+from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import (
     CorruptStoreError,
     InvalidTrajectoryError,
@@ -44,7 +45,8 @@ class BufferSessions(Sessions):
         self._begin(local_directory(sink.writer.directory), store_id)
         self._sink = sink
         self._adding = locks.lock("BufferSessions._adding")
-        self._ids: dict[str, list[int]] = {}  # of rollouts that may not be durable yet, by session
+        self._ids: dict[str, list[int]] = {}  # of rollouts whose session is not recorded as over yet, by session
+        self._whole: set[str] = set()  # of these sessions, those of which all rollouts were added
         self._failed: list[Session] = []  # finished here, and not added yet
         self._damaged: set[str] = set()
         self._told = ""
@@ -78,12 +80,18 @@ class BufferSessions(Sessions):
         ids = self._ids.setdefault(session_id, [])
         if len(ids) < len(rows):
             uuids = row_uuids(session_id, len(rows))[16 * len(ids) :]
+            self._keep_from(self._sink.counter)
             try:
                 ids += self._sink.add_flattened(flatten_all(rows[len(ids) :]), uuids)
             except PartlyAddedError as error:
                 ids += error.ids
                 raise
+        self._whole.add(session_id)
         return ids
+
+    def _keep_from(self, following: int) -> None:
+        """Exempt rollouts from the retention until their sessions are over: a crash would bring evicted ones back."""
+        self._sink.keep_from(min((ids[0] for ids in self._ids.values() if ids), default=following))
 
     def take_in(self) -> None:
         """Add the rollouts of sessions that other processes finished, and record those that are durable.
@@ -95,7 +103,11 @@ class BufferSessions(Sessions):
         for failed in list(self._failed):
             self._add_rows(failed)
         with self._adding:
-            for session in self._finished_elsewhere():
+            finished = self._finished_elsewhere()
+            for session in finished:
+                if session.id not in self._ids:
+                    self._ids[session.id] = self.row_ids(session.id, session.calls)
+            for session in finished:
                 self._take(session)
             self._settle()
 
@@ -108,8 +120,7 @@ class BufferSessions(Sessions):
                 for session in self._folder.current().values()
                 if session.state == "finished"
                 and session.journal not in self._journals
-                and session.id not in self._ids
-                and session.id not in self._damaged
+                and session.id not in self._whole | self._damaged
             ]
 
     def _take(self, session: Recorded) -> None:
@@ -117,8 +128,6 @@ class BufferSessions(Sessions):
         try:
             with self._lock:
                 calls = self._folder.files[session.journal].calls(session)
-            count = len([*CallTree(calls).leaves()])
-            self._ids[session.id] = self.row_ids(session.id, count)
             self._add(session.id, calls, session.fields, session.finish)
         except (CorruptStoreError, InvalidTrajectoryError) as error:
             self._damaged.add(session.id)
@@ -132,7 +141,7 @@ class BufferSessions(Sessions):
     def _settle(self) -> None:
         """Record the sessions whose rollouts are durable, and delete journals that nothing needs."""
         committed = self._sink.committed
-        done = [name for name, ids in self._ids.items() if max(ids, default=-1) <= committed]
+        done = [name for name in self._whole if max(self._ids[name], default=-1) <= committed]
         with self._lock:
             if not (done or self._abandoned() or self._folder.removable()):
                 return
@@ -152,6 +161,10 @@ class BufferSessions(Sessions):
                 self._tidy()
         for name in done:
             del self._ids[name]
+            self._whole.remove(name)
+        if done:
+            self._keep_from(ID_LIMIT)
+            self._sink.retain()
 
     def _abandoned(self) -> list[Recorded]:
         """Return the open sessions beyond the retention's limit; the caller holds the lock."""

@@ -306,14 +306,17 @@ class StoreSink(Sink):
             newest = int(catalog.index["shard"][-1])
             self._watch.begin(catalog.shards.schema(newest))
             _tell_format(directory, catalog.shards.manifest(newest).format, format_name)
-        self.retain()
+        if not self._may_have_sessions():
+            self.retain()
         self.counter = catalog.next_id
         self._shard_bytes = options.shard_bytes
         self._arena = Arena(min(2 * options.shard_bytes, options.max_pending_bytes // 4))
         if self.mirror is not None:
             self.mirror.start()
         self.writer.inbox.further = partial(_take_in_sessions, weakref.ref(self))
-        self.take_in_sessions()
+        if self._may_have_sessions():
+            self.take_in_sessions()  # before rollouts are evicted whose sessions are not recorded as over
+            self.retain()
 
     def _add_late(self, trajectories: list[AnyTrajectory], late: int) -> list[int]:
         return add_with_values(trajectories, self._add_recorded, self)
@@ -381,11 +384,12 @@ class StoreSink(Sink):
         if mine:
             contents = self._view.contents
             waiting = {number for number in mine if contents.is_pending(number)}
+            self.take_in_sessions()  # after a crash, evicted rollouts would come back of sessions that are not over
             # First those that need no space: on a full disk, pending writes are possible only afterwards.
             if len(waiting) < len(mine):
                 uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
             if waiting:
-                self.writer.flush()
+                self.flush()
                 uninterrupted(partial(self.writer.log.evict, list(waiting)))
             self.writer.rewriter.note()
         self._view.forget([number for number in ids if not self._view.is_own(number)])
@@ -413,14 +417,23 @@ class StoreSink(Sink):
 
     def take_in_sessions(self) -> None:
         """Add the rollouts of finished sessions of other processes, if there are any."""
-        directory = self.writer.directory
-        if isinstance(directory, LocalDirectory) and (self._sessions or directory.root.has_folder(CALLS_FOLDER)):
+        if self._may_have_sessions():
             self.sessions.look()
+
+    def _may_have_sessions(self) -> bool:
+        directory = self.writer.directory
+        return isinstance(directory, LocalDirectory) and (
+            self._sessions is not None or directory.root.has_folder(CALLS_FOLDER)
+        )
 
     @property
     def abandoned_after(self) -> float | None:
         """Seconds without a call after which the retention drops an open session."""
         return self._view.retention.abandoned_after
+
+    def keep_from(self, first: int) -> None:
+        """Exempt the trajectories from this id on from the retention; ``ID_LIMIT`` ends it."""
+        self._view.kept_from = first
 
     def ids_of(self, uuids: bytes) -> list[int]:
         """Return the ids of the leading trajectories of these UUIDs that are in the store; 16 bytes each."""

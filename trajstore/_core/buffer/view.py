@@ -60,6 +60,8 @@ class View(CommitListener):
         self._told_versions = self._told_protected = False
         self.protected: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         """Ids that the retention keeps beyond its limits, because they are in use."""
+        self.kept_from = ID_LIMIT
+        """Lowest id that the retention leaves, also beyond its limits."""
         self.own_first = 0
         """Lowest id of the buffer's own store that is shown; see :meth:`is_own`. 0 without a store."""
         self._cache_bounds = cache_bounds
@@ -427,6 +429,7 @@ class View(CommitListener):
             loaded = [number for number in ids if not self.is_own(number)]
             if loaded:
                 self.forget(loaded)
-            return [number for number in ids if self.is_own(number) and not contents.is_pending(number)]
+            mine = (number for number in ids if self.own_first <= number < self.kept_from)
+            return [number for number in mine if not contents.is_pending(number)]
 
         return self.locked(to_evict)

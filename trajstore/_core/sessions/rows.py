@@ -19,7 +19,8 @@ def path_rows(
     """Return a rollout for each path, from a root to a call that no other continues.
 
     ``loss_mask`` and ``response_mask`` are 1 on sampled tokens; of those that several paths share, only in the first
-    path. ``rollout_log_probs`` are 0 where nothing was sampled, and absent if a call of the path has none.
+    path. ``rollout_log_probs`` are 0 where nothing was sampled, and absent if a call of the path has none;
+    ``policy_version`` is the oldest that sampled, and absent if that of a call is unknown.
 
     Args:
         session_id: UUID of the session, as 32 hex digits.
@@ -40,7 +41,8 @@ def path_rows(
             trained.add(call.number)
             if call.log_probs is not None:
                 log_probs[call.start : call.stop] = call.log_probs
-        versions = [call.policy_version for call in calls if call.policy_version is not None]
+        versions = [call.policy_version for call in calls if call.stop > call.start]
+        known = [version for version in versions if version is not None]
         start = calls[0].start
         about = {"id": session_id, "path": path, "paths": len(leaves), "calls": [*map(_described, calls)]}
         reward = finish.get("reward")
@@ -59,7 +61,7 @@ def path_rows(
                 ),
                 reward=None if reward is None else Reward(**reward),
                 is_terminated=finish.get("is_terminated"),
-                policy_version=max(versions, default=None),
+                policy_version=min(known) if len(known) == len(versions) > 0 else None,
             )
         )
         rows[-1].metadata = {
