@@ -171,5 +171,5 @@ def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
     for clock in (-1, 1 << 62):
         with pytest.raises(ConfigurationError, match="clock"):
             store.tick(clock)
-    assert store.add(parcel_of([witness(9)]), 1, 10_000).ids == [1 + 10 * MOST_STORES]
+    assert store.add(parcel_of([witness(9)]), 1, 10_000) == [1 + 10 * MOST_STORES]
     stores.close()

@@ -68,7 +68,6 @@ from trajstore.distributed.options import HandleOptions  # noqa: E402
 from trajstore.distributed.parcel import Parcel, new_key, pack  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
-from trajstore.distributed.server import Answer  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -415,7 +414,7 @@ def test_what_is_added_together_is_sent_together(shared: Path, monkeypatch: pyte
         ids = receipts[1].committed(120)  # waiting on a receipt sends its parcel without further additions
         assert [check_trajectory(handle.get(number)) for number in ids] == [3, 4]
         assert all(receipt.done for receipt in receipts)
-        assert len({number for receipt in receipts for number in receipt.queued(120)}) == 6
+        assert len({number for receipt in receipts for number in receipt.committed(120)}) == 6
         handle.add_trajectories([witness(7)])
         handle.flush(120)
         handle.refresh()
@@ -634,8 +633,7 @@ def test_copies_in_two_stores_are_one(shared: Path, tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     with emptied() as handle:
         parcel = Parcel(new_key(), [pack(flatten_all([agent(key) for key in range(6)]), Arena(1 << 20))[0]])
-        first, second = (list(handle._stores.call(rank, "add", parcel, 6).ids) for rank in (0, 1))
-        handle._stores.call_all({0: (), 1: ()}, "flush")
+        first, second = (handle._stores.call(rank, "add", parcel, 6) for rank in (0, 1))
         annotate(handle, first[:3], {"judge": 1.0})
         annotate(handle, second[3:], {"judge": 2.0})
         assert len(handle.query().where("judge > 0").ids()) == 6
@@ -847,9 +845,9 @@ class Silent:
         return StoreUnreachableError(f"rank_{rank}: {error}")
 
 
-def _answer_after(seconds: float) -> Answer:
+def _answer_after(seconds: float) -> list[int]:
     time.sleep(seconds)
-    return Answer([2], "start", 2)
+    return [2]
 
 
 def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(

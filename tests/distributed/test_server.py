@@ -23,9 +23,8 @@ from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, unpack
-from trajstore.distributed.server import MOST_STORES, Answer, StoreServer
+from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.distributed.sessions import RemoteSession
-from trajstore.distributed.shipment import Watermarks
 from trajstore.errors import (
     CallConflictError,
     ConfigurationError,
@@ -59,9 +58,9 @@ def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
     return Parcel(new_key(), [pack(flatten_all(call), arena)[0] for call in calls])
 
 
-def ids_of(answer: Answer) -> list[int]:
-    assert answer.ids is not None
-    return list(answer.ids)
+def ids_of(answer: list[int] | None) -> list[int]:
+    assert answer is not None
+    return answer
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -99,20 +98,17 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     store = server(tmp_path, 7)
     parcel = parcel_of([witness(key) for key in range(5)])
     results: list[Sequence[int] | None] = []
-    threads = [threading.Thread(target=lambda: results.append(store.add(parcel, 5).ids)) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(store.add(parcel, 5))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert results == [[7 + MOST_STORES * place for place in range(5)]] * 4
-    answer = store.committed(parcel.key, 5, 60.0)
-    assert answer.ids == results[0]
-    assert answer.committed >= 7 + MOST_STORES * 4
     store.close()
     again = server(tmp_path, 7, "second")  # the process was killed before its answer arrived
-    assert again.add(parcel, 5).ids == results[0]
+    assert again.add(parcel, 5) == results[0]
     assert again.stats()["num_trajectories"] == 5
-    assert again.add(parcel_of([witness(9)]), 1).ids == [7 + MOST_STORES * 5]
+    assert again.add(parcel_of([witness(9)]), 1) == [7 + MOST_STORES * 5]
     again.close()
 
 
@@ -124,7 +120,7 @@ def test_a_parcel_that_another_store_has_is_deleted(tmp_path: Path, late: bool) 
     if not late:
         store.add(parcel, 5)
     store.disown(parcel.key, 5)
-    assert store.add(parcel, 5).ids is None
+    assert store.add(parcel, 5) is None
     store.disown(parcel.key, 5)
     assert look_at(store) == 1
     store.close()
@@ -177,34 +173,20 @@ def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
         assert len(reader) == 1000
 
 
-def test_one_answer_tells_of_all_that_a_start_has_committed() -> None:
-    heard = Watermarks()
-    assert not heard.cover(0, "first", [0])
-    heard.hear(0, Answer([1024], "first", 2048))
-    assert heard.cover(0, "first", [1024, 2048])
-    assert not heard.cover(0, "first", [2048, 3072])
-    assert not heard.cover(1, "first", [1])
-    heard.hear(0, Answer(None, "first", 1024))  # answers may be out of order
-    assert heard.cover(0, "first", [2048])
-    heard.hear(0, Answer([3072], "second", 4096))
-    assert not heard.cover(0, "first", [3072])  # the second start reused the uncommitted ids of the first
-    assert heard.cover(0, "second", [3072])
-
-
-def test_a_rollback_ends_what_answers_before_it_say(tmp_path: Path) -> None:
-    store, heard = server(tmp_path), Watermarks()
+def test_a_parcel_of_before_a_rollback_is_added_again(tmp_path: Path) -> None:
+    store = server(tmp_path)
     store.hold("me", 60.0)
     store.save_point("me", 1, {}, 1)
     store.release("me")
     late = parcel_of([witness(0)])
-    before = store.add(late, 1)
+    before = ids_of(store.add(late, 1))
     store.hold("me", 60.0)
     store.go_to("me", 1, True)
     store.release("me")
-    after = store.committed(late.key, 1, 0.0)
-    heard.hear(0, after)
-    assert after.ids is None
-    assert not heard.cover(0, before.began, ids_of(before))
+    assert look_at(store) == 0
+    (number,) = ids_of(store.add(late, 1))
+    assert check_trajectory(store.trajectories([number])[0]) == 0
+    assert look_at(store) == len(before) == 1
     store.close()
 
 

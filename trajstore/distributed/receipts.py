@@ -18,7 +18,7 @@ from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.parcel import pack
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.shipment import Shipment, Stage, Watermarks
+from trajstore.distributed.shipment import Shipment, take_arrived
 from trajstore.errors import ConfigurationError, StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ _LOOK = 1.0  # longest single wait for an answer, in seconds
 
 
 class Receipt:
-    """Progress of one ``add_trajectories``: in a store's memory, or committed."""
+    """Progress of one ``add_trajectories``."""
 
     def __init__(self, parts: Sequence[tuple[Shipment, range]], lock: locks.Lock) -> None:
         self._parts = parts
@@ -42,49 +42,41 @@ class Receipt:
         """Number of trajectories."""
         return sum(len(places) for _, places in self._parts)
 
-    def queued(self, timeout: float | None = None) -> list[int]:
-        """Wait until stores hold the trajectories in memory; return their ids in the order of the list.
-
-        If a store is killed before the commit, its trajectories are sent again and get other ids.
+    def committed(self, timeout: float | None = None) -> list[int]:
+        """Wait until the trajectories survive the kill of any process; return their ids in the order of the list.
 
         Raises:
             TimeoutError: ``timeout`` seconds passed.
             StoreUnreachableError: no store has answered for the handle's deadline; call again to continue.
             StoreWriteError: a store cannot write at present.
         """
-        return self._reach("committing", timeout)
-
-    def committed(self, timeout: float | None = None) -> list[int]:
-        """Wait until the trajectories survive the kill of any process; return their final ids.
-
-        Raises:
-            TimeoutError, StoreUnreachableError, StoreWriteError: see :meth:`queued`.
-        """
-        return self._reach("done", timeout)
-
-    @property
-    def done(self) -> bool:
-        """True if the trajectories are known to be committed; sends no request."""
-        with self._lock:
-            return all(shipment.reached("done") for shipment, _ in self._parts)
-
-    def _reach(self, stage: Stage, timeout: float | None) -> list[int]:
         until = time.monotonic() + (1e9 if timeout is None else timeout)
         with self._lock:
             for shipment, _ in self._parts:
                 shipment.depart()
-        for shipment, _ in reversed(self._parts):  # an answer about the newest usually covers the others
+        for shipment, _ in self._parts:
             while True:
                 with self._lock:
-                    if shipment.advance(0.0, stage):
+                    if shipment.advance(0.0):
                         break
                     answer = shipment.answer
                 left = until - time.monotonic()
                 if left <= 0:
-                    behind = sum(len(places) for part, places in self._parts if part.stage != "done")
-                    raise TimeoutError(f"{behind} of {trajectories(len(self))} not {stage} after {timeout} s")
+                    behind = sum(len(places) for part, places in self._parts if not part.done)
+                    raise TimeoutError(f"{behind} of {trajectories(len(self))} not committed after {timeout} s")
                 _wait(answer, min(left, _LOOK))
         return [shipment.ids[place] for shipment, places in self._parts for place in places]
+
+    @property
+    def done(self) -> bool:
+        """True if the trajectories are known to be committed; sends no request.
+
+        Raises:
+            StoreUnreachableError, StoreWriteError: see :meth:`committed`.
+        """
+        with self._lock:
+            take_arrived([shipment for shipment, _ in self._parts])
+            return all(shipment.done for shipment, _ in self._parts)
 
 
 def _wait(answer: Any, seconds: float) -> None:
@@ -111,7 +103,6 @@ class Outbox:
         self._stores = stores
         self._routes = routes
         self._options = options
-        self._watermarks = Watermarks()
         self._content = ContentWatch()
         self._arena = Arena(PARCEL_BYTES)
         self._lock = locks.rlock("Outbox._lock")
@@ -191,11 +182,11 @@ class Outbox:
         self._content.look(copies)
         count = sum(map(len, runs))
         last = self._under_way[-1] if self._under_way else None
-        if last is not None and last.stage == "filling":
+        if last is not None and not last.departed:
             if last.nbytes + nbytes <= PARCEL_BYTES:
                 return last, last.fill(piece, count)
             self._depart(last)
-        shipment = Shipment(self._stores, self._routes, self._watermarks)
+        shipment = Shipment(self._stores, self._routes)
         places = shipment.fill(piece, count)
         self._under_way.append(shipment)  # last, so that an empty shipment is never sent
         return shipment, places
@@ -239,21 +230,17 @@ class Outbox:
             self._under_way
             and sum(shipment.nbytes for shipment in self._under_way) + nbytes > self._options.max_pending_bytes
         ):
-            if self._under_way[0].advance(time.monotonic() + _LOOK, "done"):
+            if self._under_way[0].advance(time.monotonic() + _LOOK):
                 self._forget_done()
 
     def _look(self) -> None:
         """Process the answers that have arrived."""
-        asked = {shipment.answer: shipment for shipment in self._under_way if shipment.answer is not None}
-        if asked:
-            ready, _ = ray().wait(list(asked), num_returns=len(asked), timeout=0)
-            for answer in ready:
-                asked[answer].take()
+        take_arrived(self._under_way)
         self._forget_done()
 
     def _forget_done(self) -> None:
-        done = [shipment for shipment in self._under_way if shipment.reached("done")]
-        self._under_way = deque(shipment for shipment in self._under_way if shipment.stage != "done")
+        done = [shipment for shipment in self._under_way if shipment.done]
+        self._under_way = deque(shipment for shipment in self._under_way if not shipment.done)
         if copies := {copy: None for shipment in done for copy in shipment.copies()}:
             self._copies |= copies
             self._remove_copies()
@@ -273,9 +260,9 @@ class Outbox:
     @property
     def parcels(self) -> int:
         """Number of parcels that are not known to be committed."""
-        return sum(shipment.stage != "done" for shipment in self._under_way)
+        return sum(not shipment.done for shipment in self._under_way)
 
     @property
     def trajectories(self) -> int:
         """Number of trajectories that are not known to be committed."""
-        return sum(shipment.count for shipment in self._under_way if shipment.stage != "done")
+        return sum(shipment.count for shipment in self._under_way if not shipment.done)

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 MOST_STORES = 1024
 """Store r assigns ids that equal r modulo this number, so an id identifies its store."""
 
+_ANSWERS_WITHIN = 5.0  # seconds for which an answer waits for a commit
+
 _MOST_PATHS = 1 << 12
 """Most rollouts of a session whose ids are looked up after a restart."""
 
@@ -74,21 +76,6 @@ class ServedStore:
     node: str
     began: str
     store_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Status of a parcel, and of all parcels sent earlier.
-
-    Attributes:
-        ids: ids of the parcel's trajectories; None if the store lacks some of them.
-        began: changes with each start of the process and each rollback; ids assigned under another value may be gone.
-        committed: ids up to this one, assigned under ``began``, survive a crash.
-    """
-
-    ids: Sequence[int] | None
-    began: str
-    committed: int
 
 
 class StoreServer:
@@ -125,7 +112,7 @@ class StoreServer:
         self._disowned: set[bytes] = set()
         """Keys of parcels that another store has instead; few, as it takes a store that was silent."""
         self._era = 0
-        """Number of rollbacks in this process."""
+        """Number of rollbacks in this process; ids of an earlier one may name other trajectories."""
         self._sessions: dict[str, Session] = {}
         self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
@@ -153,8 +140,10 @@ class StoreServer:
         whole("clock", clock, 0, MAX_ID // 2)
         return self._buffer._sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
-    def add(self, parcel: Parcel, count: int, clock: int = 0) -> Answer:
-        """Add the trajectories of a parcel that are missing; return the ids of all.
+    def add(self, parcel: Parcel, count: int, clock: int = 0) -> list[int] | None:
+        """Add the trajectories of a parcel that are missing; return the ids of all once they survive a crash.
+
+        None: not yet, after a few seconds, or a rollback has set them aside. The producer sends the parcel again.
 
         Args:
             parcel: the parcel.
@@ -172,7 +161,7 @@ class StoreServer:
         ):  # a retry waits for the first attempt and then finds its trajectories
             known = self._known.ids(uuids)
             if parcel.key in self._disowned:
-                return self._answer([None] * count, self._era)
+                return None
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
                 self.tick(clock)
@@ -187,7 +176,15 @@ class StoreServer:
                     self._recall()  # the parcel may be partly added
                     raise
                 known = self._known.ids(uuids)
-        return self._answer(known, self._era)
+            era = self._era
+        ids = [number for number in known if number is not None]
+        if max(ids, default=-1) > self._buffer.points.committed:
+            try:
+                if not self._buffer.wait(ids, _ANSWERS_WITHIN):
+                    return None
+            except TrajectoryUnavailableError:  # set aside
+                return None
+        return ids if era == self._era else None
 
     def disown(self, key: bytes, count: int) -> None:
         """Delete the trajectories of a parcel that another store has committed; refuse it if it arrives late.
@@ -200,24 +197,6 @@ class StoreServer:
             ids = {number for number in self._known.ids(uuids_of(key, count)) if number is not None}
             here = self._buffer.trajectory_ids
             self._buffer.evict(here[np.isin(here, list(ids))].tolist())
-
-    def committed(self, key: bytes, count: int, timeout: float) -> Answer:
-        """Wait at most ``timeout`` seconds until a parcel's trajectories survive a crash.
-
-        Raises:
-            StoreWriteError: they cannot be written at present.
-        """
-        era = self._era  # read first, in case of a rollback in between
-        known = self._known.ids(uuids_of(key, count))
-        ids = [number for number in known if number is not None]
-        if len(ids) == count and max(ids) > self._buffer.points.committed:
-            self._buffer.wait(ids, timeout)
-        return self._answer(known, era)
-
-    def _answer(self, known: Sequence[int | None], era: int) -> Answer:
-        ids = [number for number in known if number is not None]
-        began = f"{self._about.began}/{era}"
-        return Answer(ids if len(ids) == len(known) else None, began, self._buffer.points.committed)
 
     def session(
         self,

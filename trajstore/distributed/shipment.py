@@ -4,42 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from trajstore.distributed.actors import Stores, away, first_line, ray
 from trajstore.distributed.parcel import Parcel, Piece, new_key
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.server import Answer
 from trajstore.errors import StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["filling", "adding", "committing", "done"]
-
-STAGES: Sequence[Stage] = ("filling", "adding", "committing", "done")
-
 _PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
-_ASK_AGAIN = 5.0  # seconds for which a store waits for a commit before it answers "not yet"
-
-
-class Watermarks:
-    """The newest committed id of each store; one answer covers many parcels. Pure."""
-
-    def __init__(self) -> None:
-        self._heard: dict[int, tuple[str, int]] = {}
-
-    def hear(self, rank: int, answer: Answer) -> None:
-        """Record the watermark of any answer of a store."""
-        began, committed = self._heard.get(rank, ("", -1))
-        if answer.began != began or answer.committed > committed:
-            self._heard[rank] = answer.began, answer.committed
-
-    def cover(self, rank: int, began: str, ids: Sequence[int]) -> bool:
-        """Return whether ids that a store assigned under ``began`` are known to be committed."""
-        heard, committed = self._heard.get(rank, ("", -1))
-        return heard == began and max(ids) <= committed
 
 
 class Shipment:
@@ -48,23 +24,22 @@ class Shipment:
     Args:
         stores: the actors.
         routes: chooses the store.
-        watermarks: committed ids of the stores, shared by all shipments.
     """
 
-    def __init__(self, stores: Stores, routes: Routes, watermarks: Watermarks) -> None:
+    def __init__(self, stores: Stores, routes: Routes) -> None:
         self.nbytes = 0
         self.count = 0
-        self.stage: Stage = "filling"
+        self.departed = False
+        self.done = False
+        """True once a store has answered that it has committed the parcel."""
         self.ids: Sequence[int] = []
         self.rank = -1
         self._stores = stores
         self._routes = routes
-        self._watermarks = watermarks
         self._key = new_key()
         self._pieces: list[Piece] = []
         self._parcel: Any = None
         self._answer: Any = None
-        self._began = ""
         self._pause = _PAUSE
         self._not_before = 0.0
         self._since = 0.0
@@ -85,30 +60,23 @@ class Shipment:
 
     def depart(self) -> None:
         """Send the parcel unless already sent. After an exception it is unchanged; call again."""
-        if self.stage != "filling":
+        if self.departed:
             return
         self._parcel = ray().put(Parcel(self._key, self._pieces))  # stays in the object store until it is committed
         self._pieces = []
         self.rank = self._routes.next()
-        self.stage = "adding"
+        self.departed = True
         self._since = self._turned = time.monotonic()
         self._submit()
 
     def copies(self) -> list[tuple[int, bytes, int]]:
         """Return rank, key and count for each other store that may have the parcel too, once it is committed."""
-        return [(rank, self._key, self.count) for rank in sorted(self._tried - {self.rank}) if self.stage == "done"]
+        return [(rank, self._key, self.count) for rank in sorted(self._tried - {self.rank}) if self.done]
 
     @property
     def answer(self) -> Any:
         """Reference of the pending call, or None."""
         return self._answer
-
-    def reached(self, stage: Stage) -> bool:
-        """Return whether the parcel is known to have reached a stage; sends no request."""
-        if self.stage == "committing" and self._watermarks.cover(self.rank, self._began, self.ids):
-            self.stage, self._parcel, self._answer = "done", None, None
-            self._routes.answered(self.rank)
-        return STAGES.index(self.stage) >= STAGES.index(stage)
 
     def take(self) -> None:
         """Process the answer that has arrived.
@@ -119,29 +87,25 @@ class Shipment:
         """
         reference, self._answer = self._answer, None
         try:
-            answer: Answer = ray().get(reference)
+            ids: Sequence[int] | None = ray().get(reference)
         except away() as error:
             self._lost(error)
             return
         self._since = self._turned = time.monotonic()
         self._pause = _PAUSE
         self._routes.answered(self.rank)
-        self._watermarks.hear(self.rank, answer)
-        if answer.ids is None:
-            logger.warning("rank_%d restarted before it committed %s; sent again", self.rank, trajectories(self.count))
-            self.stage = "adding"
-        else:
-            self.ids, self._began, self.stage = answer.ids, answer.began, "committing"
-            self._stores.note(max(answer.ids) + 1)
+        if ids is not None:
+            self.ids, self.done, self._parcel = ids, True, None
+            self._stores.note(max(ids) + 1)
 
-    def advance(self, until: float, stage: Stage) -> bool:
-        """Continue until ``stage`` is reached or the time is ``until`` (monotonic); return whether it is reached.
+    def advance(self, until: float) -> bool:
+        """Continue until the parcel is committed or the time is ``until`` (monotonic); return whether it is committed.
 
         Raises:
             StoreUnreachableError, StoreWriteError: see :meth:`take`.
         """
         self.depart()
-        while not self.reached(stage):
+        while not self.done:
             now = time.monotonic()
             if self._answer is None:
                 if now < self._not_before:
@@ -163,11 +127,8 @@ class Shipment:
 
     def _submit(self) -> None:
         try:
-            if self.stage == "adding":
-                self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count, self._stores.clock)
-                self._sent = True
-            else:
-                self._answer = self._stores.submit(self.rank, "committed", self._key, self.count, _ASK_AGAIN)
+            self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count, self._stores.clock)
+            self._sent = True
         except StoreUnreachableError as error:
             self._lost(error)
 
@@ -192,10 +153,27 @@ class Shipment:
                 )
                 if self._sent:
                     self._tried.add(self.rank)
-                self.rank, self.stage = elsewhere, "adding"
+                self.rank = elsewhere
                 self._turned, self._sent, self._pause, self._not_before = now, False, _PAUSE, now
                 return
             self._routes.hopeful()  # all are silent: restart the patience of each, beginning with this one
             self._turned = now
+        if self._pause == _PAUSE:
+            logger.warning(
+                "rank_%d does not answer (%s): %s sent again", self.rank, first_line(error), trajectories(self.count)
+            )
         self._not_before = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def take_arrived(shipments: Iterable[Shipment]) -> None:
+    """Process the answers that have arrived.
+
+    Raises:
+        StoreUnreachableError, StoreWriteError: see :meth:`Shipment.take`.
+    """
+    asked = {shipment.answer: shipment for shipment in shipments if shipment.answer is not None}
+    if asked:
+        ready, _ = ray().wait(list(asked), num_returns=len(asked), timeout=0)
+        for answer in ready:
+            asked[answer].take()

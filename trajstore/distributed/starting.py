@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = "rank_"
 
-_GROUPS = {"add": 4, "wait": 256, "read": 8, "save": 4}
+_GROUPS = {"add": 64, "wait": 256, "read": 8, "save": 4}
 """Threads of a store's process per group of methods, so that slow calls do not block others."""
 
 _METHODS = {
     "add": ("add", "disown"),
-    "wait": ("committed", "flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
+    "wait": ("flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
         *("history", "saved_points", "snapshot_names", "commits"),
