@@ -347,7 +347,7 @@ def test_rows_of_all_stores_are_asked(
         parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
         clock = max(ids) + 1
         for rank in (0, 1):  # as if the first was silent and returned
-            clock = handle._stores.call(rank, "add", parcel, 1, clock).ids[0] + 1
+            clock = handle._stores.call(rank, "add", parcel, 1, clock)[0] + 1
         handle.flush()
         assert handle.query().where("task = 'again'").count() == 1
         with pytest.raises(ConfigurationError, match="did you mean 'role'"):

@@ -15,6 +15,7 @@ from trajstore._core.sampling.base import Additions, Drawn, Sampler
 from trajstore._core.sampling.draws import Draws, Window
 from trajstore.distributed.listing import Listing
 from trajstore.distributed.roll import News, without
+from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import EmptyBufferError, listed
 
 _EMPTY = np.zeros(0, np.int64)
@@ -30,7 +31,9 @@ class Census:
     """
 
     def __init__(self) -> None:
-        self._parts: dict[int, list[Additions]] = {}
+        self._all = _NONE
+        """The trajectories of all stores, ordered by id; without those of :attr:`_fresh`."""
+        self._fresh: list[Additions] = []
         self._heard: dict[int, News] = {}
         self._absent: set[int] = set()
         self._table: Additions | None = None
@@ -57,14 +60,16 @@ class Census:
 
     def take(self, rank: int, news: News) -> None:
         """Apply a store's changes."""
-        parts = self._parts.setdefault(rank, [])
         if news.whole:
-            parts.clear()
+            self._join()
+            if self.count(rank):
+                self._all = self._all.at(np.flatnonzero(self._all.ids % MOST_STORES != rank))
         for change in news.changes:
             if isinstance(change, Additions):
-                parts.append(change)
-            elif parts:
-                parts[:] = [without(Additions.joined(parts), change)]
+                self._fresh.append(change)
+            else:
+                self._join()
+                self._all = without(self._all, change)
         if news.whole or news.changes or rank in self._absent:
             self._changed()
         self._absent.discard(rank)
@@ -90,7 +95,16 @@ class Census:
 
     def count(self, rank: int) -> int:
         """Return the number of trajectories that a store has reported."""
-        return sum(len(part) for part in self._parts.get(rank, ()))
+        self._join()
+        return int(np.count_nonzero(self._all.ids % MOST_STORES == rank))
+
+    def _join(self) -> None:
+        if self._fresh:
+            whole = Additions.joined([self._all, *self._fresh])
+            self._fresh.clear()
+            if np.any(whole.ids[1:] < whole.ids[:-1]):
+                whole = whole.at(np.argsort(whole.ids, kind="stable"))
+            self._all = whole
 
     @property
     def absent(self) -> list[int]:
@@ -230,10 +244,11 @@ class Census:
 
     def _rows(self) -> Additions:
         if self._table is None:
-            parts = [part for rank, additions in self._parts.items() if rank not in self._absent for part in additions]
-            whole = Additions.joined(parts) if parts else _NONE
-            order = np.argsort(whole.ids, kind="stable")
-            settled = whole.at(order[whole.ids[order] < self._settled])
+            self._join()
+            settled = self._all
+            if self._absent or (len(settled) and settled.ids[-1] >= self._settled):
+                present = ~np.isin(settled.ids % MOST_STORES, list(self._absent))
+                settled = settled.at(np.flatnonzero(present & (settled.ids < self._settled)))
             again = _again(settled)
             self._copies = settled.at(np.flatnonzero(again))
             self._table = settled.at(np.flatnonzero(~again)) if again.any() else settled
