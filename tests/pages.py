@@ -15,6 +15,16 @@ def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
+def section(text: str, heading: str) -> str:
+    """Return the part of a page below a heading of the second level, up to the next one outside code."""
+    parts = re.split(r"^## (.+)$", re.sub(r"^```.*?^```$", _keep_headings_apart, text, flags=re.M | re.S), flags=re.M)
+    return parts[parts.index(heading) + 1].replace("\0", "#")
+
+
+def _keep_headings_apart(block: re.Match[str]) -> str:
+    return re.sub(r"^#", "\0", block[0], flags=re.MULTILINE)
+
+
 def bytecode() -> dict[str, str]:
     """Return the environment variable of the folder of bytecode, if it is set; without it, a process compiles all."""
     name = "PYTHONPYCACHEPREFIX"

@@ -112,4 +112,4 @@ def test_no_lock_is_made_beside_the_order(project_root: Path) -> None:
         for path in (project_root / folder).rglob("*.py")
         if re.search(r"\b(Lock|RLock|Condition|Semaphore|BoundedSemaphore)\(", path.read_text())
     }
-    assert names <= allowed, "make it with trajstore._core.base.locks, and a line in docs/design/locks.md"
+    assert names <= allowed, "make it with trajstore._core.base.locks, and a line in docs/design/store.md"

@@ -1,7 +1,7 @@
 """AgentEvolver's names on the hooks' classes: code of its trainer runs with only its imports changed.
 
 Each class accepts the arguments of AgentEvolver's documents and of its current code, and passes them to the class here
-that does the work. ``docs/howto/agentevolver.md`` lists the names and the differences.
+that does the work. ``docs/howto/trainers.md`` lists the names and the differences.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 
 ray = pytest.importorskip("ray")
 
@@ -20,7 +20,9 @@ def test_the_code_of_the_page_runs(
     monkeypatch.setattr(ray, "init", started)
     monkeypatch.setattr(ray, "shutdown", stopped)
     monkeypatch.chdir(tmp_path)
-    code = "\n".join(blocks((project_root / "docs" / "howto" / "many-nodes.md").read_text(), "python"))
+    code = "\n".join(
+        blocks(section((project_root / "docs" / "howto" / "ranks.md").read_text(), "Many nodes with Ray"), "python")
+    )
     exec(compile(code, "many-nodes.md", "exec"), {"__name__": "__main__"})
     started.assert_called_once_with("local", num_cpus=2, include_dashboard=False)
     stopped.assert_called_once_with()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from trainer_hooks.integrations.areal import rollouts_of
 from trainer_hooks.integrations.openrlhf import rollout_of
 from trajstore import TrajectoryReplayBuffer
@@ -96,7 +96,13 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
                 monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[], **members))
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"MyWorkflow": Workflow, "step": 3}
-    for block in blocks((project_root / "docs" / "howto" / "other-trainers.md").read_text(), "python"):
+    for block in blocks(
+        section(
+            (project_root / "docs" / "howto" / "trainers.md").read_text(),
+            "AReaL, OpenRLHF, NeMo-RL, RLinf, and logging",
+        ),
+        "python",
+    ):
         exec(block, names)
     asyncio.run(names["RecordedWorkflow"]().arun_episode(None, {}))
     asyncio.run(names["AgentExecutor"]().execute("2+2"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from tests.support.engine import engine, tokens_of
 from trainer_hooks.integrations.gateway import restored, shortened, task_of
 from trainer_hooks.integrations.nemo_gym import TokenStore
@@ -305,7 +305,9 @@ def test_calls_from_many_threads_are_all_there(buffer: TrajectoryReplayBuffer) -
 
 
 def test_the_agent_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks((project_root / "docs" / "howto" / "gateways.md").read_text(), "python")
+    (code,) = blocks(
+        section((project_root / "docs" / "howto" / "sessions.md").read_text(), "Gateways and agent loops"), "python"
+    )
     monkeypatch.chdir(tmp_path)
     with engine(lambda messages: "banana"[: 2 + len(messages)]) as address:
         monkeypatch.setenv("OPENAI_BASE_URL", address)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from trainer_hooks.integrations.skyrl import RecordingGenerator
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
@@ -174,7 +174,7 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=CORRECTED))
     names: dict[str, Any] = {"my_generator": Generator(), "cfg": cfg, "make_trainer": make_trainer}
-    for block in blocks((project_root / "docs" / "howto" / "skyrl.md").read_text(), "python"):
+    for block in blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "SkyRL"), "python"):
         exec(block, names)
     given = SimpleNamespace(global_step=1, logs={})
     with names["buffer"] as buffer:

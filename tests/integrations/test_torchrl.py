@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
 
@@ -98,6 +98,9 @@ def test_what_a_store_cannot_do_is_refused(tmp_path: Path) -> None:
 def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    exec("\n".join(blocks((project_root / "docs/howto/torchrl.md").read_text(), "python")), names)
+    exec(
+        "\n".join(blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "TorchRL"), "python")),
+        names,
+    )
     assert len(names["buffer"]) == 4
     names["buffer"].close()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.integrations.trl import RecordingRollouts, RecordingWorker
 from trajstore import TrajectoryReplayBuffer
@@ -417,7 +417,7 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
         "model": "a model", "dataset": [], "args": SimpleNamespace(max_staleness=3), "grpo_args": None,
         "my_worker": Worker(), "my_rollout_func": rollouts_of([]), "reward_func": lambda **_: [1.0] * 6,
     }  # fmt: skip
-    for block in blocks((project_root / "docs" / "howto" / "trl.md").read_text(), "python"):
+    for block in blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "TRL"), "python"):
         exec(block, names)
     with TrajectoryReplayBuffer.open("rollouts") as taken, TrajectoryReplayBuffer.open("rollouts_of_prompts") as made:
         assert len(taken) == 2

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from tests.verl_plugin.assets import make_assets
 from trainer_hooks.integrations.trl import RecordingRollouts, RecordingWorker
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
@@ -309,7 +309,7 @@ def test_trainer_with_rollout_function_trains_what_is_stored(tmp_path: Path) -> 
 
 
 def test_the_script_of_the_page_prints_its_output(project_root: Path, tmp_path: Path) -> None:
-    page = (project_root / "docs" / "start" / "trainers.md").read_text()
+    page = section((project_root / "docs" / "start" / "agents.md").read_text(), "Another trainer")
     (script,), (output,) = blocks(page, "python"), blocks(page, "text")
     environment = {**os.environ, "PYTHONPATH": str(project_root), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(

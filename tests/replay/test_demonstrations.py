@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.pages import section
 from tests.replay.conftest import build
 from tests.replay.transcripts import conversation, make_tokenizer, turn, write
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
@@ -281,7 +282,7 @@ def test_a_full_task_gives_up_demonstrations_first(tokenizer: Any) -> None:
 def test_the_programs_of_the_page_do_what_it_says(
     tokenizer: Any, tmp_path: Path, project_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = (project_root / "docs" / "howto" / "demonstrations.md").read_text()
+    page = section((project_root / "docs" / "howto" / "agents.md").read_text(), "Start from demonstrations")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)).replace("gsm8k:12", "b")
     monkeypatch.chdir(tmp_path)
     tokenizer.save_pretrained("path/to/model")

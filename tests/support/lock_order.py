@@ -1,4 +1,4 @@
-"""Checks that threads take locks in the order of the table in ``docs/design/locks.md``."""
+"""Checks that threads take locks in the order of the table in ``docs/design/store.md``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from tests.pages import section
 from trajstore._core.base import locks
 
-PAGE = Path(__file__).parents[2] / "docs" / "design" / "locks.md"
-TABLE = re.findall(r"^\| `([A-Za-z_.]+)` \| `([a-z_/]+)` \| .+ \|$", PAGE.read_text(), re.MULTILINE)
+PAGE = Path(__file__).parents[2] / "docs" / "design" / "store.md"
+TABLE = re.findall(
+    r"^\| `([A-Za-z_.]+)` \| `([a-z_/]+)` \| .+ \|$", section(PAGE.read_text(), "Order of locks"), re.MULTILINE
+)
 """Name (class and attribute) and module of every lock, the outermost first."""
 
 RANKS = {name: rank for rank, (name, _) in enumerate(TABLE)}

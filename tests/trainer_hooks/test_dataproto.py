@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.pages import blocks
+from tests.pages import blocks, section
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
@@ -375,5 +375,6 @@ def test_without_verl_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process, as a new one takes seconds to import verl."""
     monkeypatch.chdir(tmp_path)
-    page = project_root / "docs" / "howto" / "dataproto.md"
-    exec(compile("\n".join(blocks(page.read_text(), "python")), page, "exec"), {"__name__": "__main__"})
+    page = project_root / "docs" / "howto" / "trainers.md"
+    text = section(page.read_text(), "Trainers that pass a DataProto")
+    exec(compile("\n".join(blocks(text, "python")), page, "exec"), {"__name__": "__main__"})

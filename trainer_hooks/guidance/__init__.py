@@ -1,7 +1,7 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
 Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` → ``summary`` → ``maker``,
-``experience`` → ``context``. ``docs/design/self-navigating.md`` has a diagram of the data flow.
+``experience`` → ``context``. ``docs/design/experience.md`` has a diagram of the data flow.
 """
 
 from trainer_hooks.guidance.client import EMClient, EndpointSummarizer

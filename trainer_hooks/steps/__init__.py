@@ -1,4 +1,4 @@
-"""Rebuilds and recomputes recorded training steps (``trajstore replay-step``, ``docs/design/replay-step.md``)."""
+"""Rebuilds and recomputes recorded training steps (``trajstore replay-step``, ``docs/design/ledger.md``)."""
 
 from trainer_hooks.steps.bundle import read_bundle, write_bundle
 from trainer_hooks.steps.inputs import TOLERANCES, StepInputs, step_inputs

@@ -1,4 +1,4 @@
-"""A step as a folder that another machine can recompute without the run; see ``docs/design/replay-step.md``."""
+"""A step as a folder that another machine can recompute without the run; see ``docs/design/ledger.md``."""
 
 from __future__ import annotations
 

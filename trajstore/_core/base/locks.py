@@ -1,4 +1,4 @@
-"""Locks by name. A thread acquires them only in the order of the table in ``docs/design/locks.md``: no deadlocks.
+"""Locks by name. A thread acquires them only in the order of the table in ``docs/design/store.md``: no deadlocks.
 
 The tests check that order (``tests/support/lock_order.py``), by giving every lock that they make to :data:`checker`.
 """

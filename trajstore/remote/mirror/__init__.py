@@ -1,1 +1,1 @@
-"""A continuously updated copy of a store elsewhere, and restoring from it: see docs/design/mirror.md."""
+"""A continuously updated copy of a store elsewhere, and restoring from it: see docs/design/many-machines.md."""

@@ -1,6 +1,6 @@
 """The thread that mirrors a store of this process. The store never waits for it.
 
-docs/design/mirror.md has the order of its steps, and the state that a crash leaves after each.
+docs/design/many-machines.md has the order of its steps, and the state that a crash leaves after each.
 """
 
 from __future__ import annotations

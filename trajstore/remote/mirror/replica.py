@@ -1,6 +1,6 @@
 """The mirror's directory, changed without ever being unreadable.
 
-docs/design/mirror.md has the order of every change, and the state that a crash leaves after each step.
+docs/design/many-machines.md has the order of every change, and the state that a crash leaves after each step.
 """
 
 from __future__ import annotations
