@@ -116,7 +116,16 @@ class StoreNotFoundError(StoreError, FileNotFoundError):
 
 
 class StoreLockedError(StoreError):
-    """Another writer holds the directory."""
+    """Another writer holds the directory.
+
+    Args:
+        message: of the error.
+        brief: the holder is a tool that lets go in a moment, or may be one: trying again helps.
+    """
+
+    def __init__(self, message: str, *, brief: bool = False) -> None:
+        super().__init__(message)
+        self.brief = brief
 
 
 class StoreWriteError(StoreError, OSError):

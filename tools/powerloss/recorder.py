@@ -39,12 +39,16 @@ class Recorder:
     def __init__(self, root: Path, ops: list[Op]) -> None:
         self.ops = ops
         self._root = os.path.realpath(root)
-        self._tree: Tree = tree_of(ops)
+        self._lock = threading.RLock()
+        self._restart()
+
+    def _restart(self) -> None:
+        """Go on with the files as ``ops`` leave them; nothing is open."""
+        self._tree: Tree = tree_of(self.ops)
         self._nodes = 1 + max(
-            (node.number for op in ops if isinstance(op, Entries) for _, _, node in op.changes if node), default=0
+            (node.number for op in self.ops if isinstance(op, Entries) for _, _, node in op.changes if node), default=0
         )
         self._open: dict[int, Node] = {}
-        self._lock = threading.RLock()
 
     def note(self, event: str, **values: Any) -> None:
         """Record a promise."""

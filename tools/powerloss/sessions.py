@@ -85,7 +85,7 @@ def contents_of(pool: ExperienceManager) -> set[str]:
 
 def write_tree(folder: Path, files: dict[str, bytes | None]) -> None:
     """Make files and folders as a listing says."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if content is None:
             (folder / name).mkdir()

@@ -69,6 +69,15 @@ def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
     return mixed + found[True][len(mixed) // 2 :] + found[False][len(mixed) // 2 :]
 
 
+def state_after(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes | None]:
+    """Return what the disk may hold if the power fails after these operations."""
+    pending = Pending()
+    for op in ops:
+        pending.add(op)
+    choice = chance.choice(list(_choices(pending, chance)))
+    return build(ops, Case(len(ops), 0, frozenset(pending.open) - choice.kept, choice.parts))
+
+
 def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
     """Return what the disk holds: content by path, None for a folder."""
     parts = dict(case.parts)

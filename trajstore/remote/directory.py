@@ -279,8 +279,8 @@ class RemoteDirectory(Directory):
 
     # -- locks and leases --------------------------------------------------------------------------
 
-    def lock_writer(self) -> WriterLock:
-        self._lock = RemoteWriterLock(self._objects, self._lock_ttl)
+    def lock_writer(self, *, brief: bool = False) -> WriterLock:
+        self._lock = RemoteWriterLock(self._objects, self._lock_ttl, brief=brief)
         self._versions = {}
         return self._lock
 

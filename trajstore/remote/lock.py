@@ -43,12 +43,12 @@ class RemoteWriterLock(WriterLock):
         StoreLockedError: another process holds it; names process, host and time.
     """
 
-    def __init__(self, objects: ObjectStore, ttl: float) -> None:
+    def __init__(self, objects: ObjectStore, ttl: float, *, brief: bool = False) -> None:
         self._objects = objects
         self._ttl = ttl
         self._pid = os.getpid()
         self._document = {
-            **holder_document(),
+            **holder_document(brief=brief),
             "pid_namespace": _pid_namespace(),
             "token": uuid.uuid4().hex,
             "ttl": ttl,
@@ -238,7 +238,8 @@ class RemoteWriterLock(WriterLock):
     def _refusal(self, holder: bytes) -> StoreLockedError:
         return StoreLockedError(
             f"{self._objects.url} is being written by {describe_holder(holder)}; close that writer, or open the "
-            f"directory for reading (if no such process runs, wait {self._ttl:g} s or delete {LOCK_NAME})"
+            f"directory for reading (if no such process runs, wait {self._ttl:g} s or delete {LOCK_NAME})",
+            brief=parse_holder(holder).get("brief") is True,
         )
 
     def _lost(self, holder: bytes) -> WriterFencedError:

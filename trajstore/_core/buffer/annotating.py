@@ -216,7 +216,7 @@ def _take_in(directory: Directory) -> None:
     before: list[str] = []
     while (there := waiting(directory)) != before:
         try:
-            with held_log(directory) as log:
+            with held_log(directory, wait=False) as log:
                 Inbox(log).look()
         except StoreLockedError:
             return

@@ -389,6 +389,8 @@ class StoreSink(Sink):
             if len(waiting) < len(mine):
                 uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
             if waiting:
+                with self.lock:  # as in _flush_pending
+                    pass
                 self.flush()
                 uninterrupted(partial(self.writer.log.evict, list(waiting)))
             self.writer.rewriter.note()
@@ -467,13 +469,18 @@ class StoreSink(Sink):
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
-        if any(self._view.contents.is_pending(number) for number in update.ids):
-            self.writer.flush()
+        self._flush_pending(update.ids)
         uninterrupted(partial(self.writer.annotate, update, rows))
 
-    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
+    def _flush_pending(self, ids: Sequence[int]) -> None:
+        """Flush if one of these is not committed yet."""
         if any(self._view.contents.is_pending(number) for number in ids):
+            with self.lock:  # another thread's addition is shown, and a moment later queued, under this lock
+                pass
             self.writer.flush()
+
+    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
+        self._flush_pending(ids)
         with self.writer.log.standing_still() as catalog:
             catalog.check_known(ids)
             check_late_values(update, catalog.notes.kinds)

@@ -291,8 +291,11 @@ class Directory(ABC):
         """
 
     @abstractmethod
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, *, brief: bool = False) -> WriterLock:
         """Take the directory's writer lock.
+
+        Args:
+            brief: it is held for a moment only, so other writers wait for it.
 
         Raises:
             StoreLockedError: another writer holds it; names process, host and time.

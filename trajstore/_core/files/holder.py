@@ -13,9 +13,10 @@ import orjson
 LOCK_NAME = "writer.lock"
 
 
-def holder_document() -> dict[str, object]:
-    """Return the text's fields: process id, host and the Unix time of locking."""
-    return {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+def holder_document(*, brief: bool = False) -> dict[str, object]:
+    """Return the text's fields: process id, host, the Unix time of locking, and whether it is for a moment only."""
+    document = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    return document | {"brief": True} if brief else document
 
 
 def parse_holder(holder: bytes) -> dict[str, Any]:
@@ -31,6 +32,14 @@ def may_live(holder: bytes) -> bool:
     """Return whether the process named by a local directory's lock may be alive; False for an empty text."""
     fields = parse_holder(holder)
     return bool(holder) and (fields.get("host") != socket.gethostname() or process_may_live(fields))
+
+
+def may_be_brief(holder: bytes) -> bool:
+    """Return whether a lock that is held, with this text, may soon be free.
+
+    The text is the previous holder's, or empty, until the new one has written its own.
+    """
+    return not may_live(holder) or parse_holder(holder).get("brief") is True
 
 
 def process_may_live(said: Mapping[str, Any]) -> bool:

@@ -348,9 +348,9 @@ class LocalDirectory(Directory):
 
     # -- locks and leases --------------------------------------------------------------------------
 
-    def lock_writer(self) -> WriterLock:
+    def lock_writer(self, *, brief: bool = False) -> WriterLock:
         self.create()
-        self._lock = LocalWriterLock(self._root)
+        self._lock = LocalWriterLock(self._root, brief=brief)
         return self._lock
 
     def is_written(self) -> bool:

@@ -16,7 +16,7 @@ from trajstore._core.base import locks
 from trajstore._core.files.base import FULL, Reader, ReaderLease, WriterLock
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.files.holder import LOCK_NAME, describe_holder, holder_document
+from trajstore._core.files.holder import LOCK_NAME, describe_holder, holder_document, may_be_brief
 from trajstore._core.files.leases import LEASE_DIGITS, READERS_FOLDER, lease_head, reader_of
 from trajstore.errors import CorruptStoreError, StoreLockedError
 
@@ -29,12 +29,16 @@ class LocalWriterLock(WriterLock):
     The file also excludes older versions of trajstore, which lock it only. Network file systems without locks on
     directories use the file alone.
 
+    Args:
+        root: the directory.
+        brief: it is held for a moment only.
+
     Raises:
         StoreLockedError: another process holds one of them; names process, host and time.
     """
 
-    def __init__(self, root: HeldFolder) -> None:
-        self._root = root
+    def __init__(self, root: HeldFolder, *, brief: bool = False) -> None:
+        self._root, self._brief = root, brief
         self._mutex = locks.lock("LocalWriterLock._mutex")
         self._folder = Descriptor(root.open_folder(), of_process=True)
         try:
@@ -57,7 +61,7 @@ class LocalWriterLock(WriterLock):
                 fcntl.flock(file.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(file.number, 0)
                 try:
-                    os.pwrite(file.number, orjson.dumps(holder_document()), 0)
+                    os.pwrite(file.number, orjson.dumps(holder_document(brief=self._brief)), 0)
                 except OSError as error:
                     if error.errno not in FULL:  # only its text is missing: a writer on a full disk may want to evict
                         raise
@@ -83,7 +87,8 @@ class LocalWriterLock(WriterLock):
             holder = os.pread(descriptor, 4096, 0)
         return StoreLockedError(
             f"{self._root.path} is being written by {describe_holder(holder)}; "
-            "close that writer, or open the directory for reading"
+            "close that writer, or open the directory for reading",
+            brief=may_be_brief(holder),
         )
 
     def check(self) -> None:

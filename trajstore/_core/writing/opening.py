@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from trajstore._core.files.base import FULL, Directory, WriterLock
 from trajstore._core.store.catalog import Catalog
@@ -11,7 +12,7 @@ from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore._core.writing.fencing import fence
 from trajstore._core.writing.maintenance import STORE_FOLDERS, Garbage, Snapshots, check_unused
-from trajstore.errors import ConfigurationError, StoreWriteError, written
+from trajstore.errors import ConfigurationError, StoreLockedError, StoreWriteError, written
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,17 @@ def check_not_mirror(directory: Directory) -> None:
         )
 
 
-def lock_store(directory: Directory) -> WriterLock:
+_PATIENCE, _PAUSE = 5.0, 0.01
+"""Seconds for which a writer waits for a tool that holds the lock for a moment, and between its attempts."""
+
+
+def lock_store(directory: Directory, *, brief: bool = False, wait: bool = True) -> WriterLock:
     """Take the writer's lock of a store.
+
+    Args:
+        directory: of the store.
+        brief: the lock is held for a moment only, so other writers wait for it.
+        wait: wait for such a holder.
 
     Raises:
         ConfigurationError: the directory is a mirror.
@@ -39,7 +49,14 @@ def lock_store(directory: Directory) -> WriterLock:
     """
     with written(": the store cannot be written; check its owner, permissions and space (reading needs none of them)"):
         check_not_mirror(directory)
-        return directory.lock_writer()
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return directory.lock_writer(brief=brief)
+            except StoreLockedError as error:
+                if not (wait and error.brief) or time.monotonic() >= until:
+                    raise
+                time.sleep(_PAUSE)
 
 
 def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Garbage, str]:

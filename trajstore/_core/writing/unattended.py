@@ -14,8 +14,12 @@ from trajstore._core.writing.points import Points
 
 
 @contextmanager
-def held_log(directory: Directory) -> Iterator[CommitLog]:
-    """Yield the log of a store, as its single writer.
+def held_log(directory: Directory, *, wait: bool = True) -> Iterator[CommitLog]:
+    """Yield the log of a store, as its single writer for a moment.
+
+    Args:
+        directory: of the store.
+        wait: wait for another tool that holds it for a moment.
 
     Raises:
         ConfigurationError, StoreLockedError, StoreWriteError: see :func:`lock_store`.
@@ -24,7 +28,7 @@ def held_log(directory: Directory) -> Iterator[CommitLog]:
     source = f"{directory.url}/{METADATA_NAME}"
     metadata = parse_metadata(directory.read(METADATA_NAME), source)
     kept = {name: metadata.get(name) for name in ("trajectory_format", "seed")}
-    with lock_store(directory):
+    with lock_store(directory, brief=True, wait=wait):
         log = CommitLog(directory, lambda: kept)
         yield log
         log.close()

@@ -1,0 +1,117 @@
+"""Known faults: a line of the store as it was, or could be, wrong. The simulator must find each of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Replaces text of a function.
+
+    Attributes:
+        name: what is wrong then.
+        where: module and qualified name of the function.
+        right: text in its source, once.
+        wrong: what stands there instead.
+    """
+
+    name: str
+    where: str
+    right: str
+    wrong: str
+
+    def put_in(self) -> None:
+        """Break this process.
+
+        Raises:
+            ValueError: the function has no such text, or has it several times.
+        """
+        module_name, _, qualified = self.where.partition(":")
+        module = importlib.import_module(module_name)
+        owner, _, name = qualified.rpartition(".")
+        target = getattr(module, owner) if owner else module
+        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(target, name))))
+        if source.count(self.right) != 1:
+            raise ValueError(f"{self.where}: has {source.count(self.right)} times {self.right!r}")
+        made: dict[str, object] = {}
+        exec(
+            compile(
+                "from __future__ import annotations\n" + source.replace(self.right, self.wrong), self.where, "exec"
+            ),
+            vars(module),
+            made,
+        )
+        setattr(target, name, made[name])
+
+
+_LOCAL = "trajstore._core.files.local:LocalDirectory"
+_LOG = "trajstore._core.writing.commit_log:CommitLog"
+_SINK = "trajstore._core.buffer.sink:StoreSink"
+_QUEUE = "trajstore._core.writing.queue:WriteQueue"
+
+FAULTS = (
+    Fault("files are not synced", f"{_LOCAL}.publish", "os.fsync(descriptor)", "pass"),
+    Fault("names of files are not synced", f"{_LOCAL}.publish", "self._sync(folders)", "pass"),
+    Fault("the log is not synced", f"{_LOCAL}.append", "os.fdatasync(descriptor)", "pass"),
+    Fault("the name of a log segment is not synced", f"{_LOCAL}.append", "self._sync(folders)", "pass"),
+    Fault(
+        "a failed append is not cut off",
+        f"{_LOCAL}.append",
+        "self._cut(descriptor, name, end)\n            raise",
+        "pass\n            raise",
+    ),
+    Fault(
+        "changes are shown before they are in the log",
+        f"{_LOG}._append",
+        "self.directory.append(self._segment, data)\n",
+        "self._apply(data, apply); self.directory.append(self._segment, data); return\n",
+    ),
+    Fault(
+        "log segments are removed before the index is written",
+        "trajstore._core.writing.maintenance:Snapshots.write",
+        "index = catalog.snapshot_file()\n",
+        "index = catalog.snapshot_file(); remove_segments(self._directory, catalog.generation, catalog.fences)\n",
+    ),
+    Fault("additions are shown and queued without a lock", f"{_SINK}._submit", "with self.lock:", "if True:"),
+    Fault(
+        "late values do not wait for an addition that is shown",
+        f"{_SINK}._flush_pending",
+        "with self.lock:",
+        "if True:",
+    ),
+    Fault(
+        "a writer does not wait for a tool",
+        "trajstore._core.writing.opening:lock_store",
+        "if not (wait and error.brief) or",
+        "if True or",
+    ),
+    Fault(
+        "files of readers are deleted",
+        "trajstore._core.writing.maintenance:Garbage.collect",
+        "readers = self._directory.readers(tidy=True)",
+        "readers = []",
+    ),
+    Fault(
+        "files that are being read are deleted",
+        "trajstore._core.writing.maintenance:Garbage.collect",
+        "self.put_off = self.holds > 0",
+        "self.put_off = False",
+    ),
+    Fault("flush returns one commit early", f"{_QUEUE}.wait", ">= trajectory_id:", ">= trajectory_id - 1:"),
+    Fault(
+        "commits overtake each other",
+        f"{_QUEUE}.take_ready",
+        "self._commit_ticket + len(groups)",
+        "min(self._ready, default=-1)",
+    ),
+    Fault(
+        "a wake-up is lost",
+        "trajstore._core.base.interrupts:WaitList.wake",
+        "list(gates.values())",
+        "list(gates.values())[1:]",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Runs the store in a world in which one seed decides every interleaving, delay, failure and crash."""

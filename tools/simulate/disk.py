@@ -1,0 +1,119 @@
+"""The disk of a world: real files, whose every change is recorded and may fail, and what a crash leaves of them."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Sync, Write
+from tools.powerloss.recorder import Recorder
+from tools.powerloss.sessions import write_tree
+from tools.powerloss.states import state_after
+from tools.simulate.tasks import Tasks
+
+_FAIL = {
+    **dict.fromkeys(("write", "writev", "pwrite"), errno.ENOSPC),
+    **dict.fromkeys(("fsync", "fdatasync"), errno.EIO),
+    **dict.fromkeys(("rename", "mkdir", "link"), errno.ENOSPC),
+}
+"""Calls that may fail, and with what."""
+
+
+class Disk(Recorder):
+    """Records, fails, and knows which process has opened what.
+
+    Args:
+        root: an existing folder.
+        ops: what its files were made by.
+        tasks: of the world.
+        fails: whether a call of this name fails now.
+    """
+
+    def __init__(self, root: Path, ops: list[Op], tasks: Tasks, fails: Callable[[str], bool]) -> None:
+        super().__init__(root, ops)
+        self._tasks, self._fails = tasks, fails
+        self._owners: dict[int, int] = {}
+        self._unseen = False
+        self._nothing = os.open(os.devnull, os.O_RDONLY)
+
+    def _recorded(self, real: Callable[..., Any], record: Callable[..., None], name: str) -> Callable[..., Any]:
+        call = super()._recorded(real, record, name)
+
+        def stepped(*arguments: Any, **keywords: Any) -> Any:
+            task = self._tasks.mine
+            if self._unseen:
+                return real(*arguments, **keywords)
+            if task is not None:
+                self._tasks.point(name)
+                if name in _FAIL and self._concerns(arguments) and self._fails(name):
+                    raise OSError(_FAIL[name], os.strerror(_FAIL[name]))
+            result = call(*arguments, **keywords)
+            if name == "open" and task is not None:
+                self._owners[result] = task.process
+            elif name == "close":
+                self._owners.pop(arguments[0], None)
+            return result
+
+        return stepped
+
+    def _concerns(self, arguments: tuple[Any, ...]) -> bool:
+        """Return whether a call by descriptor is of a file in the world."""
+        return not isinstance(arguments[0], int) or arguments[0] in self._open
+
+    def kill(self, process: int) -> None:
+        """Close what a process has open, so that its locks are free; the numbers are not given out again."""
+        for descriptor in [number for number, owner in self._owners.items() if owner == process]:
+            os.dup2(self._nothing, descriptor)
+            self._open.pop(descriptor, None)
+            del self._owners[descriptor]
+
+    def lose_power(self, chance: random.Random) -> None:
+        """Leave on the disk what a power loss may leave. No process may live."""
+        files = state_after(self.ops, chance)
+        self._unseen = True
+        for name in os.listdir(self._root):
+            shutil.rmtree(os.path.join(self._root, name))
+        write_tree(Path(self._root), files)
+        self._unseen = False
+        self.ops[:] = made_of(files)
+        self._restart()
+
+
+def made_of(files: dict[str, bytes | None]) -> list[Op]:
+    """Return operations that make these files, and make them durable."""
+    nodes: dict[str, Node] = {"": ROOT}
+    ops: list[Op] = []
+    for name, content in sorted(files.items()):
+        above, _, own = name.rpartition("/")
+        node = nodes[name] = Node(len(nodes), content is None)
+        ops.append(Entries(((nodes[above], own, node),)))
+        if content:
+            ops.append(Write(node, 0, content))
+    return ops + [Sync(node) for node in nodes.values()]
+
+
+def waiting_flock(tasks: Tasks) -> Callable[[Any, int], None]:
+    """Return ``fcntl.flock`` that lets others go on while it waits."""
+    real = fcntl.flock
+
+    def flock(descriptor: Any, operation: int) -> None:
+        if tasks.mine is None:
+            real(descriptor, operation)
+            return
+        tasks.point("flock")
+        while True:
+            try:
+                real(descriptor, operation | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if operation & fcntl.LOCK_NB:
+                    raise
+                tasks.wait("flock", 0.01)
+
+    return flock

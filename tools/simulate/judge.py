@@ -1,0 +1,159 @@
+"""What a store may hold, whatever threads, crashes and faults do: a plain model of what clients were promised. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+
+class BrokenPromiseError(Exception):
+    """Something was seen that no order of the calls allows; the message begins with the promise."""
+
+
+@dataclass
+class Given:
+    """A late value of one call: whom it was given to, and between which moments."""
+
+    ids: frozenset[int]
+    value: int
+    begun: int
+    ended: int | None = None
+
+
+@dataclass
+class Model:
+    """What was begun and what was acknowledged, in the order of the world.
+
+    Attributes:
+        keys: of trajectories whose addition returned, by id.
+        adding: keys of additions that have begun and whose ids nobody knows.
+        durable: ids that a ``flush`` acknowledged.
+        evicting: ids whose eviction has begun.
+        evicted: ids whose eviction returned.
+        given: late values.
+        used: ids that were given out, and are not to be given out again.
+        points: ids that each saved point holds, by step.
+        saving: the step of a point that is being saved, and what it will hold.
+        ever: keys of all trajectories so far, by id.
+        going: the step that a rollback under way goes back to, and its ids.
+        values_are_known: until a rollback, which brings back earlier late values.
+    """
+
+    keys: dict[int, int] = field(default_factory=dict)
+    adding: set[int] = field(default_factory=set)
+    durable: set[int] = field(default_factory=set)
+    evicting: set[int] = field(default_factory=set)
+    evicted: set[int] = field(default_factory=set)
+    given: list[Given] = field(default_factory=list)
+    points: dict[int, frozenset[int]] = field(default_factory=dict)
+    saving: tuple[int, frozenset[int]] | None = None
+    used: set[int] = field(default_factory=set)
+    ever: dict[int, int] = field(default_factory=dict)
+    going: tuple[int, frozenset[int]] | None = None
+    values_are_known: bool = True
+    _before: tuple[set[int], set[int], set[int]] = field(default_factory=lambda: (set(), set(), set()))
+    moment: int = 0
+
+    def added(self, new: Mapping[int, int]) -> None:
+        """An addition returned."""
+        again = sorted(new.keys() & self.used)
+        if again:
+            raise BrokenPromiseError(f"ids are never reused: {again}")
+        self.used |= new.keys()
+        self.keys |= new
+        self.ever |= new
+        self.adding -= set(new.values())
+
+    def go_back(self, step: int) -> None:
+        """A rollback begins; until it is done, readers see what is left or what is come back to."""
+        self.going = step, self.points[step]
+        self._before = self.durable, self.evicting, self.evicted
+        self.durable, self.evicting, self.evicted = set(), self.evicting | self.keys.keys(), set()
+
+    def arrived(self, seen: Collection[int]) -> None:
+        """A rollback is over: what came later is gone, and what was evicted since is back; or nothing has changed."""
+        if self.going is None:
+            return
+        (step, ids), self.going = self.going, None
+        self.durable, self.evicting, self.evicted = self._before
+        if set(seen) == ids:
+            later = self.keys.keys() - ids
+            self.keys = {number: self.ever[number] for number in ids}
+            self.durable = set(ids)
+            self.evicted = (self.evicted | later) - ids
+            self.evicting = (self.evicting | later) - ids
+            self.points = {one: held for one, held in self.points.items() if one <= step}
+            self.values_are_known = False
+
+    @property
+    def head(self) -> frozenset[int]:
+        """Ids of all trajectories that no eviction has touched."""
+        return frozenset(self.keys.keys() - self.evicting)
+
+    def check_read(self, number: int, key: int) -> None:
+        """A trajectory was read."""
+        expected = self.keys.get(number)
+        if expected is None and key not in self.adding:
+            raise BrokenPromiseError(f"nothing is there that was not added: {number} has the key {key}")
+        if expected not in (None, key):
+            raise BrokenPromiseError(f"a trajectory stays what it was: {number} has the key {key}, not {expected}")
+
+    def check_seen(self, seen: Collection[int], must: Collection[int], gone: Collection[int]) -> None:
+        """Ids were listed; ``must`` and ``gone`` are those that were durable, and evicted, before the listing began."""
+        lost = sorted(set(must) - set(seen) - self.evicting)
+        if lost:
+            raise BrokenPromiseError(f"what was acknowledged is there: {lost} are not among {sorted(seen)}")
+        back = sorted(set(gone) & set(seen))
+        if back:
+            raise BrokenPromiseError(f"what was evicted stays away: {back}")
+
+    def check_values(self, values: Mapping[int, int | None]) -> None:
+        """Late values were read when no call was under way but those that a crash has ended."""
+        for number, value in values.items() if self.values_are_known else ():
+            calls = [one for one in self.given if number in one.ids]
+            last = max((one.begun for one in calls if one.ended is not None), default=-1)
+            legal: set[int | None] = {one.value for one in calls if one.ended is None or one.ended >= last}
+            if last < 0:
+                legal.add(None)
+            if value not in legal:
+                raise BrokenPromiseError(f"the newest late value is there: {number} has {value}, not one of {legal}")
+
+    def found(self, present: Mapping[int, int]) -> None:
+        """A crash has ended every call; this is what was found."""
+        self.arrived(present)
+        for number, key in present.items():
+            self.check_read(number, key)
+        if len(set(present.values())) < len(present):
+            raise BrokenPromiseError(f"nothing is there twice: {sorted(present.values())}")
+        self.check_seen(present, self.durable, self.evicted)
+        self.used = self.used & (self.durable | self.evicted) | present.keys()
+        self.keys = dict(present)
+        self.ever |= present
+        committed, self.durable = self.durable, set(present)
+        self.adding.clear()
+        self.evicted |= self.evicting & committed - present.keys()
+        self.evicting = set(self.evicted)  # an id that was never committed may be given out again
+
+    def tick(self) -> int:
+        """Return a new moment."""
+        self.moment += 1
+        return self.moment
+
+    def check_points(self, found: Mapping[int, Iterable[int]]) -> None:
+        """Saved points were listed when no call was under way but one that a crash has ended."""
+        self._check_saving(found)
+        for step, ids in self.points.items():
+            if step not in found:
+                raise BrokenPromiseError(f"a saved point is there: {step} is not among {sorted(found)}")
+            if set(found[step]) != ids:
+                raise BrokenPromiseError(
+                    f"a saved point holds what it held: {step} has {sorted(found[step])}, not {sorted(ids)}"
+                )
+
+    def _check_saving(self, found: Mapping[int, Iterable[int]]) -> None:
+        """Decide whether the point that was being saved is there, and the older ones that it replaces."""
+        if self.saving is not None:
+            (step, ids), self.saving = self.saving, None
+            if step in found:
+                self.points[step] = ids
+                self.points = {one: held for one, held in self.points.items() if one in found or one > step - 2}

@@ -1,0 +1,91 @@
+"""Which task runs next: chosen by a seed, or as an earlier run chose. Pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+
+class Choice(Protocol):
+    """Chooses among tasks that can run."""
+
+    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+        """Return the name of the task that runs next.
+
+        Args:
+            step: number of this choice.
+            ready: names of the tasks that can run, in the order of their beginning.
+            current: the running task if it can go on, else None.
+        """
+
+
+def unforced(ready: Sequence[str], current: str | None) -> str:
+    """Return what runs if nothing is chosen: the current task goes on, else the task that began first."""
+    return ready[0] if current is None else current
+
+
+class Random:
+    """Changes the task with one probability at every step.
+
+    Args:
+        chance: random numbers.
+        rate: probability of a change.
+    """
+
+    def __init__(self, chance: random.Random, rate: float) -> None:
+        self._chance, self._rate = chance, rate
+
+    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+        if current is not None and self._chance.random() >= self._rate:
+            return current
+        return self._chance.choice(ready)
+
+
+class Priorities:
+    """Runs the task of the highest priority; at a few steps the running one gets the lowest.
+
+    Finds each bug that needs ``d`` changes with a known probability (PCT: Burckhardt et al., ASPLOS 2010).
+
+    Args:
+        chance: random numbers.
+        steps: about how many steps there will be.
+        changes: at how many of them the running task falls behind.
+    """
+
+    def __init__(self, chance: random.Random, steps: int, changes: int) -> None:
+        self._chance = chance
+        self._changes = {chance.randrange(steps) for _ in range(changes)}
+        self._priorities: dict[str, float] = {}
+        self._lowest = 0.0
+
+    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+        for name in ready:
+            if name not in self._priorities:
+                self._priorities[name] = self._chance.random()
+        if step in self._changes and current is not None:
+            self._lowest -= 1.0
+            self._priorities[current] = self._lowest
+        return max(ready, key=self._priorities.__getitem__)
+
+
+class Given:
+    """Repeats the changes of an earlier run, or some of them.
+
+    Args:
+        changes: task by step.
+    """
+
+    def __init__(self, changes: Mapping[int, str]) -> None:
+        self._changes = changes
+
+    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+        wanted = self._changes.get(step)
+        return wanted if wanted in ready else unforced(ready, current)  # type: ignore[return-value]
+
+
+def strategy(chance: random.Random) -> Choice:
+    """Return a way to choose, itself chosen at random."""
+    if chance.random() < 0.5:
+        return Random(chance, chance.choice((0.01, 0.05, 0.2, 0.6)))
+    return Priorities(chance, chance.choice((500, 2000, 8000)), chance.choice((1, 3, 10, 30)))

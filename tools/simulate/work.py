@@ -1,0 +1,324 @@
+"""What the clients of a world do: chosen by the seed, and compared with the model after every call."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.witness import check_batch, check_trajectory, witness
+from tools.simulate.judge import BrokenPromiseError, Given, Model
+from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore.errors import EmptyBufferError, StoreNotFoundError, StoreWriteError, TrajectoryUnavailableError
+
+WRITES = {"add": 30, "add_many": 8, "flush": 15, "evict": 8, "get": 10, "sample": 8, "listed": 6, "give": 8}
+WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2}
+READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3}
+
+
+_LONG = 0.9
+"""Simulated seconds; a thread that nobody wakes looks again after one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a seed has chosen.
+
+    Attributes:
+        form: format of the store.
+        writers: threads of the process that writes.
+        readers: processes that read.
+        annotators: processes that give late values.
+        calls: of each client in a life.
+        lives: how often the writer begins.
+        crash: ``"none"``, ``"kill"`` (the writer), ``"kill all"`` or ``"power"``.
+        faults: whether calls of the disk fail for a while.
+        weights: of the writing clients' calls.
+        options: of the writer.
+        cache: whether the buffer caches.
+    """
+
+    form: str
+    writers: int
+    readers: int
+    annotators: int
+    calls: int
+    lives: int
+    crash: str
+    faults: bool
+    weights: dict[str, int]
+    options: dict[str, float]
+    cache: bool
+
+
+def plan(chance: random.Random) -> Plan:
+    """Return what a seed chooses; each call and fault exists in a part of the seeds only."""
+    kept = {name: weight for name, weight in WRITES.items() if name in ("add", "flush") or chance.random() < 0.6}
+    return Plan(
+        form=chance.choice(("pt", "pkl")),
+        writers=chance.choice((1, 1, 2, 3)),
+        readers=chance.choice((0, 0, 1, 2)),
+        annotators=chance.choice((0, 0, 1)),
+        calls=chance.choice((6, 12, 25)),
+        lives=chance.choice((1, 2, 3)),
+        crash=chance.choice(("none", "kill", "kill all", "power", "power")),
+        faults=chance.random() < 0.2,
+        weights=kept,
+        options={
+            "threads": chance.choice((1, 2)),
+            "commit_interval": chance.choice((0.0, 0.001, 0.05)),
+            "shard_bytes": chance.choice((1 << 12, 1 << 14, 1 << 20)),
+        },
+        cache=chance.random() < 0.5,
+    )
+
+
+class Client:
+    """Uses the store ``folder/store`` from one thread.
+
+    Args:
+        folder: of the world's disk.
+        model: of all clients.
+        chance: decides what is done.
+        faulty: whether the disk may fail now.
+        note: takes a line for the trace.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: Model,
+        chance: random.Random,
+        faulty: Callable[[], bool],
+        note: Callable[[str], None],
+    ) -> None:
+        self.folder, self.model, self.chance, self.faulty, self.note = folder, model, chance, faulty, note
+
+    buffer: TrajectoryReplayBuffer
+
+    @contextlib.contextmanager
+    def may_fail(self) -> Iterator[None]:
+        """Forgive errors of the disk while it may fail."""
+        faulty = self.faulty()
+        try:
+            yield
+        except (StoreWriteError, OSError):
+            if not (faulty or self.faulty()):
+                raise
+
+    def some(self, most: int) -> list[int]:
+        """Return ids that are shown."""
+        ids: list[int] = self.buffer.trajectory_ids.tolist()
+        return sorted(self.chance.sample(ids, min(len(ids), self.chance.randint(1, most))))
+
+    def get(self) -> None:
+        """Read a trajectory."""
+        for number in self.some(1):
+            try:
+                self.model.check_read(number, check_trajectory(self.buffer.get(number)))
+            except TrajectoryUnavailableError:
+                if number not in self.model.evicting:
+                    raise
+
+    def sample(self) -> None:
+        """Draw rows."""
+        gone = {self.model.keys[one] for one in self.model.evicted if one in self.model.keys}
+        try:
+            keys = set(check_batch(self.buffer.sample(self.chance.choice((1, 8, 64)))).tolist())
+        except EmptyBufferError:
+            return
+        if self.is_current and gone & keys:
+            raise BrokenPromiseError(f"what was evicted is not drawn: {sorted(gone & keys)}")
+        unknown = keys - set(self.model.keys.values()) - self.model.adding
+        if unknown:
+            raise BrokenPromiseError(f"nothing is drawn that was not added: {sorted(unknown)}")
+
+    is_current = True
+    """Whether the buffer shows every eviction at once."""
+
+
+class Writer(Client):
+    """Shares a writing buffer with other threads."""
+
+    keys: Iterator[int]
+    """Of what is added, for all clients."""
+
+    def step(self, weights: dict[str, int]) -> None:
+        """Do one thing."""
+        (name,) = self.chance.choices([*weights], weights=[*weights.values()])
+        self.note(f"CALL {name}")
+        with self.may_fail():
+            getattr(self, name)()
+        self.note(f"RETURN {name}")
+
+    def add(self, count: int = 1) -> None:
+        """Add trajectories."""
+        keys = [next(self.keys) for _ in range(count)]
+        self.model.adding |= set(keys)
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        self.note(f"ADDED {ids} {keys}")
+        self.model.added(dict(zip(ids, keys, strict=True)))
+
+    def add_many(self) -> None:
+        """Add several at once."""
+        self.add(self.chance.randint(2, 6))
+
+    def flush(self) -> None:
+        """Make everything durable."""
+        before, begun = set(self.model.keys), time.monotonic()
+        self.buffer.flush()
+        if time.monotonic() - begun > _LONG and not self.faulty():
+            raise BrokenPromiseError(f"a wake-up is not lost: flush waited {time.monotonic() - begun:.1f} s")
+        self.model.durable |= before & self.model.keys.keys()
+
+    def evict(self) -> None:
+        """Let go of some."""
+        chosen = self.some(3)
+        self.note(f"EVICT {chosen}")
+        self.model.evicting |= set(chosen)
+        try:
+            self.buffer.evict(chosen)
+        except TrajectoryUnavailableError:
+            return  # another thread was faster with one of them; whether the others are gone is open
+        self.model.evicted |= set(chosen)
+
+    def listed(self) -> None:
+        """List what is shown."""
+        must, gone = set(self.model.keys), set(self.model.evicted)
+        self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
+
+    def stats(self) -> None:
+        """Read figures."""
+        self.buffer.get_stats()
+
+    def give(self) -> None:
+        """Give a late value."""
+        chosen = self.some(3)
+        if chosen:
+            give(self.model, next(self.keys), chosen, self.buffer)
+
+    def compact(self) -> None:
+        """Rewrite shards."""
+        self.buffer.compact()
+
+    def save_point(self) -> None:
+        """Save a point; other clients wait, so what it holds is certain."""
+        with self.alone():
+            step = max(self.model.points, default=0) + 1
+            ids = self.model.head
+            if self.model.evicting - self.model.evicted:
+                return  # open what it would hold
+            self.model.saving = step, ids
+            self.buffer.points.save(step, keep=2)
+            self.model.durable |= ids
+            self.model.saving = None
+            self.model.points[step] = ids
+            for old in sorted(self.model.points)[:-2]:
+                del self.model.points[old]
+
+    def back(self) -> None:
+        """Go back to a saved point; other clients wait."""
+        with self.alone():
+            if self.model.points and not self.model.evicting - self.model.evicted:
+                step = self.chance.choice(sorted(self.model.points))
+                self.model.go_back(step)
+                try:
+                    self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
+                finally:  # a failed one has changed all or nothing
+                    self.model.arrived(self.buffer.trajectory_ids.tolist())
+
+    def checkpoint(self) -> None:
+        """Save a checkpoint and read it."""
+        must, gone = set(self.model.durable), set(self.model.evicted)
+        with self.alone():
+            path = self.folder / "checkpoint"
+            self.buffer.save_checkpoint(path)
+            with TrajectoryReplayBuffer.open(path) as reader:
+                self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)
+
+    alone: Callable[[], contextlib.AbstractContextManager[object]]
+    """Keeps the other writing clients out."""
+
+
+def give(model: Model, value: int, chosen: list[int], target: TrajectoryReplayBuffer | Path) -> None:
+    """Give a late value through a buffer, or to a store's inbox."""
+    one = Given(frozenset(chosen), value, model.tick())
+    model.given.append(one)
+    try:
+        annotate(target, chosen, {"v": value})
+    except TrajectoryUnavailableError:
+        if not set(chosen) & model.evicting:
+            raise
+        model.given.remove(one)
+        return
+    one.ended = model.tick()
+
+
+class Reader(Client):
+    """Reads the store from a process of its own."""
+
+    is_current = False
+
+    def run(self, calls: int) -> None:
+        """Open, and do so many things."""
+        self.reopen()
+        for _ in range(calls):
+            if hasattr(self, "buffer"):
+                (name,) = self.chance.choices([*READS], weights=[*READS.values()])
+                self.note(f"CALL {name}")
+                getattr(self, name)()
+            else:
+                self.reopen()
+        if hasattr(self, "buffer"):
+            self.buffer.close()
+
+    def reopen(self) -> None:
+        """Open the store, if there is one yet."""
+        if hasattr(self, "buffer"):
+            self.buffer.close()
+            del self.buffer
+        durable = set(self.model.durable)
+        try:
+            self.buffer = TrajectoryReplayBuffer.open(self.folder / "store")
+        except StoreNotFoundError:
+            if durable:
+                raise
+
+    def listed(self) -> None:
+        """Refresh, and list what is shown."""
+        must, gone = set(self.model.durable), set(self.model.evicted)
+        self.buffer.refresh()
+        self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
+
+
+class Annotator(Client):
+    """Gives late values from a process of its own."""
+
+    keys: Iterator[int]
+
+    def run(self, calls: int) -> None:
+        """Give values to trajectories that are durable."""
+        for _ in range(calls):
+            durable = sorted(self.model.durable - self.model.evicting)
+            if durable:
+                chosen = self.chance.sample(durable, min(len(durable), 2))
+                with self.may_fail():
+                    give(self.model, next(self.keys), chosen, self.folder / "store")
+
+
+def opened(folder: Path, chosen: Plan) -> TrajectoryReplayBuffer:
+    """Return the writing buffer."""
+    return TrajectoryReplayBuffer(
+        auto_save=True,
+        auto_save_path=folder / "store",
+        trajectory_format=chosen.form,
+        sample_window_size=0,
+        seed=1,
+        enable_cache=chosen.cache,
+        cache_size=3,
+        retention=Retention(),
+        writer=WriterOptions(**chosen.options),  # type: ignore[arg-type]
+    )

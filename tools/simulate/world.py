@@ -1,0 +1,374 @@
+"""One run: tasks, disk, clients and crashes of one seed, in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+import threading
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+from tests.support.witness import check_trajectory
+from tools.powerloss.filesystem import Op
+from tools.simulate.disk import Disk, waiting_flock
+from tools.simulate.judge import Model
+from tools.simulate.schedule import Choice, Given, strategy
+from tools.simulate.tasks import Task, Tasks, entered
+from tools.simulate.work import Annotator, Plan, Reader, Writer, opened, plan
+from trajstore import TrajectoryReplayBuffer, annotate
+from trajstore._core.files.descriptors import Descriptor
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore.errors import StoreWriteError
+from trajstore.operations.verify import verify
+from trajstore.points import saved_points
+
+MOST_STEPS = 60_000
+
+
+@dataclass
+class Outcome:
+    """What a run showed.
+
+    Attributes:
+        seed: of the run.
+        problem: what was wrong; empty if nothing.
+        steps: how many there were.
+        digest: of every step: number, task, what.
+        changes: where another task went on than without a choice.
+        plan: what the seed chose.
+        trace: the newest steps, or all if asked for.
+        seconds: of simulated time.
+        operations: of the disk.
+    """
+
+    seed: int
+    problem: str = ""
+    steps: int = 0
+    digest: str = ""
+    changes: dict[int, str] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    trace: list[tuple[int, str, str]] = field(default_factory=list)
+    seconds: float = 0.0
+    operations: int = 0
+
+
+class World:
+    """Runs one seed and writes the outcome to a descriptor, then ends the process.
+
+    Args:
+        seed: decides everything.
+        out: descriptor for the outcome, as JSON.
+        changes: those of an earlier run, to repeat; None to choose.
+        whole: keep the whole trace.
+    """
+
+    def __init__(self, seed: int, out: int, changes: Mapping[int, str] | None = None, *, whole: bool = False) -> None:
+        self.seed, self._out = seed, out
+        self.chance = random.Random(f"work/{seed}")
+        self.plan: Plan = plan(self.chance)
+        self.model = Model()
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._whole: list[tuple[int, str, str]] | None = [] if whole else None
+        choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
+        self.tasks = Tasks(choosing, MOST_STEPS, self._at_step, self.end)
+        self.tasks.record = self._record
+        base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+        self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=base))
+        self.ops: list[Op] = []
+        self._faults = random.Random(f"faults/{seed}")
+        self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
+        self.keys = itertools.count(1)
+        self._crash_at = self._fault_from = 0
+        self._living: set[int] = set()
+        self._driver: Task | None = None
+        self._crashed = ""
+        self._processes = itertools.count(1)
+        self._writer_process = 0
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def end(self, problem: str) -> NoReturn:
+        """Report and end the process."""
+        outcome = Outcome(
+            self.seed,
+            problem,
+            self.tasks.step,
+            self._digest.hexdigest(),
+            self.tasks.changes,
+            asdict(self.plan),
+            list(self._whole if self._whole is not None else self.tasks.trace),
+            self.tasks.now - 1_800_000_000.0,
+            len(self.ops),
+        )
+        data = json.dumps(asdict(outcome)).encode()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        while data:
+            data = data[_write(self._out, data) :]
+        os._exit(0)
+
+    def _record(self, step: int, task: str, what: str) -> None:
+        self._digest.update(f"{step} {task} {what}\n".encode())
+        if self._whole is not None:
+            self._whole.append((step, task, what))
+
+    # -- faults -----------------------------------------------------------------------------------
+
+    @property
+    def is_faulty(self) -> bool:
+        """Whether the disk may fail now, or could have a moment ago."""
+        return self.plan.faults and self._fault_from <= self.tasks.step
+
+    def _fails(self, name: str) -> bool:
+        task = self.tasks.mine
+        within = self.plan.faults and self._fault_from <= self.tasks.step < self._fault_from + 150
+        return bool(within and task and task.process and self._faults.random() < 0.1)
+
+    def _at_step(self, step: int) -> None:
+        waits = self._driver is not None and self._driver.waits_for == _CLIENTS
+        if self._crash_at and step >= self._crash_at and self._living and waits:
+            self._crash_at = 0
+            self.tasks.note(f"CRASH: {self.plan.crash}")
+            self._crashed = self.plan.crash
+            for process in list(self._living):
+                if self.plan.crash != "kill" or process == self._writer_process:
+                    self._kill(process)
+
+    def _kill(self, process: int) -> None:
+        self.tasks.kill(process)
+        self.disk.kill(process)
+        self._ended(process)
+
+    def _ended(self, process: int) -> None:
+        self._living.discard(process)
+        if (
+            self._driver is not None
+            and self._driver.waits_for
+            and (not self._living or process == self._writer_process)
+        ):
+            self.tasks.wake(self._driver)
+
+    # -- the run ----------------------------------------------------------------------------------
+
+    def run(self) -> NoReturn:
+        """Run; does not return."""
+        gc.disable()
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        logging.disable(logging.CRITICAL)
+        numbers = random.Random(f"numbers/{self.seed}")
+
+        def new_uuid() -> uuid.UUID:
+            return uuid.UUID(int=numbers.getrandbits(128), version=4)
+
+        with (
+            entered(self.tasks),
+            mock.patch.object(os, "urandom", numbers.randbytes),
+            mock.patch.object(uuid, "uuid4", new_uuid),
+            mock.patch.object(os, "getpid", self._pid),
+            mock.patch.object(os, "kill", self._signal),
+            # Its default is the real call, which would leave a number as open.
+            mock.patch.object(Descriptor.close, "__defaults__", (lambda number: os.close(number),)),
+            mock.patch.object(fcntl, "flock", waiting_flock(self.tasks)),
+            self.disk.recording(),
+        ):
+            # Only threads of ``threading`` have an identity that is theirs alone, so this one starts them and ends.
+            self.tasks.start(lambda: self._thread(self._drive, "driver", 0), name="start", process=0)
+            self.tasks.run()
+
+    def _thread(self, call: Callable[[], object], name: str, process: int) -> None:
+        thread = threading.Thread(target=self._guarded(call), name=name)
+        thread.process = process  # type: ignore[attr-defined]  # read where it becomes a task
+        thread.start()
+
+    def _pid(self) -> int:
+        task = self.tasks.mine
+        return _FIRST_PID + (task.process if task else 0)
+
+    def _signal(self, pid: int, number: int) -> None:
+        if pid - _FIRST_PID not in {task.process for task in self.tasks.alive}:
+            raise ProcessLookupError(pid)
+
+    def _guarded(self, call: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                call()
+            except BaseException:
+                self.end(traceback.format_exc(limit=-14))
+
+        return run
+
+    def _drive(self) -> None:
+        self._driver = self.tasks.mine
+        for life in range(self.plan.lives):
+            last = life == self.plan.lives - 1
+            self._crashed = ""
+            self._crash_at = (
+                0 if last or self.plan.crash == "none" else self.tasks.step + self.chance.randrange(20, 2500)
+            )
+            self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
+            self._start_writer()
+            if life == 0 or self._was != "kill":
+                self._start_others()
+            while self._writer_process in self._living or (last and self._living):
+                self.tasks.wait(_CLIENTS)
+            if self._crashed in ("kill all", "power"):
+                while self._living:
+                    self.tasks.wait(_CLIENTS)
+            if self._crashed == "power":
+                self.disk.lose_power(random.Random(f"power/{self.seed}/{life}"))
+            self._was = self._crashed
+            self._look()
+        self.disk._compare()
+        self.end("")
+
+    _was = ""
+
+    def _look(self) -> None:
+        """Compare the store with the model; nobody writes."""
+        store = self.folder / "store"
+        if not (store / "metadata.json").exists() and not self.model.durable:
+            self.model.found({})
+            return
+        with TrajectoryReplayBuffer.open(store) as reader:
+            self.model.found(
+                {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+            )
+        if self.model.given and self.model.keys:  # takes in what waits in the inbox
+            annotate(store, [min(self.model.keys)], {"looked": self.model.tick()})
+        notes = Catalog.open(open_directory(store)).notes
+        histories = {one: [note.value for note in notes.history(one) if note.name == "v"] for one in self.model.keys}
+        if not self._living:  # else an annotator may hold what the inbox has
+            self.model.check_values({one: (values or [None])[-1] for one, values in histories.items()})
+        points = {}
+        for point in saved_points(store):
+            with TrajectoryReplayBuffer.open(store, pin=f"step-{point.step}") as reader:
+                points[point.step] = reader.trajectory_ids.tolist()
+        self.model.check_points(points)
+        report = verify(store)
+        if report.problems:
+            raise AssertionError(f"a store is sound: {[(one.file, one.message) for one in report.problems[:3]]}")
+
+    def _process(self, run: Callable[[], object], name: str) -> int:
+        process = next(self._processes)
+        self._living.add(process)
+
+        def life() -> None:
+            run()
+            self._ended(process)
+
+        self._thread(life, name, process)
+        return process
+
+    def _chance(self) -> random.Random:
+        return random.Random(self.chance.getrandbits(64))
+
+    def _start_others(self) -> None:
+        for _ in range(self.plan.readers):
+            reader = Reader(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+            self._process(lambda reader=reader: reader.run(self.plan.calls), "reader")  # type: ignore[misc]
+        for _ in range(self.plan.annotators):
+            annotator = Annotator(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+            annotator.keys = self.keys
+            self._process(lambda one=annotator: one.run(self.plan.calls), "annotator")  # type: ignore[misc]
+
+    def _opened(self) -> TrajectoryReplayBuffer:
+        while True:
+            try:
+                return opened(self.folder, self.plan)
+            except (StoreWriteError, OSError):
+                if not self.is_faulty:
+                    raise
+
+    def _start_writer(self) -> None:
+        def run() -> None:
+            buffer = self._opened()
+            gate = Gate()
+            clients = []
+            for _ in range(self.plan.writers):
+                client = Writer(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+                client.buffer, client.keys, client.alone = buffer, self.keys, gate.alone
+                clients.append(client)
+
+            def use(client: Writer) -> None:
+                for _ in range(self.plan.calls):
+                    with gate.shared():
+                        client.step(self.plan.weights)
+
+            threads = [
+                threading.Thread(target=self._guarded(lambda one=one: use(one)), name="client") for one in clients
+            ]  # type: ignore[misc]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            self._fault_from = 1 << 60
+            added = set(self.model.keys)
+            try:
+                buffer.flush()
+            except StoreWriteError:
+                if not self.plan.faults:
+                    raise
+                buffer.flush()  # a failure is reported once
+            self.model.durable |= added
+            buffer.close()
+
+        self._writer_process = self._process(run, "writer")
+
+
+class Gate:
+    """Calls beside each other, and some alone."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._alone = False
+
+    @contextlib.contextmanager
+    def shared(self) -> Iterator[None]:
+        """Beside others."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._alone)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Alone; called within :meth:`shared`."""
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._alone)
+            self._alone = True
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._alone = False
+                self._inside += 1
+                self._changed.notify_all()
+
+
+_CLIENTS = "the clients"
+_FIRST_PID = 4_200_000
+"""Above those of the system."""
+_write = os.write
