@@ -33,7 +33,7 @@ def test_every_option_of_every_command_is_documented(
             build_parser().parse_args([command.name, "--help"])
         options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
         section = text.split(f"## trajstore {command.name}\n")[1].split("\n## ")[0]
-        assert options or command.name in ("completion", "demo")
+        assert options or command.name == "completion"
         assert [option for option in sorted(options) if option not in section] == []
 
 
