@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.local import LocalDirectory
+from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
 from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
@@ -515,3 +516,23 @@ def test_a_clock_before_1970_damages_nothing(tmp_path: Path, monkeypatch: pytest
         memory.save_checkpoint(saved)
     assert verify(store).sound
     assert verify(saved).sound
+
+
+def test_a_trajectory_is_evicted_while_its_values_are_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulator: an unrelated ``annotate`` raised the error of that trajectory."""
+    real = CommitLog.unknown
+
+    def unknown(log: CommitLog, ids: Sequence[int]) -> set[int]:
+        gone = real(log, ids)
+        if 0 in ids and not gone:
+            log.evict([0])
+        return gone
+
+    with writer_to(tmp_path / "store") as buffer:
+        buffer.add_trajectories([rollout(number) for number in range(3)])
+        buffer.flush()
+        monkeypatch.setattr(CommitLog, "unknown", unknown)
+        annotate(tmp_path / "store", [0, 1], {"v": 1})
+        annotate(buffer, [2], {"v": 2})
+        rows = buffer.query().rows()
+    assert {row["trajectory_id"]: row["v"] for row in rows} == {1: 1, 2: 2}

@@ -70,14 +70,17 @@ class Model:
         self._before = self.durable, self.evicting, self.evicted
         self.durable, self.evicting, self.evicted = set(), self.evicting | self.keys.keys(), set()
 
-    def arrived(self, seen: Collection[int]) -> None:
-        """A rollback is over: what came later is gone, and what was evicted since is back; or nothing has changed."""
+    def arrived(self, seen: Collection[int], *, crashed: bool = False) -> None:
+        """A rollback is over: what came later is gone, and what was evicted since is back; or nothing has changed.
+
+        After a crash, what came later may never have been committed; then its ids may be given out again.
+        """
         if self.going is None:
             return
         (step, ids), self.going = self.going, None
         self.durable, self.evicting, self.evicted = self._before
         if set(seen) == ids:
-            later = self.keys.keys() - ids
+            later = (self.keys.keys() & self.durable if crashed else self.keys.keys()) - ids
             self.keys = {number: self.ever[number] for number in ids}
             self.durable = set(ids)
             self.evicted = (self.evicted | later) - ids
@@ -120,7 +123,7 @@ class Model:
 
     def found(self, present: Mapping[int, int]) -> None:
         """A crash has ended every call; this is what was found."""
-        self.arrived(present)
+        self.arrived(present, crashed=True)
         for number, key in present.items():
             self.check_read(number, key)
         if len(set(present.values())) < len(present):

@@ -57,6 +57,9 @@ class Plan:
 def plan(chance: random.Random) -> Plan:
     """Return what a seed chooses; each call and fault exists in a part of the seeds only."""
     kept = {name: weight for name, weight in WRITES.items() if name in ("add", "flush") or chance.random() < 0.6}
+    faults = chance.random() < 0.2
+    if faults:
+        kept.pop("back", None)  # one that fails half-way asks for the store to be opened again
     return Plan(
         form=chance.choice(("pt", "pkl")),
         writers=chance.choice((1, 1, 2, 3)),
@@ -65,7 +68,7 @@ def plan(chance: random.Random) -> Plan:
         calls=chance.choice((6, 12, 25)),
         lives=chance.choice((1, 2, 3)),
         crash=chance.choice(("none", "kill", "kill all", "power", "power")),
-        faults=chance.random() < 0.2,
+        faults=faults,
         weights=kept,
         options={
             "threads": chance.choice((1, 2)),

@@ -22,7 +22,14 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.late_values import INBOX_FOLDER, LateValues
 from trajstore._core.store.log_records import decode_lines, encode_line, ids_in_words
 from trajstore._core.writing.commit_log import CommitLog
-from trajstore.errors import ConfigurationError, CorruptStoreError, StoreClosedError, StoreError, listed
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreClosedError,
+    StoreError,
+    TrajectoryUnavailableError,
+    listed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -274,20 +281,25 @@ class Inbox:
             self._damaged.add(name)
             logger.warning("%s/%s: was not applied, and stays: %s", self._directory.url, name, error)
             return
-        gone = self._log.unknown(update.ids)
-        if gone:
-            logger.warning(
-                "%s/%s: trajectories %s were evicted; their values are dropped",
-                self._directory.url,
-                name,
-                ids_in_words(sorted(gone)),
-            )
-            update = update.without(gone)
-        try:
-            if update.ids:
-                self._log.annotate(update)
-        except ConfigurationError as error:
-            self._set_aside(replace(update, source="", refused=str(error)), name)
+        while True:
+            gone = self._log.unknown(update.ids)
+            if gone:
+                logger.warning(
+                    "%s/%s: trajectories %s were evicted; their values are dropped",
+                    self._directory.url,
+                    name,
+                    ids_in_words(sorted(gone)),
+                )
+                update = update.without(gone)
+            try:
+                if update.ids:
+                    self._log.annotate(update)
+                return
+            except TrajectoryUnavailableError:
+                continue  # another thread has evicted one since
+            except ConfigurationError as error:
+                self._set_aside(replace(update, source="", refused=str(error)), name)
+                return
 
     def _set_aside(self, update: LateValues, name: str) -> None:
         """Publish a ``.refused`` copy of contradicting values; the caller then deletes the original."""
