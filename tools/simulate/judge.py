@@ -95,7 +95,7 @@ class Model:
 
     def check_read(self, number: int, key: int) -> None:
         """A trajectory was read."""
-        expected = self.keys.get(number)
+        expected = self.ever.get(number)  # a reader may show what a rollback has taken away since
         if expected is None and key not in self.adding:
             raise BrokenPromiseError(f"nothing is there that was not added: {number} has the key {key}")
         if expected not in (None, key):

@@ -135,7 +135,7 @@ class Client:
             return
         if self.is_current and gone & keys:
             raise BrokenPromiseError(f"what was evicted is not drawn: {sorted(gone & keys)}")
-        unknown = keys - set(self.model.keys.values()) - self.model.adding
+        unknown = keys - set(self.model.ever.values()) - self.model.adding
         if unknown:
             raise BrokenPromiseError(f"nothing is drawn that was not added: {sorted(unknown)}")
 
