@@ -35,6 +35,7 @@ class Model:
         points: ids that each saved point holds, by step.
         saving: the step of a point that is being saved, and what it will hold.
         ever: keys of all trajectories so far, by id.
+        begun: keys of all additions so far.
         going: the step that a rollback under way goes back to, and its ids.
         values_are_known: until a rollback, which brings back earlier late values.
     """
@@ -49,6 +50,7 @@ class Model:
     saving: tuple[int, frozenset[int]] | None = None
     used: set[int] = field(default_factory=set)
     ever: dict[int, int] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
     going: tuple[int, frozenset[int]] | None = None
     values_are_known: bool = True
     _before: tuple[set[int], set[int], set[int]] = field(default_factory=lambda: (set(), set(), set()))
@@ -96,7 +98,7 @@ class Model:
     def check_read(self, number: int, key: int) -> None:
         """A trajectory was read."""
         expected = self.ever.get(number)  # a reader may show what a rollback has taken away since
-        if expected is None and key not in self.adding:
+        if expected is None and key not in self.begun:
             raise BrokenPromiseError(f"nothing is there that was not added: {number} has the key {key}")
         if expected not in (None, key):
             raise BrokenPromiseError(f"a trajectory stays what it was: {number} has the key {key}, not {expected}")
@@ -131,7 +133,7 @@ class Model:
         self.check_seen(present, self.durable, self.evicted)
         self.used = self.used & (self.durable | self.evicted) | present.keys()
         self.keys = dict(present)
-        self.ever |= present
+        self.ever = {number: key for number, key in self.ever.items() if number in self.used} | present
         committed, self.durable = self.durable, set(present)
         self.adding.clear()
         self.evicted |= self.evicting & committed - present.keys()

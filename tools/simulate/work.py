@@ -135,7 +135,7 @@ class Client:
             return
         if self.is_current and gone & keys:
             raise BrokenPromiseError(f"what was evicted is not drawn: {sorted(gone & keys)}")
-        unknown = keys - set(self.model.ever.values()) - self.model.adding
+        unknown = keys - self.model.begun
         if unknown:
             raise BrokenPromiseError(f"nothing is drawn that was not added: {sorted(unknown)}")
 
@@ -161,6 +161,7 @@ class Writer(Client):
         """Add trajectories."""
         keys = [next(self.keys) for _ in range(count)]
         self.model.adding |= set(keys)
+        self.model.begun |= set(keys)
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
         self.note(f"ADDED {ids} {keys}")
         self.model.added(dict(zip(ids, keys, strict=True)))
