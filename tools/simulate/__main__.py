@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from typing import TYPE_CHECKING
 
-import tools.crash.warm  # noqa: F401  # loads everything, so that a run is a fork
-from tools.simulate.runs import run, shortened
-from tools.simulate.world import Outcome
+if TYPE_CHECKING:
+    from tools.simulate.world import Outcome
 
 
 def main() -> int:
@@ -23,6 +24,15 @@ def main() -> int:
     parser.add_argument("--until-failure", action="store_true", help="stop at the first failure")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets of texts, which a running process cannot change
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", "tools.simulate", *sys.argv[1:]],
+            os.environ | {"PYTHONHASHSEED": "0"},
+        )
+    import tools.crash.warm  # noqa: F401  # loads everything, so that a run is a fork
+    from tools.simulate.runs import run, shortened
+
     before = None
     if arguments.fault:
         from tests.simulation.faults import FAULTS
