@@ -9,9 +9,10 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,8 +30,9 @@ from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.holder import LOCK_NAME, holder_document
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.writing import commit_log
+from trajstore._core.writing import commit_log, opening
 from trajstore._core.writing.fencing import fence
+from trajstore._core.writing.unattended import held_log
 from trajstore.errors import CorruptStoreError, StoreError, StoreLockedError, StoreWriteError, WriterFencedError
 from trajstore.operations.verify import verify
 from trajstore.remote import object_store
@@ -485,3 +487,24 @@ def test_a_dropped_lease_ends_its_heartbeats(memory_url: str) -> None:
     gc.collect()
     wait_until(lambda: not beating())
     assert lease_of() is None
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_writer_waits_for_a_tool_that_holds_the_lock_for_a_moment(
+    remote: bool, tmp_path: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = memory_url if remote else tmp_path / "store"
+    with opened(url) as writer, monkeypatch.context() as patch:
+        add_each(writer, [1])
+        patch.setattr(opening, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=pytest.fail))
+        assert is_refused(lambda: opened(url))  # at once: this one writes for long
+    with ExitStack() as tool:
+        tool.enter_context(held_log(open_directory(url)))
+        monkeypatch.setattr(opening, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: tool.close()))
+        with opened(url) as writer:
+            assert len(writer) == 1
+    with held_log(open_directory(url)):
+        times = iter(range(1000))
+        monkeypatch.setattr(opening, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=lambda _: None))
+        assert is_refused(lambda: opened(url))
+        assert next(times) < 10

@@ -51,7 +51,7 @@ def run(
     if not data:
         return Outcome(
             seed,
-            f"the process ended without a word: {status}"
+            f"the process ended with {status} and reported nothing"
             if not os.WIFSIGNALED(status)
             else f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}",
         )

@@ -1,4 +1,4 @@
-"""Threads that run one at a time, on simulated time: at every lock, wait and clock reading a choice says who goes on.
+"""Threads that run one at a time, on simulated time: at every lock, wait and disk call a choice says who goes on.
 
 Threads stay threads of the system, so that identities and thread-local values are real; each waits for its turn. While
 a world is :func:`entered <entered>`, the primitives of ``threading`` that are made, the threads that are started and
@@ -171,7 +171,7 @@ class Tasks:
             return
         chosen.turn.release()
         if running is not None and not ends:
-            running.turn.acquire()  # for ever if it was killed
+            running.turn.acquire()  # forever if it was killed
 
     def _next(self, current: Task | None) -> Task:
         ready = [task for task in self._tasks if not task.over and not task.waits_for]
@@ -197,7 +197,7 @@ class Tasks:
     def _stuck(self) -> str:
         if not self.alive:
             return ""
-        return "every task waits for ever:\n" + "\n".join(
+        return "every task waits forever:\n" + "\n".join(
             f"{t.name} waits for {t.waits_for}\n{self.stack(t)}" for t in self.alive
         )
 

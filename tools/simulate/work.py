@@ -179,7 +179,7 @@ class Writer(Client):
         self.model.durable |= before & self.model.keys.keys()
 
     def evict(self) -> None:
-        """Let go of some."""
+        """Evict some."""
         chosen = self.some(3)
         self.note(f"EVICT {chosen}")
         self.model.evicting |= set(chosen)
