@@ -304,22 +304,40 @@ def test_calls_from_many_threads_are_all_there(buffer: TrajectoryReplayBuffer) -
 # -- without a gateway --------------------------------------------------------------------------------
 
 
-def test_the_agent_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = blocks(
-        section((project_root / "docs" / "howto" / "sessions.md").read_text(), "Gateways and agent loops"), "python"
-    )
+def test_the_agent_of_the_page_runs_and_goes_on_after_it_died(
+    project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    page = section((project_root / "docs" / "howto" / "sessions.md").read_text(), "Gateways and agent loops")
+    (code,) = blocks(page, "python")
+    program = {"__name__": "__main__"}
+    asked: list[int] = []
+
+    def answer(messages: list[dict[str, Any]]) -> str:
+        asked.append(len(messages))
+        if len(asked) == 6:  # the last call of the second session
+            raise ValueError("out of memory")
+        return "banana"[: 4 + len(messages) // 2]
+
     monkeypatch.chdir(tmp_path)
-    with engine(lambda messages: "banana"[: 2 + len(messages)]) as address:
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    with engine(answer) as address:
         monkeypatch.setenv("OPENAI_BASE_URL", address)
-        exec(compile(code, "gateways.md", "exec"), {"__name__": "__main__"})
-    with TrajectoryReplayBuffer.open(tmp_path / "runs" / "agents") as reader:
-        rows = [reader.get(number) for number in reader.trajectory_ids.tolist()]
-    assert [row.rollout_id for row in rows] == ["0", "1", "2", "3"]
+        with pytest.raises(openai.BadRequestError, match="out of memory"):
+            exec(compile(code, "sessions.md", "exec"), program)
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path="runs/agents") as buffer:
+            session = buffer.session("count letters", "1")
+            before = [call.id for call in session.calls()]
+            session.finish(Reward(outcome=program["run"](session, "unused")))  # type: ignore[operator]
+            assert [call.id for call in session.calls()[:2]] == before
+            rows = [buffer.get(number) for number in buffer.trajectory_ids.tolist()]
+    assert asked == [1, 3, 5, 1, 3, 5, 5]
+    assert [row.rollout_id for row in rows] == ["0", "1"]
     for row in rows:
         assert row.reward == Reward(outcome=1.0)
         said = [message["content"] for message in row.messages if message["role"] == "assistant"]
-        assert said == ["ban", "banan", "banana"]
+        assert said == ["bana", "banan", "banana"]
         assert row.input_ids.tolist() == [*tokens_of(row.messages[:-1]), *b"banana", 257]
-        assert bytes(row.input_ids[row.loss_mask.bool() & (row.input_ids < 256)].tolist()) == b"banbananbanana"
+        assert bytes(row.input_ids[row.loss_mask.bool() & (row.input_ids < 256)].tolist()) == b"banabananbanana"
         sampled = row.input_ids[row.response_start :][row.response_mask.bool()]
         assert row.rollout_log_probs[row.response_mask.bool()].tolist() == (-sampled / 1024).tolist()

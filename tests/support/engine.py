@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -27,28 +28,21 @@ def engine(answer: Answer) -> Iterator[str]:
     """Run a server in a thread; yield its address.
 
     Args:
-        answer: returns the model's text for the messages.
+        answer: returns the model's text for the messages; the server refuses the request on a ValueError.
     """
+
+    numbers = itertools.count(1)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            text = answer(asked["messages"])
-            sampled = [*text.encode(), _END]
-            choice: dict[str, Any] = {
-                "index": 0,
-                "message": {"role": "assistant", "content": text},
-                "finish_reason": "stop",
-            }
-            found: dict[str, Any] = {"id": "chat", "object": "chat.completion", "choices": [choice]}
-            if asked.get("logprobs"):
-                pairs = [{"token": f"token_id:{token}", "logprob": -token / 1024} for token in sampled]
-                choice["logprobs"] = {"content": pairs}
-            if asked.get("return_token_ids"):
-                choice["token_ids"] = sampled
-                found["prompt_token_ids"] = tokens_of(asked["messages"])
+            try:
+                status, found = 200, _answered(next(numbers), asked, answer(asked["messages"]))
+            except ValueError as error:
+                status, found = 400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}}
             content = json.dumps(found).encode()
-            self.send_response(200)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
@@ -65,3 +59,32 @@ def engine(answer: Answer) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def _answered(number: int, asked: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return the answer with the fields of ``ChatCompletionResponse`` of vLLM 0.10.2; absent ones are null."""
+    prompt, sampled = tokens_of(asked["messages"]), [*text.encode(), _END]
+    with_ids = bool(asked.get("return_token_ids"))
+    of_tokens = [
+        {"token": chr(token), "logprob": -token / 1024, "bytes": [token % 256], "top_logprobs": []} for token in sampled
+    ]
+    message = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning"))
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text, **message, "tool_calls": []},
+        "logprobs": {"content": of_tokens} if asked.get("logprobs") else None,
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "token_ids": sampled if with_ids else None,
+    }
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled), "total_tokens": len(prompt + sampled)}
+    return {
+        "id": f"chatcmpl-{number:032x}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": asked["model"],
+        "choices": [choice],
+        "usage": usage,
+        "prompt_logprobs": None,
+        "prompt_token_ids": prompt if with_ids else None,
+    }
