@@ -57,7 +57,7 @@ def test_a_local_buffer_loads_only_the_core(project_root: Path, tmp_path: Path) 
 
 
 def test_a_reader_and_a_buffer_have_the_members_that_the_reference_lists(project_root: Path) -> None:
-    page = (project_root / "docs" / "api.md").read_text()
+    page = (project_root / "docs" / "api" / "store.md").read_text()
     rows = re.findall(r"^\| (drawing|reading|opening and saving|the buffer alone) \| (.+) \|$", page, re.MULTILINE)
     listed = {title: set(re.findall(r"`(\w+)`", names)) for title, names in rows}
     own = listed.pop("the buffer alone")

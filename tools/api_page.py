@@ -1,6 +1,6 @@
-"""The tables of ``docs/api.md``, written from the docstrings: ``python -m tools.api_page``.
+"""The tables of ``docs/api/*.md``, written from the docstrings: ``python -m tools.api_page``.
 
-An entry of the page is a comment ``<!-- ::: module.name -->``. The built site shows the whole docstring there
+An entry of a page is a comment ``<!-- ::: module.name -->``. The built site shows the whole docstring there
 (``.ci/plain.py``). For readers of the file, a table above the entries of a section has their names and first sentences.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-PAGE = Path(__file__).parent.parent / "docs" / "api.md"
+PAGES = sorted((Path(__file__).parent.parent / "docs" / "api").glob("*.md"))
 ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
 _TABLE = re.compile(r"^\| name \|.*?\n\n", re.MULTILINE | re.DOTALL)
 _ROLE = re.compile(r":\w+:`(?:~(?:\w+\.)*|(?:[a-z_]+\.)*)([^`]+)`")
@@ -76,4 +76,5 @@ def written(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))

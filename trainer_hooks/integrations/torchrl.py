@@ -20,7 +20,7 @@ from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 
 try:
     from torchrl.data.replay_buffers.storages import Storage
-except ImportError:  # api.md is made without TorchRL
+except ImportError:  # the reference is made without TorchRL
     Storage = object
 
 if TYPE_CHECKING:
