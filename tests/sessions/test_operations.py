@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.sessions.test_processes import begin, in_child, journals
 from tests.stores import opened
-from trajstore import Retention, Sessions, verify
+from trajstore import Retention, Reward, Sessions, TrajectoryReplayBuffer, verify
 from trajstore.cli import main
 
 
@@ -39,7 +40,7 @@ def test_verify_and_copy_name_open_and_damaged_sessions(tmp_path: Path, capsys: 
     assert not found.problems
     assert "1 session is not in the store yet, with 2 calls" in str(found.notes)
     assert main(["copy", str(store), str(tmp_path / "copy")]) == 0
-    assert "calls/: 1 session not in the store yet, not copied" in capsys.readouterr().out
+    assert "calls/: 1 session not in the store yet (task/a), not copied" in capsys.readouterr().out
     (journal,) = journals(store)
     journal.write_bytes(journal.read_bytes().replace(b'"first"', b'"worst"'))
     damaged, unreadable = verify(store).problems
@@ -60,3 +61,68 @@ def test_abandoned_sessions_are_dropped(tmp_path: Path, caplog: pytest.LogCaptur
         left = {session.rollout_id for session in other.listed()}
     assert left == ({"alive"} if limit == 0 else {"a", "alive"})
     assert ("1 open session is dropped" in caplog.text and "task/a" in caplog.text) == (limit == 0)
+
+
+LACKING: dict[str, Callable[[TrajectoryReplayBuffer, Path], object]] = {
+    "the point of step 2 lacks": lambda buffer, _: buffer.points.save(2),
+    "the pin mine lacks": lambda buffer, _: buffer.points.pin("mine"),
+    "the checkpoint PATH lacks": lambda buffer, path: buffer.save_checkpoint(path),
+    "all calls are kept, also those after the snapshot": lambda buffer, _: buffer.points.rollback(1),
+    "the mirror PATH lacks": lambda buffer, _: buffer.mirror.wait(),
+}
+
+
+@pytest.mark.parametrize("said", LACKING)
+def test_what_has_no_open_sessions_names_them(tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str) -> None:
+    copy = tmp_path / "copy"
+    mirror = {"mirror": copy} if "mirror" in said else {}
+    with opened(tmp_path / "store", **mirror) as buffer:
+        buffer.points.save(1)
+        buffer.session("task", "done").finish()
+        assert not caplog.messages[1:]  # that session had no calls
+        caplog.clear()
+        session = buffer.session("task", "{a}")
+        session.add_call([1], [2])
+        LACKING[said](buffer, copy)
+        assert [call.id for call in session.calls()] == ["0"]
+        assert said.replace("PATH", f"{copy}") in caplog.text
+        caplog.clear() if mirror else None
+    assert "1 session not in the store yet (task/{a})" in caplog.text  # of a mirror again, at its end
+
+
+@pytest.mark.parametrize("by", ["buffer", "command"])
+def test_a_rollback_takes_rollouts_away_and_leaves_open_sessions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, by: str
+) -> None:
+    with opened(tmp_path) as buffer, Sessions(tmp_path) as other:
+        before, after = other.session("task", "before"), buffer.session("task", "after")
+        for session in (before, after):
+            session.add_call([1], [2], call_id="x")
+        going_on = buffer.session("task", "open")
+        going_on.add_call([1], [2], call_id="x")
+        before.finish(Reward(outcome=1.0))
+        buffer.points.save(1)  # takes in what other processes finished before
+        going_on.add_call([1, 2], [3], call_id="y")
+        after.finish(Reward(outcome=1.0))
+        if by == "buffer":
+            buffer.flush()
+            (journal,) = (file for file in journals(tmp_path) if b"after" in file.read_bytes())
+            unsettled = journal.read_bytes()
+            unsettled = unsettled[: unsettled.rindex(b'{"over"') - 10]
+            buffer.points.rollback(1)
+            assert [call.id for call in going_on.calls()] == ["x", "y"]
+    if by == "command":
+        assert main(["rollback", str(tmp_path), "--step", "1"]) == 0
+        assert "(task/open)" in caplog.text
+    else:
+        journal.write_bytes(unsettled)  # a crash before the sessions were recorded as over
+    for _ in range(2):
+        with opened(tmp_path) as buffer:
+            assert [buffer.get(number).rollout_id for number in buffer.trajectory_ids.tolist()] == ["before"]
+            assert [call.id for call in buffer.session("task", "open").calls()] == ["x", "y"]
+            assert not buffer.session("task", "after").calls()  # a new one
+            (aside,) = (point.name for point in buffer.points.snapshots if point.kind == "aside")
+    with opened(tmp_path) as buffer:
+        buffer.points.go_to(aside)
+        names = [buffer.get(number).rollout_id for number in buffer.trajectory_ids.tolist()]
+        assert names == ["before", "after"]

@@ -28,7 +28,7 @@ from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.rlinf_source import RLinfSource
 from trajstore._core.reading.sources import StoreSource
 from trajstore._core.sessions.records import CALLS_FOLDER
-from trajstore._core.sessions.sessions import open_sessions
+from trajstore._core.sessions.sessions import named, open_sessions
 from trajstore._core.store.log_records import ranges_of
 from trajstore._core.store.lost_records import lost_in_words
 from trajstore._core.store.run_ids import ALONE
@@ -194,10 +194,7 @@ def _left_out_notes(url: str) -> list[str]:
     if open_directory(url).listing(LEDGER_FOLDER)[0]:
         notes.append(f"{LEDGER_FOLDER}/: the training ledger is not copied; copy this folder with any tool")
     if sessions := open_sessions(url):
-        notes.append(
-            f"{CALLS_FOLDER}/: {counted(len(sessions), 'session')} not in the store yet, not copied: finish them and "
-            "flush before"
-        )
+        notes.append(f"{CALLS_FOLDER}/: {named(sessions)}, not copied: finish them and flush before")
     return notes
 
 

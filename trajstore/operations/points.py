@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trajstore._core.buffer.runs import incomplete_sentence, unite_points
+from trajstore._core.buffer.saved_points import KEEP_CALLS
 from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, rank_of, ranks_above
+from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.pin_names import aside_name
 from trajstore._core.store.rollback import has_a_name, plan_change
@@ -87,6 +89,7 @@ def go_to(path: str | Path, name: str | int, *, aside: bool = True, dry_run: boo
         for number, store in enumerate(stores):
             with held_points(store.directory) as points:
                 plans[number] = replace(plans[number], aside=points.go_to(name, aside=aside).aside)
+            warn_of_open(store.url, KEEP_CALLS)
     if len(plans) == 1 and place.kind == "store":
         return plans[0]
     totals = {count: sum(getattr(plan, count) for plan in plans) for count in _COUNTS}

@@ -47,5 +47,7 @@ class MirrorOfBuffer:
         if mirror is None:
             raise StoreError("mirror.wait: this buffer has no mirror; give one with mirror=...")
         if wanted is None:
-            return mirror.wait_for_all(self._sink.flush, timeout)
+            done = mirror.wait_for_all(self._sink.flush, timeout)
+            self._sink.warn_of_open(f"the mirror {mirror.state.url} lacks")
+            return done
         return mirror.wait(int(wanted.max()), timeout) if len(wanted) else True

@@ -38,10 +38,12 @@ from trajstore._core.formats import get_format
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.plan import RowPlan
 from trajstore._core.reading.read_snapshot import ReadSnapshot
+from trajstore._core.reading.sources import StoreSource
 from trajstore._core.sampling.base import Drawn, Ids, Sampler, Unit
 from trajstore._core.sampling.draws import Draws, Window
 from trajstore._core.sampling.selection import Selection, selected
 from trajstore._core.sampling.weighted import WeightedSampler
+from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.run_ids import id_from
 from trajstore.errors import ConfigurationError, StoreNotFoundError, listed
 from trajstore.trajectory import AnyTrajectory
@@ -450,6 +452,9 @@ class Reader(Closing):
         with self._live.steady, self._keeping_files():
             state, snapshot = self._live.locked(lambda contents: (self._state(), contents.snapshot()))
             save_checkpoint(target, snapshot, state, self._format, layout)
+            for source in self._live.contents.sources:
+                if isinstance(source, StoreSource):
+                    warn_of_open(source.directory.url, f"the checkpoint {target.url} lacks")
 
     def _snapshot(self) -> ReadSnapshot:
         return self._live.locked(lambda contents: contents.snapshot())

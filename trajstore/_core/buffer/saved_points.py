@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+KEEP_CALLS = "all calls are kept, also those after the snapshot (`discard` the sessions that begin anew), of"
+"""Warning after going to a snapshot."""
+
 KEPT = 3
 """Default number of saved points to keep."""
 
@@ -115,7 +118,8 @@ class PointsOfBuffer:
         step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
         check_kind("state", state, Mapping, "a dict")
         writer = self._own("save")
-        writer.flush()
+        self._sink.flush()
+        self._sink.warn_of_open(f"the point of step {step} lacks")
 
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             # The parts before the generator that they draw from: parts bring their own state of it.
@@ -129,7 +133,8 @@ class PointsOfBuffer:
         """Show a snapshot: its trajectories, late values and saved points; draws continue from there.
 
         Trajectories evicted since come back; trajectories added since are hidden. The state before becomes a snapshot
-        itself, ``aside-...``, unless one has it already: going to that undoes this. No id is given twice.
+        itself, ``aside-...``, unless one has it already: going to that undoes this. No id is given twice. Open sessions
+        keep all their calls, with a warning that names them.
 
         Args:
             name: of a snapshot; or step of a saved point of the current line.
@@ -153,9 +158,11 @@ class PointsOfBuffer:
                 logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
             return gone
 
+        self._sink.flush()  # finished sessions are recorded as over: a later crash must not bring their rollouts back
         gone = self._while_nothing_is_added(writer, change)
         restored = CheckpointState.from_json(gone.details)
         self._draws.take_up(restored.seed, restored.rng_state)
+        self._sink.warn_of_open(KEEP_CALLS)
         return dict(gone.state)
 
     def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
@@ -174,6 +181,7 @@ class PointsOfBuffer:
         """
         name = text("name", name)
         self._sink.flush()
+        self._sink.warn_of_open(f"the pin {name} lacks")
         return self._sink.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
 
     def remove(self, name: str | int) -> None:

@@ -29,6 +29,7 @@ from trajstore._core.formats.base import TrajectoryFormat
 from trajstore._core.reading.places import check_no_ranks, check_not_rlinf
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.sessions.records import CALLS_FOLDER
+from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.late_values import LateValues, check_late_values
 from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.notes import Note
@@ -200,6 +201,9 @@ class Sink:
             StoreError: there is no store.
         """
         raise StoreError("session: this buffer has no store of its own; use auto_save=True, with a local path")
+
+    def warn_of_open(self, what: str) -> None:
+        """Warn of the sessions that are not in the store yet; ``what`` happens to them."""
 
     def take_in_values(self) -> None:
         """Apply the late values in the inbox, from other processes."""
@@ -422,6 +426,9 @@ class StoreSink(Sink):
         if self._may_have_sessions():
             self.sessions.look()
 
+    def warn_of_open(self, what: str) -> None:
+        warn_of_open(self.writer.directory.url, what)
+
     def _may_have_sessions(self) -> bool:
         directory = self.writer.directory
         return isinstance(directory, LocalDirectory) and (
@@ -438,14 +445,14 @@ class StoreSink(Sink):
         self._view.kept_from = first
 
     def ids_of(self, uuids: bytes) -> list[int]:
-        """Return the ids of the leading trajectories of these UUIDs that are in the store; 16 bytes each."""
-        ids = []
+        """Return the ids of the leading trajectories of these UUIDs, 16 bytes each, in the store or a snapshot."""
+        ids: list[int] = []
         with self.writer.log.standing_still() as catalog:
             for uuid in np.frombuffer(uuids, "V16"):
-                found = np.flatnonzero(catalog.index["uuid"] == uuid)
-                if not len(found):
+                found = [index["trajectory_id"][index["uuid"] == uuid] for index in (catalog.index, catalog.pinned)]
+                if not any(map(len, found)):
                     break
-                ids.append(int(catalog.index["trajectory_id"][found[0]]))
+                ids.append(int(np.concatenate(found)[0]))
         return ids
 
     def take_in_values(self) -> None:
@@ -527,6 +534,8 @@ class StoreSink(Sink):
                 with suppress(OSError):  # only journals that nothing needs stay
                     self._sessions.close()
             if self.mirror is not None:
+                if not self.mirror.closed:
+                    self.warn_of_open(f"the mirror {self.mirror.state.url} lacks")
                 _close_mirror(self.mirror, self.writer)
         finally:
             self._close_writer()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -30,8 +31,12 @@ from trajstore.errors import (
     StoreLockedError,
     StoreNotFoundError,
     TrajectoryUnavailableError,
+    counted,
+    listed,
     written,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Sessions(OpensSessions[Session]):
@@ -214,6 +219,28 @@ def open_sessions(path: str | Path) -> list[SessionInfo]:
     """Return the sessions of a store that it does not have as rollouts yet; none for one in an object store."""
     directory = open_directory(path)
     return CallsFolder(directory.root, None).listed() if isinstance(directory, LocalDirectory) else []
+
+
+def named(sessions: Sequence[SessionInfo]) -> str:
+    """Return the number and names of sessions, for a message."""
+    names = listed(f"{session.task_id}/{session.rollout_id}" for session in sessions)
+    return f"{counted(len(sessions), 'session')} not in the store yet ({names})"
+
+
+def warn_of_open(path: str, what: str) -> None:
+    """Warn of the sessions of a store that it does not have as rollouts yet.
+
+    Args:
+        path: path or URL of the store.
+        what: happens to them; the message continues with their names.
+    """
+    try:
+        sessions = open_sessions(path)
+    except OSError as error:
+        logger.warning("%s: its sessions cannot be read: %s", path, error)
+    else:
+        if sessions:
+            logger.warning("%s: %s %s", path, what, named(sessions))
 
 
 def local_directory(directory: Directory) -> LocalDirectory:
