@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,7 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
 
 
 def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.distributed.server._ANSWERS_WITHIN", 0.0)
     store = server(tmp_path, writer=WriterOptions(commit_interval=3600.0))
     here, census, draws = Here(store), Census(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
@@ -97,7 +99,7 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     reads.placed(census.listing, census.places(32, 0, draws), None, None, 60.0)
     assert here.asked == 32
     store.flush()
-    monkeypatch.setattr("trajstore.distributed.reads.time.monotonic", lambda: 1e12)  # later
+    monkeypatch.setattr("trajstore.distributed.reads.time", SimpleNamespace(monotonic=lambda: 1e12))  # later
     here.asked = 0
     check(reads, census, draws)
     assert not here.asked

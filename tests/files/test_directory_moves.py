@@ -19,6 +19,7 @@ from tests.support.witness import check_batch, check_trajectory
 from tools.crash.forked import forking
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore._core.files.local import LocalDirectory
+from trajstore._core.writing import opening
 from trajstore.errors import StoreNotFoundError
 from trajstore.operations.verify import verify
 
@@ -189,8 +190,9 @@ def test_checkpoints_and_stores_behind_symbolic_links(tmp_path: Path) -> None:
 
 
 def test_without_its_file_the_lock_is_held_still_and_the_file_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(opening, "_PATIENCE", 0.0)  # with a holder of unknown kind
     with opened(tmp_path) as buffer:
         add_each(buffer, [0])
         (tmp_path / "writer.lock").unlink()
@@ -219,7 +221,8 @@ def test_a_writer_whose_lock_file_was_replaced_stops(tmp_path: Path) -> None:
         assert [check_trajectory(again.get(number)) for number in again.trajectory_ids.tolist()] == [0]
 
 
-def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path) -> None:
+def test_a_writer_that_locks_the_file_only_keeps_others_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "_PATIENCE", 0.0)  # with a holder of unknown kind
     with opened(tmp_path):
         pass
     with (tmp_path / "writer.lock").open("r+") as file:
