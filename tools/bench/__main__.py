@@ -54,7 +54,7 @@ BENCHMARKS = {
     "rlinf": "rlinf.figures",
     "alternatives": "alternatives.figures",
 }
-"""Module and function of each, which is loaded when it is run: what it needs need not be installed for the others."""
+"""Module and function of each benchmark, imported when it runs, so that others do not need its packages."""
 
 
 def figures_of(name: str, options: Options) -> Iterator[Figure]:
@@ -65,7 +65,7 @@ def figures_of(name: str, options: Options) -> Iterator[Figure]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line names; return 0, also where a target is missed."""
+    """Run the benchmarks of the command line; return 0, also if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="tN", help=f"which (all): {' '.join(BENCHMARKS)}")
     parser.add_argument("--json", action="store_true", help="only JSON lines, no table")

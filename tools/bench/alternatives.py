@@ -1,4 +1,4 @@
-"""What a database or a file format of others would do in this place: SQLite, Arrow, safetensors.
+"""A database or another file format in place of the store: SQLite, Arrow, safetensors.
 
 Draws: processor time of one batch of the state workload, uniform over all samples, from files in the page cache, torch
 at one thread; processor time, for a peer must not look slow because something else ran just then.

@@ -1,4 +1,4 @@
-"""What a benchmark reports: figures, as JSON lines and as a table."""
+"""Figures of a benchmark, as JSON lines and as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class SkippedError(Exception):
-    """A benchmark cannot run here; the message says what it needs."""
+    """A benchmark cannot run here; the message names the requirement."""
 
 
 def needs(*modules: str, extra: str = "") -> None:
@@ -53,9 +53,9 @@ class Figure:
 
     Attributes:
         id: the goal, ``T1`` ... ``T17``, or the name of the benchmark.
-        name: what was measured.
+        name: the measured quantity.
         value: the number, in ``unit``.
-        target: what is wanted: at most this, or at least this where ``at_least``; None where nothing is promised.
+        target: the upper limit, or the lower one with ``at_least``; None without a promise.
         unit: ``ratio``, ``s``, ``MB`` (10^6 bytes), ``ms``.
         at_least: more is better.
         details: further numbers, by name.

@@ -1,4 +1,4 @@
-"""RLinf's buffer beside ours, where RLinf is ahead: adding in memory, and saving what is in memory.
+"""RLinf's buffer beside ours, where RLinf is ahead: adding in memory, and saving from memory.
 
 Needs ``TRAJSTORE_RLINF``, the path of a checkout of RLinf, and what RLinf imports. Ratios are of times, ours ÷ RLinf's.
 RLinf does not wait for the disk when it saves; ours does, so the bytes that it has to write are the limit.
@@ -36,7 +36,7 @@ def figures(options: Options) -> Iterator[Figure]:
     yield _compared(options, theirs, "add in memory, one by one, state", lambda cls: _add(cls, [[t] for t in states]))
     yield _compared(options, theirs, "add in memory, steps in one list", lambda cls: _add(cls, [steps]))
     for layout in ("trajstore", "rlinf"):
-        name = f"save what is in memory, images, layout {layout}"
+        name = f"save from memory, images, layout {layout}"
         yield _compared(options, theirs, name, lambda cls, to=layout: _save(cls, images, options.folder, to))
 
 

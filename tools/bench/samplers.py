@@ -1,4 +1,4 @@
-"""What a draw of 1,024 rows costs with each sampler, from 10^4 to 10^8 rows of the index alone.
+"""Time of a draw of 1,024 rows with each sampler, from 10^4 to 10^8 rows of the index alone.
 
 The figure is the time at the most rows over that at the fewest. What grows as a logarithm does grows by 2 between them
 where it is of rows, by 5 where it is of trajectories (10 to 100,000). Memory that no cache holds costs besides: how

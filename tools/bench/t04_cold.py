@@ -70,7 +70,7 @@ def _bytes_read() -> int:
         name, value = line.split(":")
         if name == "read_bytes":
             return int(value)
-    raise SkippedError("/proc/self/io tells no read_bytes")
+    raise SkippedError("/proc/self/io has no read_bytes")
 
 
 def _pages(folder: Path, workload: Workload) -> tuple[int, int]:

@@ -79,10 +79,10 @@ def _joined(pool: Sequence[AgentTrajectory]) -> dict[str, Any]:
     names = [name for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS) if values[0][name] is not None]
     fields = ("messages", "task_id", "rollout_id", "policy_version")
     return {
-        "columns": {name: torch.stack([one[name] for one in values]) for name in names},
-        "lengths": [len(one["input_ids"]) for one in values],
-        "documents": [{name: one[name] for name in fields} for one in values],
-        "prompts": [one["response_start"] for one in values],
+        "columns": {name: torch.stack([value[name] for value in values]) for name in names},
+        "lengths": [len(value["input_ids"]) for value in values],
+        "documents": [{name: value[name] for name in fields} for value in values],
+        "prompts": [value["response_start"] for value in values],
     }
 
 

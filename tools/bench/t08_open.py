@@ -1,8 +1,8 @@
 """T8: opening 1,000,000 and 10,000,000 trajectories, in a process of its own; the same for one rank of eight.
 
-The store is made as the writer would have left it, once with 100 trajectories per shard (what the group commit makes of
-a fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
-call to the return of ``load_checkpoint``, modules being loaded; memory is what the process's RSS has grown by then. The
+The store is in the state that a writer leaves, once with 100 trajectories per shard (the result of group commits of a
+fast producer) and once with one per shard, with shard files that are one hole: nothing is sampled. Time runs from the
+call to the return of ``load_checkpoint``, modules being loaded; memory is the growth of the process's RSS. The
 ratio is to ``json.load`` of RLinf's index of as many trajectories.
 """
 
@@ -83,7 +83,7 @@ def figures(options: Options) -> Iterator[Figure]:
 def _median(work: Callable[[Path], object], path: Path, options: Options) -> dict[str, float]:
     """Return what opening costs, each time in a process of its own: the median of each number."""
     found = [in_child(_cost, work, path) for _ in range(-(-options.repeats * 5 // 7))]
-    return {what: median(one[what] for one in found) for what in found[0]}
+    return {name: median(run[name] for run in found) for name in found[0]}
 
 
 def _write_rlinf_index(path: Path, total: int) -> None:

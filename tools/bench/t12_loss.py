@@ -125,7 +125,7 @@ def step(loss: Loss, batch: Inputs) -> None:
 
 
 def peak_bytes(loss: Loss, batch: Inputs) -> int:
-    """Return the most bytes that were allocated at one time during a step, above what was there before."""
+    """Return the peak of allocated bytes during a step, above the allocation before it."""
     batch.log_prob.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step(loss, batch)

@@ -262,7 +262,7 @@ def measure(arm: str, config: TrainerConfig) -> Run:
 
 
 def _model_of(config: TrainerConfig) -> dict[str, Any]:
-    """Return what a run records of its model and device."""
+    """Return the model and device facts of a run."""
     return {
         "hidden_size": config.model.hidden_size,
         "layers": config.model.layers,

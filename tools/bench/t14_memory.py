@@ -23,7 +23,7 @@ def figures(options: Options) -> Iterator[Figure]:
     """Yield a figure for a mapped and one for a decoded format.
 
     Raises:
-        SkippedError: the kernel does not tell a process's anonymous memory.
+        SkippedError: the kernel does not report a process's anonymous memory.
     """
     status_bytes("RssAnon")
     limit = options.count(LIMIT, 4 << 20)

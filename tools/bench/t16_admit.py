@@ -1,4 +1,4 @@
-"""T16: what a step's rollouts cost until they are in the pool, beside a copy of their tensors.
+"""T16: time to admit a step's rollouts to the pool, beside a copy of their tensors.
 
 1,024 rollouts of 4,096 tokens, 1,024 of them the prompt, of which half are successes, into an empty pool in memory, as
 :meth:`ExperienceManager.admit` takes them. One thread.
@@ -29,7 +29,7 @@ def figures(options: Options) -> Iterator[Figure]:
 
     def copy() -> list[torch.Tensor]:
         successes = rollouts[1::2]
-        return [one.clone() for each in successes for one in vars(each).values() if isinstance(one, torch.Tensor)]
+        return [value.clone() for each in successes for value in vars(each).values() if isinstance(value, torch.Tensor)]
 
     with torch_threads(1):
         ours, copies = in_turn([admit, copy], options.repeats, warmup=1)
@@ -45,7 +45,7 @@ def figures(options: Options) -> Iterator[Figure]:
 def _rollouts(count: int) -> list[AgentTrajectory]:
     random = torch.Generator().manual_seed(0)
     mask = torch.ones(RESPONSE, dtype=torch.int64)
-    mask[RESPONSE // 4 : RESPONSE // 3] = 0  # what a tool answered
+    mask[RESPONSE // 4 : RESPONSE // 3] = 0  # a tool's answer
     rollouts = []
     for number in range(count):
         reward, entropys = Reward(outcome=float(number % 2)), torch.rand(RESPONSE, generator=random)

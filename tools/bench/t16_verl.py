@@ -70,7 +70,7 @@ def need_verl() -> None:
 
 
 def _measure(options: Options, steps: int) -> Any:
-    """Return what the child measured; without trainings if they have no steps."""
+    """Return the child's measurements; without trainings if they have no steps."""
     need_verl()
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
     return in_child(_measured, options.folder, steps, options.repeats, sizes)
@@ -114,8 +114,8 @@ def _trainer_figures(trainings: Sequence[Mapping[str, Sequence[float]]]) -> Iter
 
 
 def _rows_figures(rows: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    for one in rows:
-        yield from _size_figures(one["size"], one["times"])
+    for row in rows:
+        yield from _size_figures(row["size"], row["times"])
 
 
 def _size_figures(size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Figure]:
@@ -155,7 +155,7 @@ def _steps(runs: Sequence[Mapping[str, Sequence[float]]], name: str) -> list[flo
 
 
 def _measured(folder: Path, steps: int, repeats: int, sizes: Sequence[int]) -> dict[str, Any]:
-    """Return what was measured of trainings and rows."""
+    """Return the measurements of trainings and rows."""
     from tests.verl_plugin.harness import make_config
 
     with _verl(folder) as (session, assets):

@@ -38,4 +38,4 @@ def figures(options: Options) -> Iterator[Figure]:
     (beside,) = in_turn([lambda: give(str(folder))], options.repeats)
     details = {"annotate_ms": given.ms, "add_ms": adding.ms}
     yield Figure("T18", f"annotate {some:,} of {total:,} ÷ adding as many", ratio(given, adding), 1.0, details=details)
-    yield Figure("T18", "the same through the path, nobody writing", beside.ms, None, "ms")
+    yield Figure("T18", "the same through the path, without a writer", beside.ms, None, "ms")

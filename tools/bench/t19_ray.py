@@ -63,7 +63,7 @@ class _Source:
         self._sink = sink
 
     def send(self, total: int, each: int) -> None:
-        """Send so many, so many with each call."""
+        """Send a number of trajectories in calls of a given size."""
         import ray
 
         block = np.ones(each, np.uint8)
@@ -80,7 +80,7 @@ class _Producer:
         self._handle = DistributedReplayBuffer.connect(name)
 
     def add(self, count: int) -> None:
-        """Add so many."""
+        """Add a number of trajectories."""
         add_all(self._handle, self._pool, count)
 
 

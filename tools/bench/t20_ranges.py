@@ -105,7 +105,7 @@ def _bare(
     def of(name: str) -> int:
         starts, stops = (list(ends) for ends in zip(*pieces[name], strict=True))
         answers = obstore.get_ranges(store, name, starts=starts, ends=stops, coalesce=0)
-        if [len(one) for one in answers] != [stop - start for start, stop in pieces[name]]:
+        if [len(answer) for answer in answers] != [stop - start for start, stop in pieces[name]]:
             raise RuntimeError(f"{name}: obstore got other bytes than it was asked for")
         return len(answers)
 
@@ -113,11 +113,11 @@ def _bare(
 
 
 def _warm(url: str, storage: dict[str, Any], workload: Workload, options: Options) -> Figure:
-    """Return what a batch costs whose rows were all fetched before, over one of a local store."""
+    """Return the time of a batch with all rows fetched before, relative to a local store."""
     with _open(url, storage, seed=1) as reader, _open(options.folder / "local", {}, seed=1) as local:
-        for one in (reader, local):  # pages that the process has not seen cost both the same then: nothing
-            for number in one.trajectory_ids.tolist():
-                one.get(number)
+        for buffer in (reader, local):  # fault the pages in, so that neither pays for them
+            for number in buffer.trajectory_ids.tolist():
+                buffer.get(number)
         with _recorded() as asked:
             draws = [partial(reader.sample, workload.batch), partial(local.sample, workload.batch)]
             ours, theirs = in_turn(draws, options.count(60 * options.repeats), warmup=5)
@@ -135,7 +135,7 @@ def _open(url: str | Path, storage: dict[str, Any], seed: int) -> TrajectoryRepl
 
 @contextmanager
 def _recorded() -> Iterator[list[list[tuple[str, int, int]]]]:
-    """Yield a list of what is asked for with each call, name, start and stop of each range."""
+    """Yield the ranges of each call: name, start, stop."""
     asked: list[list[tuple[str, int, int]]] = []
     real = ObjectStore.ranges
 
@@ -147,7 +147,7 @@ def _recorded() -> Iterator[list[list[tuple[str, int, int]]]]:
         yield asked
 
 
-def _serve(told: Connection) -> None:
+def _serve(pipe: Connection) -> None:
     with s3_server() as options:
-        told.send(options)
+        pipe.send(options)
         signal.pause()

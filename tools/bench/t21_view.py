@@ -1,4 +1,4 @@
-"""T21: ``trajstore view`` in Chromium: how soon something is seen, how it scrolls, what a writer notices of it.
+"""T21: ``trajstore view`` in Chromium: time to the first rows, scrolling, and the effect on a writer.
 
 The server is the command itself, in a process of its own; Chromium is without a window and draws without a GPU. Times
 are the page's own: from the start of the navigation until the frame with the thing has been made. Each wait ends after
@@ -111,10 +111,10 @@ def _scrolling(options: Options, path: Path, page: Page) -> Iterator[Figure]:
         _seen(page, f"{command.address}/#/trajectory/0?show=tokens&color=old_log_probs", _TOKEN)
         for _ in range(max(1, options.repeats // 2)):
             page.run("document.querySelector('.scroller').scrollTop = 0")
-            told = page.driver.execute_async_script(_SCROLL, 10 * min(1.0, options.scale * 10))
-            if told is None or len(told["frames"]) < 2:
+            answer = page.driver.execute_async_script(_SCROLL, 10 * min(1.0, options.scale * 10))
+            if answer is None or len(answer["frames"]) < 2:
                 raise TimeoutError("T21: no frames came while a rollout was scrolled")
-            frames = told["frames"]
+            frames = answer["frames"]
             found.append([after - before for before, after in pairwise(frames)])
     rates = [1000 * len(gaps) / sum(gaps) for gaps in found]
     details = {"frame_ms_longest": max(gap for gaps in found for gap in gaps)}

@@ -30,7 +30,7 @@ from trajstore.errors import counted
 BATCH = 1024
 CALLS = 30  # of each, for every repeat
 _CLONE_NEWUTS = 0x04000000
-_THERE = {"there": 0.001}  # what the second node has
+_THERE = {"there": 0.001}  # a resource of the second node
 _STORES = (1, 2, 4)
 
 
@@ -148,13 +148,13 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
                 refresh_interval=3600.0,
                 actor_options={"num_cpus": 0, "resources": _THERE},
             )
-            for one in added:  # a parcel each, so that all stores get some
-                handle.add_trajectories([one]).committed()
+            for trajectory in added:  # a parcel each, so that all stores get some
+                handle.add_trajectories([trajectory]).committed()
             handle.refresh()
             if len(set((handle.trajectory_ids % MOST_STORES).tolist())) < stores:
                 raise RuntimeError(f"of {stores} stores some are empty")
             works[f"stores_{stores}"] = partial(handle.sample, BATCH)
-        # The learner is elsewhere: what it has not asked for yet, it cannot map.
+        # The learner is on another node and cannot map rows that it has not requested yet.
         socket.sethostname("elsewhere")
         for work in works.values():
             work()

@@ -2,11 +2,11 @@
 
 The stores are made as for T8, with 1,000 tasks, outcomes and scores that differ. Times are of a question asked again of
 the same contents, as ``rows()``; the first one, which makes the table of facts, is a figure of its own without a
-target. ``processor_ms`` is the time of all threads: of a busy machine, it says what the clock would on a quiet one.
+target. ``processor_ms`` is the processor time of all threads, which a busy machine changes little.
 
 Then questions about what lies in rollouts: 100,000 of 1,000 tokens and seven messages, each with text of its own,
 beside DuckDB over the same messages and tokens in Parquet. ``memory`` is the most memory that is no file's, of a
-process that asks, above what it had with the store open.
+process that asks, above its memory with the store open.
 """
 
 from __future__ import annotations

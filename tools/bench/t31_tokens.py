@@ -2,7 +2,7 @@
 
 *group*: 16 tasks of 8 rollouts, 1,500 tokens of prompt and 1,600 of response. *session*: 8 sessions of 30 calls that
 repeat their history, 1,200 tokens of system and task, 150 sampled and 350 observed a call: as calls of a session, and
-as one row a call. Tokens of a vocabulary of 151,000, drawn at random, with log-probs of what was sampled; rows also
+as one row a call. Tokens of a vocabulary of 151,000, drawn at random, with log-probs of the sampled tokens; rows also
 have ``attention_mask`` and ``response_mask``.
 """
 

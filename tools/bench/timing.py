@@ -32,7 +32,7 @@ class Times:
 
     Args:
         warmup: how many of the first times are not kept.
-        used: tells the processor's seconds until now; by default of all threads of this process.
+        used: returns processor seconds until now; by default of all threads of this process.
 
     Attributes:
         clock: seconds of a call by the clock.
@@ -45,7 +45,7 @@ class Times:
         self._warmup, self._used = warmup, used
 
     def take(self, work: Callable[[], T], calls: int = 1) -> T:
-        """Time a call, or the mean of several in a row, and return what the last one returns."""
+        """Time a call, or the mean of several in a row; return the last result."""
         used, start = self._used(), time.perf_counter()
         for _ in range(calls):
             found = work()
@@ -90,7 +90,7 @@ def in_turn(
         repeats: how many times are kept of each.
         calls: calls in a row that make one time (of things that take well below a millisecond).
         warmup: rounds before the first time that is kept.
-        used: tells the processor's seconds until now.
+        used: returns processor seconds until now.
     """
     chance = random.Random(0)
     times = [Times(warmup, used) for _ in works]
@@ -127,10 +127,10 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def status_bytes(name: str) -> int:
-    """Return a number of bytes that the kernel tells of this process: ``VmHWM`` (peak RSS), ``RssAnon``, ...
+    """Return a number of bytes from the kernel's status of this process: ``VmHWM`` (peak RSS), ``RssAnon``, ...
 
     Raises:
-        SkippedError: it tells no such number.
+        SkippedError: the kernel has no such number.
     """
     try:
         return status("self", name)
@@ -155,9 +155,9 @@ def processor_seconds() -> float:
 
 
 def in_child(work: Callable[..., T], *arguments: object) -> T:
-    """Call a function in a process of its own, newly started; return what it returns, or raise its error.
+    """Call a function in a newly started process; return its result, or raise its error.
 
-    What it prints goes to standard error, as standard output has the figures.
+    Its output goes to standard error, since standard output has the figures.
     """
     with ProcessPoolExecutor(1, get_context("spawn"), os.dup2, (2, 1)) as pool:
         return pool.submit(work, *arguments).result()

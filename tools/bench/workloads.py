@@ -156,7 +156,7 @@ def filled(path: Path | str, trajectories: Sequence[AnyTrajectory], **options: A
 
 
 def add_all(buffer: Any, pool: Sequence[AnyTrajectory], total: int, size: int = LIST) -> None:
-    """Add so many trajectories out of a pool, in lists of a size, and flush."""
+    """Add a number of trajectories from a pool, in lists of a given size, and flush."""
     for start in range(0, total, size):
         at = start % len(pool)
         buffer.add_trajectories(pool[at : at + min(size, total - start)])

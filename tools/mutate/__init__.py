@@ -1,1 +1,1 @@
-"""Damaging directories at random and looking at what reading them does; see docs/crash-testing.md."""
+"""Damage directories at random and check how they are read; see docs/crash-testing.md."""

@@ -1,4 +1,4 @@
-"""``python -m tools.mutate --mutations 10000 --seed 0``: exit code 0 if nothing was wrong."""
+"""``python -m tools.mutate --mutations 10000 --seed 0``: exit code 0 if no problem was found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _summary(result: Result) -> str:
     for (kind, level, outcome), count in result.outcomes.items():
         kinds[kind, outcome] += count
         levels[level, outcome] += count
-    for title, counts in (("kind", kinds), ("what was changed", levels)):
+    for title, counts in (("kind", kinds), ("change", levels)):
         outcomes = sorted({outcome for _, outcome in counts})
         lines += ["", " | ".join([f"{title:26}", "all", *outcomes])]
         for name in dict.fromkeys(name for name, _ in counts):
@@ -38,7 +38,7 @@ def _summary(result: Result) -> str:
 if __name__ == "__main__":
     groups = sorted({kind.name.split("_")[0] for kind in KINDS} | {kind.name for kind in KINDS})
     parser = command("tools.mutate", __doc__, "the damage")
-    parser.add_argument("--mutations", type=int, default=10_000, help="how many, all kinds together")
-    parser.add_argument("--kind", choices=groups, help="of which kind, or group of kinds; all if not given")
-    parser.add_argument("--only", type=int, help="the one mutation of a kind with this number")
+    parser.add_argument("--mutations", type=int, default=10_000, help="number of mutations of all kinds")
+    parser.add_argument("--kind", choices=groups, help="a kind, or a group of kinds; default: all")
+    parser.add_argument("--only", type=int, help="number of a single mutation of a kind")
     sys.exit(main(parser, _campaign, _summary))

@@ -1,4 +1,4 @@
-"""Copy, damage, look: the parent's side."""
+"""Copy, damage, probe: the parent process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.sealed import METADATA_NAME, metadata_json
 
 _FORGED = 0.35
-"""How many of the mutations are made by somebody who knows the layout."""
+"""Share of the mutations that are forged with knowledge of the layout."""
 _PRECIOUS = b"precious"
 
 Probe = Callable[[Path, Kind], Report]
@@ -35,10 +35,10 @@ Probe = Callable[[Path, Kind], Report]
 
 @dataclass(kw_only=True)
 class Result(campaigns.Result):
-    """What a campaign found.
+    """Results of a campaign.
 
     Attributes:
-        outcomes: how many mutations of a kind and level came out how, by (kind, level, outcome).
+        outcomes: number of mutations by (kind, level, outcome).
     """
 
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
@@ -54,16 +54,16 @@ def run_campaign(
     probe: Probe | None = None,
     progress: Callable[[Result], None] | None = None,
 ) -> Result:
-    """Damage directories of some kinds in turn; return what was found.
+    """Damage directories of several kinds in turn; return the results.
 
     Args:
         folder: an empty folder to work in.
-        kinds: of which kinds.
-        mutations: how many, all kinds together.
+        kinds: kinds of directories.
+        mutations: number of mutations of all kinds.
         seed: of the damage.
-        only: of the first kind, the one mutation with this number, and no other.
-        probe: looks at a directory; None has a process of its own do it.
-        progress: told after each mutation.
+        only: number of a single mutation of the first kind.
+        probe: reads a directory; None uses a separate process.
+        progress: called after each mutation.
     """
     result = Result()
     with ExitStack() as ending:
@@ -83,7 +83,7 @@ def run_campaign(
 
 
 def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
-    """Make the undamaged directory, and see that there is nothing wrong with it."""
+    """Make the undamaged directory and check it."""
     build(kind, folder / "pristine")
     files = files_of(folder / "pristine")
     logs = sorted(name for name in files if name.startswith("log/"))
@@ -95,12 +95,12 @@ def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
         shutil.copytree(folder / "pristine", path)
         if logs:
             (path / logs[0]).write_bytes(b"".join(lines[:count]))
-            for name in pins_beyond(files, count):  # a pin that is left would tell of the cut
+            for name in pins_beyond(files, count):  # a remaining pin would reveal the cut
                 (path / name).unlink()
-            told = orjson.loads(files[METADATA_NAME])
-            told |= {"trajectory_counter": min(told["trajectory_counter"], next_id(files, count))}
-            del told["crc32"]
-            (path / METADATA_NAME).write_bytes(metadata_json(told))  # as an interrupted writer leaves it
+            metadata = orjson.loads(files[METADATA_NAME])
+            metadata |= {"trajectory_counter": min(metadata["trajectory_counter"], next_id(files, count))}
+            del metadata["crc32"]
+            (path / METADATA_NAME).write_bytes(metadata_json(metadata))  # as an interrupted writer leaves it
         report = look(path, kind)
         shutil.rmtree(path)
         if report.problems or report.reported or report.strict.error:
@@ -108,14 +108,14 @@ def _pristine(folder: Path, kind: Kind, look: Probe) -> Pristine:
         return report
 
     pristine = Pristine(files, state, len(lines), _homes(folder / "pristine", kind, files))
-    state(0), state(len(lines))  # of the states that a cut leaves, these are always asked for
+    state(0), state(len(lines))  # needed for every cut of the log
     return pristine
 
 
 def _homes(path: Path, kind: Kind, files: Files) -> dict[str, frozenset[str]]:
-    """Return in which files each trajectory lies."""
+    """Return the files of each trajectory."""
     if "trajectory_index.json" not in files:
-        return {}  # united ranks number their trajectories anew
+        return {}  # united ranks renumber their trajectories
     if not kind.checksums:
         found = {name: re.fullmatch(r"trajectory_(\d+)_.*", name) for name in files}
         return {f"trajectory {match[1]}": frozenset({name}) for name, match in found.items() if match}
@@ -133,7 +133,7 @@ def _mutate(folder: Path, kind: Kind, pristine: Pristine, seed: int, number: int
     shutil.rmtree(folder / "above", ignore_errors=True)
     case.mkdir(parents=True)
     path, canary = case / "place", folder / "canary"
-    # What a name with ../ would reach.
+    # A name with ../ would reach it.
     outside = [case / "x", folder / "above" / "x"]
     for file in outside:
         file.write_bytes(_PRECIOUS)
@@ -147,7 +147,7 @@ def _mutate(folder: Path, kind: Kind, pristine: Pristine, seed: int, number: int
         problems.append("code of a pickle was run")
         canary.unlink()
     if any(not file.exists() or file.read_bytes() != _PRECIOUS for file in outside) or len(list(case.iterdir())) != 2:
-        problems.append("something outside the directory was touched")
+        problems.append("a file outside the directory was changed")
     result.outcomes[kind.name, stakes.level.value, outcome(report, pristine)] += 1
     if problems:
         which = f"--kind {kind.name} --seed {seed} --only {number}: {done} ({stakes.level.value})"

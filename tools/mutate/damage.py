@@ -1,4 +1,4 @@
-"""Damage without purpose: what disks, copies and people do to files."""
+"""Accidental damage by disks, copies and people."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Files = Mapping[str, bytes]
 
 
 def disturb(path: Path, files: Files, chance: random.Random) -> str:
-    """Damage one or two files of a directory; return what was done.
+    """Damage one or two files of a directory; return a description.
 
     Args:
         path: the directory.
-        files: what is in it.
-        chance: decides.
+        files: its contents.
+        chance: source of randomness.
     """
     done = [_disturb_one(path, files, chance)]
     while chance.random() < 0.2 and len(done) < 2:
@@ -26,12 +26,12 @@ def disturb(path: Path, files: Files, chance: random.Random) -> str:
 
 
 def choose(files: Files, chance: random.Random) -> str:
-    """Return the name of a file: first a folder, or the files right in the directory, then one in it."""
+    """Return the name of a file: choose a folder, or the top level, then a file in it."""
     folders: dict[str, list[str]] = {}
     for name in files:
         parts = name.split("/")
         group = "/".join(parts[:-1][:2])
-        # A file right in the directory is a group of its own: there are few, and all others depend on them.
+        # Files at the top level are one group each: there are few, and all others depend on them.
         folders.setdefault(group or name, []).append(name)
     groups = sorted(folders)
     weights = [3 if any(word in group for word in ("shards", "log", "trajectory_")) else 2 for group in groups]
@@ -42,7 +42,7 @@ def choose(files: Files, chance: random.Random) -> str:
 def _disturb_one(path: Path, files: Files, chance: random.Random) -> str:
     name = choose(files, chance)
     file = path / name
-    data = file.read_bytes() if file.exists() else b""  # a second damage may meet what the first one left
+    data = file.read_bytes() if file.exists() else b""  # may have been removed by the first damage
     if chance.random() < 0.12:
         file.unlink(missing_ok=True)
         return f"removed {name}"

@@ -1,4 +1,4 @@
-"""Damage with a purpose: values, names, pickles and archives made to mislead, with the checksums made right again."""
+"""Deliberate damage: misleading values, names, pickles and archives, with corrected checksums."""
 
 from __future__ import annotations
 
@@ -64,28 +64,28 @@ _TEXTS = (
     b"true",
 )
 _SPOILT = (TrajstoreError, ValueError, KeyError, IndexError, TypeError, AttributeError, StopIteration, BadZipFile)
-"""What meets a second forgery that wants to understand what the first one left: then it is not done."""
+"""Errors of a second forgery that cannot parse the result of the first; it is skipped then."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A JSON value in a file: what it is, and how another one takes its place, its checksum right."""
+    """A JSON value in a file, and a function that replaces it and corrects the checksum."""
 
     name: str
     value: Any
     encode: Callable[[Any], bytes]
     frame: Callable[[bytes], bytes]
-    """Puts a body that need not be JSON under the same checksum."""
+    """Writes a body, JSON or not, with a correct checksum."""
 
 
 def forge(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Do one or two things to a directory that only somebody who knows the layout can do; return what.
+    """Forge one or two parts of a directory with knowledge of the layout; return a description.
 
     Args:
-        root: the directory: a store, or one of others.
-        files: what is in it.
-        canary: a file that hostile pickles make if they are obeyed.
-        chance: decides.
+        root: the directory of a store, or of another program.
+        files: its contents.
+        canary: a file that hostile pickles create if they run.
+        chance: source of randomness.
     """
     ways = [_values, _values, _values, _names, _texts]
     if INDEX_NAME in files and _is_ours(files):
@@ -115,7 +115,7 @@ def _is_ours(files: Files) -> bool:
 
 
 def documents(files: Files) -> list[Document]:
-    """Return every JSON value of a directory; what was damaged before is left out."""
+    """Return every JSON value of a directory, except damaged ones."""
     found: list[Document] = []
     for name in files:
         with suppress(*_SPOILT):
@@ -217,7 +217,7 @@ def _hostile(old: Any, chance: random.Random) -> Any:
 
 
 def _names(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Put a name that leads elsewhere where a name, or part of one, is expected."""
+    """Replace a name, or part of one, by one that leads elsewhere."""
     name = chance.choice(NAMES)
     words = {"file_names", "files", "name", "format", "model_weights_id", "weights", "trajectory_format", "store_id"}
     found = []
@@ -234,10 +234,10 @@ def _names(root: Path, files: Files, canary: Path, chance: random.Random) -> str
 
 
 def _texts(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Put a text that is hard to parse under a right checksum."""
+    """Write a text that is hard to parse, with a correct checksum."""
     document = chance.choice(documents(files))
     text = chance.choice(_TEXTS)
-    if isinstance(document.value, dict) and chance.random() < 0.2:  # all that is expected, and one thing more
+    if isinstance(document.value, dict) and chance.random() < 0.2:  # every expected key, and one more
         depth = chance.choice((300, 900, 5_000))
         text = orjson.dumps(document.value)[:-1] + b',"more":' + b"[" * depth + b"]" * depth + b"}"
     (root / _file_of(document)).write_bytes(document.frame(text))
@@ -282,7 +282,7 @@ def _packed(root: Path, files: Files, canary: Path, chance: random.Random) -> st
 
 
 def _payload(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Replace a file of a trajectory, or of several, by something made to do harm."""
+    """Replace a shard or trajectory file by a hostile one."""
     name = chance.choice([name for name in files if name.endswith((".pkl", ".pt", "zarr.json"))])
     data = files[name]
     attack = partial(chance.choice((pickles.code, pickles.code, _bomb)), canary)
@@ -314,7 +314,7 @@ def _payload(root: Path, files: Files, canary: Path, chance: random.Random) -> s
 
 
 def _other_documents(root: Path, name: str, data: bytes, chance: random.Random) -> bytes:
-    """Change a few characters of the JSON documents in a shard; names of fields become others."""
+    """Change a few characters of the JSON documents in a shard, also in names of fields."""
     catalog = Catalog.open(open_directory(root))
     manifest = next(one for _, one in catalog.shards.manifests() if one.files[0].name == name)
     column = next(at for at, spec in enumerate(manifest.schema.columns) if spec.name == DOCUMENT)
@@ -339,7 +339,7 @@ def _zarr_document(data: bytes, chance: random.Random) -> bytes:
 
 
 def _approve(root: Path, files: Files, name: str, data: bytes) -> None:
-    """Make the index say that ``data`` is what a shard's file has always been."""
+    """Make the index accept ``data`` as the content of a shard's file."""
     catalog = Catalog.open(open_directory(root))
     row, manifest, number = next(
         (row, manifest, number)

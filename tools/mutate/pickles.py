@@ -1,4 +1,4 @@
-"""Pickles and zip archives made to do harm: to run code, to exhaust memory or time, to lie about sizes."""
+"""Hostile pickles and zip archives: they run code, exhaust memory or time, or declare wrong sizes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def _called(module: str, name: str, *arguments: Any) -> bytes:
 
 
 def _stack_called(module: str, name: str, *arguments: Any) -> bytes:
-    """Return a pickle of protocol 4 that does the same through STACK_GLOBAL."""
+    """Return the same as a pickle of protocol 4, through STACK_GLOBAL."""
     names = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     return b"\x80\x04" + names + b"\x93" + _body(arguments) + b"R."
 
 
 def _body(value: Any) -> bytes:
-    """Return what of a pickle stands between its first two and its last byte."""
+    """Return a pickle without its first two bytes and its last."""
     return pickle.dumps(value, protocol=3)[2:-1]
 
 
 def code(canary: Path, chance: random.Random) -> bytes:
-    """Return a pickle that touches the file ``canary`` if anything that it names is run."""
+    """Return a pickle that creates the file ``canary`` if any of its calls runs."""
     shell, statement = f"touch {canary}", f"open({str(canary)!r}, 'w').close()"
     calls: list[tuple[Any, ...]] = [
         ("os", "system", shell),
@@ -55,7 +55,7 @@ def code(canary: Path, chance: random.Random) -> bytes:
     if place == 0:
         return attack
     inner = attack[2:-1]
-    if place == 1:  # behind plain data, and thrown away again
+    if place == 1:  # after plain data, and discarded
         return b"\x80\x04" + _body({"columns": {}}) + inner + b"0."
     if place == 2:  # as the key of a dict
         return b"\x80\x04}" + inner + b"K\x01s."
@@ -63,7 +63,7 @@ def code(canary: Path, chance: random.Random) -> bytes:
 
 
 def bomb(chance: random.Random) -> bytes:
-    """Return a pickle of few bytes that claims, nests or repeats a lot."""
+    """Return a short pickle that declares, nests or repeats a lot."""
     size = chance.choice(_HUGE)
     eight, four = struct.pack("<Q", size & (1 << 64) - 1), struct.pack("<I", size & 0xFFFFFFFF)
     return chance.choice(
@@ -84,7 +84,7 @@ def bomb(chance: random.Random) -> bytes:
             b"\x80\x04)" + b"\x85" * 50_000 + b".",
             b"\x80\x04]q\x00h\x00a.",  # a list that holds itself
             b"\x80\x04}q\x00h\x00h\x00s.",  # a dict as its own key
-            b"\x80\x04I" + b"9" * 20_000 + b"\n.",  # a number that takes long to parse
+            b"\x80\x04I" + b"9" * 20_000 + b"\n.",  # a number that is slow to parse
             b"\x80\x04cbuiltins\nbytearray\n" + b"J" + struct.pack("<i", 0x7FFFFFFF) + b"\x85R.",
             b"\x80\x04cbuiltins\nrange\nK\x00J" + struct.pack("<i", 0x7FFFFFFF) + b"\x86R.",
             _called("collections", "OrderedDict", [[[1, 2]] * 3]),
@@ -101,7 +101,7 @@ def bomb(chance: random.Random) -> bytes:
 
 
 def wrong_shape(pickled: bytes, chance: random.Random) -> bytes:
-    """Return a pickle of ordinary values in which some numbers, or the kinds of some values, are others."""
+    """Return a pickle of ordinary values with some numbers or types replaced."""
     where = [
         at for at in range(2, len(pickled) - 1) if pickled[at : at + 1] in (b"K", b"M", b"J", b"\x8c", b"U", b"X", b"G")
     ]
@@ -125,7 +125,7 @@ def torch_zip(program: bytes, records: dict[str, bytes]) -> bytes:
 
 
 def with_program(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
-    """Return a torch archive with another ``data.pkl``, its checksums right."""
+    """Return a torch archive with another ``data.pkl`` and correct checksums."""
     with zipfile.ZipFile(io.BytesIO(archive)) as old:
         records = {info.filename: old.read(info) for info in old.infolist()}
     program = records.pop(next(name for name in records if name.endswith("data.pkl")))
@@ -133,7 +133,7 @@ def with_program(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
 
 
 def lying_zip(archive: bytes, chance: random.Random) -> bytes:
-    """Return an archive whose directory says what is not so."""
+    """Return an archive with a false directory."""
     data = bytearray(archive)
     magics = (b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04")
     ends, entries, locals_ = ([found.start() for found in re.finditer(magic, archive)] for magic in magics)
@@ -143,15 +143,15 @@ def lying_zip(archive: bytes, chance: random.Random) -> bytes:
     at = chance.choice(entries)
     # Offsets within the records: PKWARE APPNOTE 6.3.10, 4.3.7, 4.3.12, 4.3.16.
     lie = chance.randrange(9)
-    if lie == 0:  # the directory: how many entries, how large, where
+    if lie == 0:  # the directory: number of entries, size, offset
         field = ends[-1] + chance.choice((8, 12, 16))
         data[field : field + (2 if field == ends[-1] + 8 else 4)] = huge[: 2 if field == ends[-1] + 8 else 4]
-    elif lie == 1:  # an entry: stored size, size, where its record begins
+    elif lie == 1:  # an entry: stored size, size, offset of its record
         field = at + chance.choice((20, 24, 42))
         data[field : field + 4] = huge
     elif lie == 2:
         data[at + 20 : at + 28] = huge * 2
-    elif lie == 3:  # says that it is compressed
+    elif lie == 3:  # flagged as compressed
         data[at + 10 : at + 12] = b"\x08\x00"
     elif lie == 4:  # two entries for one record
         other = chance.choice(entries)

@@ -1,6 +1,6 @@
-"""The undamaged directories, one of every kind, and what is in them.
+"""The undamaged directories, one of every kind, and their contents.
 
-They are the same bytes in every run, so that a mutation is told by its seed and number alone.
+The bytes are the same in every run, so seed and number identify a mutation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.trajectory import AgentTrajectory, Reward
 
 Content = Literal["step", "agent", "pool"]
-"""What a directory holds: witnesses, a pool's journal of agent trajectories, or a pool as three files."""
+"""Contents of a directory: witnesses, a pool's journal of agent trajectories, or a pool as three files."""
 
 RULES = PoolRules(n_rollout=4, experience_rbound=4, max_trajectories_per_task=3, use_current_policy_entropy=False)
 
@@ -35,12 +35,12 @@ class Kind:
     """A kind of directory.
 
     Attributes:
-        name: what it is called on the command line.
-        build: makes one at a path that does not exist yet.
-        content: what lies in it.
-        checksums: whether everything in it that matters is under a checksum.
-        writable: whether it is a store, which a writer can continue.
-        pins: its checkpoints inside the store.
+        name: name on the command line.
+        build: creates one at a path that does not exist yet.
+        content: its contents.
+        checksums: whether checksums cover everything that a reader needs.
+        writable: whether a writer can continue it as a store.
+        pins: its pins.
     """
 
     name: str
@@ -112,7 +112,7 @@ def _rows(buffer: TrajectoryReplayBuffer, ids: Sequence[int]) -> list[torch.Tens
 
 
 def _leave_open(path: Path, close: Callable[[], None]) -> None:
-    """Leave a directory as a writer that was killed now would: with its log, a lock and a reader's pin."""
+    """Leave a directory like a writer that was killed: with its log, a lock and a reader's pin."""
     aside = path.with_name(path.name + ".open")
     copy_live(path, aside)
     close()

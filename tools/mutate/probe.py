@@ -1,4 +1,4 @@
-"""What users do with a directory, and what came of it. Runs in a worker process; knows nothing of the damage."""
+"""Use a directory as users do, and record the results. Runs in a worker process, without knowledge of the damage."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ ALLOWED: dict[str, tuple[type[Exception], ...]] = {
     "load pool": (*_READING, errors.StoreNotFoundError, errors.ConfigurationError),
     "recover pool": (*_READING, errors.ConfigurationError),
 }
-"""The errors that each call documents, for directories; anything else that is raised is a problem."""
+"""The documented errors of each call on a directory; any other error is a problem."""
 
 REFUSED = "!"
-"""Begins what stands in place of a value that could not be read: the error's name follows."""
+"""Prefix of an error's name in place of an unreadable value."""
 
 
 @dataclass
 class Look:
-    """What one way of reading showed: facts by name, each a value's digest or the name of an error."""
+    """Result of one way of reading: facts by name, each a value's digest or an error's name."""
 
     error: str | None = None
     facts: dict[str, str] = field(default_factory=dict)
@@ -59,28 +59,28 @@ class Look:
 
 @dataclass
 class Report:
-    """What became of one directory.
+    """Results of probing one directory.
 
     Attributes:
         reported: whether ``verify`` found damage, or refused the directory.
-        notes: how many things ``verify`` noted besides.
-        told: the first thing that it said.
-        lost: how many trajectories it says are lost, None if there may be more, which nobody can count.
-        strict: everything loaded.
-        lenient: the same with ``strict=False``.
-        pins: the checkpoints inside the store.
-        opened: whether a writer could go on, None if none tried.
-        repaired: what a new store has that ``repair_store`` made.
-        repaired_whole: whether it said that this is all; None if it made none.
-        rewritten: what was there afterwards.
-        reported_after: as ``reported``, afterwards.
+        notes: number of other notes of ``verify``.
+        message: its first problem or note.
+        lost: number of trajectories that it reports as lost; None if the number is unknown.
+        strict: a load of the directory.
+        lenient: a load with ``strict=False``.
+        pins: loads of the pins.
+        opened: whether a writer could continue; None if none tried.
+        repaired: a load of the store that ``repair_store`` made.
+        repaired_whole: whether it reported a complete store; None if it made none.
+        rewritten: a load after the writer.
+        reported_after: as ``reported``, after the writer.
         ended: False if the process hung or died.
-        problems: what is a problem whatever the damage was.
+        problems: results that are wrong for any damage.
     """
 
     reported: bool = False
     notes: int = 0
-    told: str = ""
+    message: str = ""
     lost: int | None = None
     strict: Look = field(default_factory=Look)
     lenient: Look = field(default_factory=Look)
@@ -102,7 +102,7 @@ def probe(path: Path, kind: Kind) -> Report:
         report.reported = report.strict.error is not None
         return report
     found, error = _call("verify", lambda: verify(path), report)
-    report.reported, report.notes, report.told = _verdict(found, error)
+    report.reported, report.notes, report.message = _verdict(found, error)
     report.lost = _lost(found)
     _call("inspect", lambda: inspect(path, measure=0), report)
     report.strict = _look(path, kind, report, strict=True)
@@ -115,14 +115,14 @@ def probe(path: Path, kind: Kind) -> Report:
 
 
 def _call(what: str, function: Callable[[], Any], report: Report) -> tuple[Any, str | None]:
-    """Return what a call returns, or the name of its error; an error that it does not document is a problem."""
+    """Return a call's result, or the name of its error; an undocumented error is a problem."""
     try:
         return function(), None
     except ALLOWED[what] as error:
         return None, type(error).__name__
     except WitnessError:
         return None, "WitnessError"
-    except Exception as error:  # finding these is what all this is for
+    except Exception as error:  # the errors that a campaign searches
         report.problems.append(f"{what} raised {type(error).__name__}: {str(error)[:300]}")
         return None, type(error).__name__
 
@@ -150,7 +150,7 @@ def _ids(problem: Problem) -> Iterator[int]:
 
 
 def _repair(path: Path, kind: Kind, report: Report) -> None:
-    """Make a new store of what is whole, and look at it."""
+    """Make a new store of the intact trajectories, and read it."""
     new = path.with_name(path.name + ".repaired")
     shutil.rmtree(new, ignore_errors=True)
     try:
@@ -189,7 +189,7 @@ def _trajectories(buffer: TrajectoryReplayBuffer, report: Report) -> dict[str, s
         get = partial(buffer.get, number)
         with mock.patch(
             "trajstore._core.reading.contents.Contents._late_rows_of", return_value={}
-        ):  # values by row are facts of their own
+        ):  # values by row are separate facts
             found, error = _call("get", get, report)
         facts[f"trajectory {number}"] = digest(found) if error is None else REFUSED + error
         if error is None:
@@ -222,7 +222,7 @@ def _look_at_pool(path: Path, report: Report) -> Look:
 def _pool_facts(pool: ExperienceManager) -> dict[str, str]:
     facts = {"buckets": digest(dict(pool.difficulty2task_dict)), "skip": digest(sorted(pool.skip_uid_set))}
     for task, held in pool.task2trajectories.items():
-        facts |= {f"{task} {number}": digest(one) for number, one in enumerate(held)}
+        facts |= {f"{task} {number}": digest(history) for number, history in enumerate(held)}
     return facts
 
 
@@ -230,7 +230,7 @@ def _pool_facts(pool: ExperienceManager) -> dict[str, str]:
 
 
 def _write(path: Path, kind: Kind, report: Report) -> None:
-    """Go on with the store: add one trajectory, and look again."""
+    """Continue the store: add one trajectory, and read it again."""
     before = files_of(path)
     buffer, error = _call("open for writing", lambda: _writer(path), report)
     report.opened = error is None
@@ -245,12 +245,12 @@ def _write(path: Path, kind: Kind, report: Report) -> None:
     try:
         added, failed = _call("add", lambda: _add(buffer, new), report)
         if failed is None and added in taken:
-            report.problems.append(f"id {added} was given twice")
+            report.problems.append(f"id {added} was assigned twice")
     finally:
         _call("add", buffer.close, report)
     report.rewritten = _look(path, kind, report, strict=False)
     if failed is None and digest(new) not in set(report.rewritten.facts.values()):
-        report.problems.append("what was added and flushed is not there afterwards")
+        report.problems.append("the added and flushed trajectory is missing")
     found, error = _call("verify", lambda: verify(path), report)
     report.reported_after, *_ = _verdict(found, error)
     if kind.content == "agent":
@@ -287,7 +287,7 @@ def _recovered(path: Path, report: Report) -> dict[str, str]:
 
 
 def digest(value: Any) -> str:
-    """Return what tells values apart bit by bit; ``model_weights_id``, made when a trajectory is added, aside."""
+    """Return a digest of a value, bit by bit, without ``model_weights_id``, which ``add`` assigns."""
     summary = hashlib.sha256()
     _feed(value, summary.update, 0)
     return summary.hexdigest()[:24]

@@ -1,30 +1,28 @@
-"""What damage may do: which bytes matter, and what must then be said of it.
+"""Permitted effects of damage: the level of a change, and the report that each level requires.
 
-``weigh`` compares the files before and after, without any of the code that reads directories:
+``weigh`` compares the files before and after, without the code that reads directories:
 
 ============ ============================================================================================
-``NOTHING``  all that a reader needs is as it was. ``verify`` finds nothing, everything is served. Nobody
-             needs: ``writer.lock``, ``readers/``, spaces in ``metadata.json``, a record of the log that is
-             there twice, files that nothing names, the copy of the index while the index is whole.
-``TAIL``     the log ends earlier, after whole records, or within one that has no line feed: as a crash leaves
-             it. Served is the state of then, and ``verify`` notes what is left over. Where a pin is left that was
-             made later, or the metadata say that ids had come further, it is ``DAMAGE``: that was acknowledged.
-``UNPINNED`` a pin's file is gone, which is how a pin is let go. All else is as it was.
+``NOTHING``  nothing that a reader needs has changed. ``verify`` finds nothing, and everything is served. Not
+             needed: ``writer.lock``, ``readers/``, spaces in ``metadata.json``, a repeated record of the log,
+             files without a reference, the copy of the index while the index is intact.
+``TAIL``     the log ends earlier, after whole records or within one without a line feed, as after a crash. The
+             state of that time is served, and ``verify`` notes the remaining files. If a later pin remains, or
+             higher ids in the metadata, it is ``DAMAGE``: that state was acknowledged.
+``UNPINNED`` a pin's file is missing, as after an unpin. Everything else is unchanged.
 ``CONTENT``  a ``.pt`` file of RLinf's layout: zip archives have checksums of the records, but not of the
-             headers around them. ``verify`` reports it, or everything is served as it was.
-             So it is with a store's shards if a pin is gone too: perhaps only that pin needed them.
-``DAMAGE``   anything else under a checksum, and any file that the index names and that is gone: ``verify``
-             reports it.
-``UNCOVERED`` only parts differ that have no checksum: the JSON files of RLinf's layout, its pickles, and the
-             three files of an experience pool; archives whose checksums were made right again. Or the oldest files
-             of RLinf's layout are gone, which its checkpoints in memory never have: ``verify`` notes that.
-``FORGED``   checksums were made right again. CRC-32 is no signature: another consistent directory is another
+             headers around them. ``verify`` reports it, or everything is served unchanged.
+             The same holds for a store's shards if a pin is missing too: perhaps only that pin needed them.
+``DAMAGE``   any other change under a checksum, and any missing file of the index: ``verify`` reports it.
+``UNCOVERED`` only parts without a checksum differ: the JSON files of RLinf's layout, its pickles, the three
+             files of an experience pool, archives with corrected checksums. Or the oldest files of RLinf's
+             layout are missing, as in its checkpoints in memory: ``verify`` notes that.
+``FORGED``   checksums were corrected. CRC-32 is no signature: another consistent directory is another
              directory.
 ============ ============================================================================================
 
-Always: no error but the documented ones, nothing run, nothing outside touched; where ``verify`` finds nothing,
-everything that the index names can be read; and what lies in files that were not touched is served as it was
-if the index was not touched either.
+Always: only documented errors, no code run, no file outside changed. If ``verify`` finds nothing, everything in the
+index can be read. Contents of unchanged files are served unchanged if the index is unchanged too.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ Files = Mapping[str, bytes]
 
 
 class Level(Enum):
-    """How much a mutation matters; see the module."""
+    """Level of a mutation; see the module."""
 
     NOTHING = "nothing that matters"
     TAIL = "newest commits cut off"
@@ -60,13 +58,13 @@ class Level(Enum):
 
 @dataclass(frozen=True)
 class Stakes:
-    """What a mutation changed.
+    """The effect of a mutation on the files.
 
     Attributes:
-        level: how much it matters.
-        records: with ``TAIL``, how many records of the log are left.
-        changed: names of the files that differ, or are gone.
-        cut: whether a log also ends as a crash leaves it, and nothing that is left tells of its end.
+        level: as above.
+        records: with ``TAIL``, the number of remaining log records.
+        changed: names of the files that differ or are missing.
+        cut: whether the log also ends as after a crash, and no remaining file shows its former end.
     """
 
     level: Level
@@ -77,13 +75,13 @@ class Stakes:
 
 @dataclass(frozen=True)
 class Pristine:
-    """What is known of the undamaged directory.
+    """Facts of the undamaged directory.
 
     Attributes:
         files: its content.
-        look: says what reading it shows with so many records of the log.
-        records: how many there are.
-        homes: names of the files in which each trajectory lies, by the name of its fact.
+        look: reads it with a given number of log records.
+        records: number of log records.
+        homes: names of each trajectory's files, by the name of its fact.
     """
 
     files: Files
@@ -93,20 +91,20 @@ class Pristine:
 
     @cached_property
     def whole(self) -> Report:
-        """What reading it shows."""
+        """Report of the undamaged directory."""
         return self.look(self.records)
 
     @cached_property
     def snapshot(self) -> Report:
-        """What reading it shows without its log."""
+        """Report of the undamaged directory without its log."""
         return self.look(0)
 
 
-# -- what was changed --------------------------------------------------------------------------------
+# -- changes ----------------------------------------------------------------------------------------
 
 
 def weigh(kind: Kind, before: Files, after: Files, *, forged: bool) -> Stakes:
-    """Return how much the difference between two sets of files matters."""
+    """Return the level of the difference between two sets of files."""
     changed = frozenset(name for name in before if after.get(name) != before[name])
     if forged and kind.checksums:
         return Stakes(Level.FORGED, changed=changed)
@@ -117,7 +115,7 @@ def weigh(kind: Kind, before: Files, after: Files, *, forged: bool) -> Stakes:
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         for stakes in found:
             if stakes.level is level:
-                return Stakes(level, stakes.records, changed, any(one.cut for one in found))
+                return Stakes(level, stakes.records, changed, any(change.cut for change in found))
     return Stakes(Level.NOTHING, changed=changed)
 
 
@@ -138,18 +136,18 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
         found = after.get(name)
         if found == data or name == "writer.lock" or name.startswith(("readers/", "log/")) or name in given_up:
             continue
-        if name == "index_copy.json" and found is None:  # a store may have none
+        if name == "index_copy.json" and found is None:  # optional
             continue
         if name == "metadata.json" and found is not None and _json(found) == _json(data):
             continue
         if name.startswith("pins/") and (found is None or f"{name.split('.')[0]}.json" not in after):
-            levels.add(Level.UNPINNED)  # values of a pin whose file is gone are not read any more
+            levels.add(Level.UNPINNED)  # values of a removed pin are not read any more
         else:
-            # Of what only a removed pin needed, nothing is read any more.
+            # Shards that only a removed pin needed are not read any more.
             levels.add(Level.CONTENT if name.startswith("shards/") and _pins_are_gone(before, after) else Level.DAMAGE)
     if left < len(whole) or torn:
         levels.add(Level.DAMAGE if _tells_more(before, after, left) else Level.TAIL)
-    # Of several, the first says most.
+    # The first level is the strictest.
     for level in (Level.DAMAGE, Level.TAIL, Level.UNPINNED):
         if level in levels:
             return Stakes(level, left, cut=Level.TAIL in levels)
@@ -157,7 +155,7 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
 
 
 def _tells_more(before: Files, after: Files, records: int) -> bool:
-    """Return whether a pin or the metadata that are left show that there were more records of the log."""
+    """Return whether a remaining pin or the metadata show that the log had more records."""
     beyond = any(name in after for name in pins_beyond(before, records))
     return beyond or (
         after.get("metadata.json") == before["metadata.json"] and _counter(before) > next_id(before, records)
@@ -165,12 +163,12 @@ def _tells_more(before: Files, after: Files, records: int) -> bool:
 
 
 def _lacks_its_end(rest: Sequence[bytes], torn: bytes) -> bool:
-    """Return whether a whole record is left whose line feed is another byte, as no crash leaves it."""
+    """Return whether a whole record remains with another byte as its line feed, which no crash causes."""
     return bool(rest) and torn[:-1] == rest[0].rstrip(b"\n") and torn[-1:] not in (b"", b"\n", b"\0")
 
 
 def pins_beyond(files: Files, records: int) -> list[str]:
-    """Return the pins that were made after so many records of the log."""
+    """Return the pins that were made after this number of log records."""
     last = [orjson.loads(line[9:]) for line in _records(files)[:records]][-1:]
     generation = (last or [orjson.loads(files["metadata.json"])])[0]["generation"]
     pins = {name: orjson.loads(data)["pin"] for name, data in files.items() if re.fullmatch(r"pins/.*\.json", name)}
@@ -178,7 +176,7 @@ def pins_beyond(files: Files, records: int) -> list[str]:
 
 
 def next_id(files: Files, records: int) -> int:
-    """Return the first id that is not given out after so many records of the log."""
+    """Return the next free id after this number of log records."""
     adds = [record for record in map(_record, _records(files)[:records]) if record["operation"] == "add"]
     parts = [part for record in adds for part in record["shards"]]
     ids = [last for part in parts for _, last in part["entries"]["ids"]]
@@ -192,7 +190,7 @@ def _record(line: bytes) -> dict[str, Any]:
 
 
 def _counter(files: Files) -> int:
-    """Return how far ids had come by the metadata."""
+    """Return the next id according to the metadata."""
     counter: int = orjson.loads(files["metadata.json"])["trajectory_counter"]
     return counter
 
@@ -209,17 +207,17 @@ def _pins_are_gone(before: Files, after: Files) -> bool:
 
 
 def _json(data: bytes) -> bytes | None:
-    """Return the values of a JSON text in one spelling; None if it is none."""
+    """Return a JSON text in canonical form; None for another text."""
     try:
         return orjson.dumps(orjson.loads(data), option=orjson.OPT_SORT_KEYS)
     except orjson.JSONDecodeError:
         return None
-    except TypeError:  # nested too deeply to be written again
+    except TypeError:  # nested too deeply for the encoder
         return data
 
 
 def _records(files: Files) -> list[bytes]:
-    """Return the lines of the log that fit their checksum, line feeds included."""
+    """Return the log's lines with a correct checksum, line feeds included."""
     lines = [
         line for name in sorted(files) if name.startswith("log/") for line in files[name].splitlines(keepends=True)
     ]
@@ -227,7 +225,7 @@ def _records(files: Files) -> list[bytes]:
 
 
 def _common(records: Sequence[bytes], log: bytes) -> tuple[int, bytes]:
-    """Return how many records a damaged log still has from the beginning on, and what follows them."""
+    """Return the number of intact records at the start of a damaged log, and the bytes after them."""
     count = 0
     while log:
         end = log.find(b"\n") + 1
@@ -251,7 +249,7 @@ def _weigh_foreign(before: Files, after: Files, changed: frozenset[str], *, forg
             levels.add(Level.CONTENT)
         elif not (name.endswith(".json") and _json(found) is not None and _json(found) == _json(before[name])):
             levels.add(Level.UNCOVERED)
-    # What is not covered can hide what else is wrong: an index that no longer names a file that is gone.
+    # Damage without a checksum can hide other damage: an index that no longer names a missing file.
     for level in (Level.UNCOVERED, Level.DAMAGE, Level.CONTENT):
         if level in levels:
             return level
@@ -259,17 +257,17 @@ def _weigh_foreign(before: Files, after: Files, changed: frozenset[str], *, forg
 
 
 def _oldest_gone(before: Files, after: Files) -> set[str]:
-    """Return the files of RLinf's layout that are gone and older than all that are left; none if none is left."""
+    """Return missing files of RLinf's layout that are older than all remaining ones; none if none remain."""
     found = {int(match[1]): name for name in before if (match := re.fullmatch(r"trajectory_(\d+)_.*", name))}
     left = min((number for number, name in found.items() if name in after), default=-1)
     return {name for number, name in found.items() if number < left}
 
 
-# -- what came of it ---------------------------------------------------------------------------------
+# -- judgement --------------------------------------------------------------------------------------
 
 
 def judge(kind: Kind, stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
-    """Return what is wrong with what became of a mutation; empty if everything is as it must be."""
+    """Return the problems in the report of a mutated directory."""
     problems = list(report.problems)
     if not report.ended:
         return problems
@@ -285,14 +283,14 @@ def judge(kind: Kind, stakes: Stakes, report: Report, pristine: Pristine) -> lis
 
 
 def _has_unwritten(kind: Kind, report: Report) -> bool:
-    """Return whether ``verify`` notes files that RLinf may never have written, of which nothing can be read."""
+    """Return whether ``verify`` notes files that RLinf may never have written and that cannot be read."""
     return kind.name.startswith("rlinf") and report.notes > 0
 
 
 def _at_stake(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
     level, whole = stakes.level, pristine.whole
     if level is Level.NOTHING:
-        alarm = [f"nothing that matters was changed, but verify says: {report.told}"] if report.reported else []
+        alarm = [f"no needed byte was changed, but verify reports: {report.message}"] if report.reported else []
         return alarm + _differing(report, whole)
     if level is Level.DAMAGE:
         return [] if report.reported else ["verify finds nothing"]
@@ -303,7 +301,7 @@ def _at_stake(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
     if level is Level.UNPINNED:
         return _differing(report, whole, pins=False)
     expected = pristine.look(stakes.records)
-    silent = [] if report.notes or not expected.notes else ["verify notes nothing of the commits that were cut off"]
+    silent = [] if report.notes or not expected.notes else ["verify does not note the commits that were cut off"]
     return silent + _differing(report, expected, pins=False)
 
 
@@ -319,12 +317,12 @@ def _differing(report: Report, expected: Report, *, pins: bool = True) -> list[s
             names = sorted(
                 k for k in found.facts.keys() | wanted.facts.keys() if found.facts.get(k) != wanted.facts.get(k)
             )
-            problems.append(f"{what} shows something else and verify finds nothing: {found.error or ', '.join(names)}")
+            problems.append(f"{what} differs, but verify finds nothing: {found.error or ', '.join(names)}")
     return problems
 
 
 def _readable(report: Report) -> list[str]:
-    """Where ``verify`` finds nothing, everything can be read."""
+    """If ``verify`` finds nothing, everything can be read."""
     problems = []
     for what, look in _looks(report, pins=True).items():
         if look.error is not None and not (what.startswith("pin ") and look.error == "StoreNotFoundError"):
@@ -332,7 +330,7 @@ def _readable(report: Report) -> list[str]:
         refused = [
             f"{name} ({fact.removeprefix(REFUSED)})"
             for name, fact in look.facts.items()
-            # Whether trajectories can be mixed in one batch is not a matter of damage.
+            # Trajectories that cannot be mixed in one batch are not damaged.
             if fact.startswith(REFUSED)
             and not fact.endswith("SchemaMismatchError")
             and fact != REFUSED + "WitnessError"
@@ -346,7 +344,7 @@ _PAYLOAD = re.compile(r"(.*/)?(shards/.*|trajectory_\d.*)")
 
 
 def _untouched(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
-    """What lies in files that were not touched is served as it was, if the index was not touched either."""
+    """Contents of unchanged files are served unchanged if the index is unchanged too."""
     if not all(_PAYLOAD.fullmatch(name) for name in stakes.changed) or stakes.level is Level.FORGED:
         return []
     wanted = pristine.whole.lenient.facts
@@ -354,11 +352,11 @@ def _untouched(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
     lost = [name for name in safe if report.lenient.facts.get(name) != wanted[name]]
     if not lost:
         return []
-    return [f"not touched, but not served as it was: {', '.join(lost)} ({report.lenient.error})"]
+    return [f"in unchanged files, but served differently: {', '.join(lost)} ({report.lenient.error})"]
 
 
 def _losses(kind: Kind, report: Report, pristine: Pristine) -> list[str]:
-    """What is not served, ``verify`` says is lost; ``repair`` saves what is served, and says whether that is all."""
+    """``verify`` reports unserved trajectories as lost; ``repair`` saves the others and knows if they are all."""
     wanted, served, saved = (
         Counter(fact for name, fact in look.facts.items() if name.startswith("trajectory "))
         for look in (pristine.whole.lenient, report.lenient, report.repaired)
@@ -366,45 +364,45 @@ def _losses(kind: Kind, report: Report, pristine: Pristine) -> list[str]:
     missing = (wanted - served).total()
     problems = []
     if report.reported and report.lost is not None and report.lost < missing:
-        problems.append(f"{missing} trajectories are not served, verify says that {report.lost} are lost")
+        problems.append(f"{missing} trajectories are not served, verify reports {report.lost} as lost")
     if report.repaired_whole is None:
         if report.lenient.error is None:
-            problems.append("strict=False loads it, and repair makes nothing")
+            problems.append("strict=False loads it, but repair makes no store")
         return problems
     if report.repaired.error is not None:
-        return [*problems, f"what repair made raises {report.repaired.error}"]
+        return [*problems, f"the repaired store raises {report.repaired.error}"]
     left = (wanted - saved).total()
     if report.repaired_whole and left:
-        problems.append(f"repair says that all is there, and {left} of {wanted.total()} are not")
-    if saved - (wanted | served):  # evictions may be what was lost
-        problems.append("repair made something that was not there")
+        problems.append(f"repair reports a complete store, but {left} of {wanted.total()} are missing")
+    if saved - (wanted | served):  # the evictions may be lost
+        problems.append("the repaired store has values that were not there")
     if report.lost is not None and (wanted & served).total() - (wanted & saved).total() > report.lost:
         problems.append(f"repair saved {(wanted & saved).total()} of the {(wanted & served).total()} that are served")
     return problems
 
 
 def _rewritten(stakes: Stakes, report: Report, pristine: Pristine) -> list[str]:
-    """A writer loses nothing that could be read before."""
+    """A writer loses no readable trajectory."""
     problems = []
     right = set(pristine.whole.lenient.facts.values()) | set(pristine.snapshot.lenient.facts.values())
     served = {name: fact for name, fact in report.lenient.facts.items() if name.startswith("trajectory ")}
     lost = [name for name, fact in served.items() if fact in right and report.rewritten.facts.get(name) != fact]
     if lost:
-        problems.append(f"lost by a writer that went on: {', '.join(lost)} ({report.rewritten.error})")
+        problems.append(f"lost by a writer that continued: {', '.join(lost)} ({report.rewritten.error})")
     if report.reported_after and not report.reported:
-        problems.append("verify finds damage after a writer went on, and none before")
+        problems.append("verify finds damage after a writer continued, and none before")
     pool = pristine.whole.rewritten.facts.get("pool")
     if stakes.level is Level.NOTHING and report.rewritten.facts.get("pool") != pool:
-        problems.append(f"the pool is another one: {report.rewritten.facts.get('pool')}")
+        problems.append(f"the pool differs: {report.rewritten.facts.get('pool')}")
     return problems
 
 
 def outcome(report: Report, pristine: Pristine) -> str:
-    """Return in few words what became of a mutation."""
+    """Return a short name of a mutation's outcome."""
     if not report.ended:
         return "hung or died"
     if report.reported:
         return "reported by verify"
     if _differing(report, pristine.whole):
-        return "noted, served is an earlier state" if report.notes else "not seen"
+        return "noted, an earlier state is served" if report.notes else "not detected"
     return "without effect"

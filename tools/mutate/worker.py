@@ -17,12 +17,12 @@ from tools.mutate.probe import Report, probe
 from tools.proc import status
 
 SECONDS = 300.0
-"""A case that takes longer hangs, or the machine is very busy."""
+"""Limit of a case in seconds: a longer one hangs, or the machine is very busy."""
 CPU_SECONDS = 10.0
-"""Of the processor no case may need more."""
+"""Limit of a case in processor seconds."""
 GROWTH = 256 << 20
 """Bytes by which the resident memory of a process may grow in one case; the directories have less than 0.1 MB."""
-_ADDRESS_SPACE = 3 << 30  # protects the machine; beyond it there is MemoryError
+_ADDRESS_SPACE = 3 << 30  # protects the machine; beyond it, MemoryError
 _FORBIDDEN = (
     "os.system",
     "os.exec",
@@ -35,13 +35,13 @@ _FORBIDDEN = (
 
 
 class Worker(Asked):
-    """Probes one directory after the other in a process of its own, which is replaced when it hangs or dies."""
+    """Probes directories one by one in a separate process, which is replaced when it hangs or dies."""
 
     def __init__(self) -> None:
         super().__init__(_serve, patience=SECONDS)
 
     def probe(self, path: Path, kind: Kind) -> Report:
-        """Return what became of a directory; a process that hangs or dies is a problem in it."""
+        """Return the report of a directory; a process that hangs or dies is a problem in it."""
         try:
             report: Report = self.ask((path, kind))
         except NoAnswerError as error:
@@ -50,12 +50,12 @@ class Worker(Asked):
 
 
 def _serve(connection: Connection) -> None:
-    import tools.crash.warm  # noqa: F401  # before memory and calls are watched; the fork server may lack it
+    import tools.crash.warm  # noqa: F401  # before memory and calls are monitored; the fork server may lack it
 
     used = status("self", "VmSize")
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, used + _ADDRESS_SPACE))
     sys.addaudithook(_audit)
-    logging.disable()  # what is said about damage besides errors is no finding
+    logging.disable()  # warnings about damage are no findings
     warnings.simplefilter("ignore")
     while True:
         path, kind = connection.recv()
@@ -64,7 +64,7 @@ def _serve(connection: Connection) -> None:
         before, begun = status("self", "VmRSS"), time.process_time()
         report = probe(path, kind)
         if time.process_time() - begun > CPU_SECONDS:
-            report.problems.append(f"took {time.process_time() - begun:.0f} s of the processor")
+            report.problems.append(f"took {time.process_time() - begun:.0f} s of processor time")
         grown = status("self", "VmHWM") - before
         if _calls:
             report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
@@ -82,7 +82,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _loads_kernels() -> bool:
-    """Return whether numba is at work: it pickles what it has compiled, and looks at the machine."""
+    """Return whether numba is compiling: it pickles its results and inspects the machine."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""Power loss: what changes files is recorded, and every kind of disk that a crash may leave is looked at."""
+"""Power loss: record changes of files, then check the disk states that a crash may leave."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-import tools.crash.warm  # noqa: F401  # kernels and formats are loaded before anything is recorded
+import tools.crash.warm  # noqa: F401  # load kernels and formats before recording
 from tools.campaigns import command, main
 from tools.powerloss.campaign import run_campaign
 
 if __name__ == "__main__":
     parser = command("tools.powerloss", __doc__, "sessions and crashes")
-    parser.add_argument("--states", type=int, default=2000, help="how many states of the disk")
+    parser.add_argument("--states", type=int, default=2000, help="number of disk states")
     parser.add_argument("--sessions", type=lambda text: range(int(text)), default="8", help="sessions with a store")
     sys.exit(main(parser, run_campaign))

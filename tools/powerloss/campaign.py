@@ -1,4 +1,4 @@
-"""Record, cut the power, look, go on."""
+"""Record a session, cut the power, check the disk, continue."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def run_campaign(
     steps: int = 0,
     progress: Callable[[Result], None] | None = None,
 ) -> Result:
-    """Look at ``states`` states of the disk, from sessions with a store and one with pools.
+    """Check ``states`` disk states, from sessions with a store and one with pools.
 
     Args:
         folder: an empty folder to work in.
-        states: how many, all sessions together; a tenth with pools.
-        sessions: numbers of those with a store; they decide the format.
+        states: number of disk states in all sessions; a tenth are of pools.
+        sessions: numbers of the sessions with a store; each number selects a format.
         seed: of sessions and crashes.
         steps: see :func:`~tools.powerloss.sessions.record_store`.
-        progress: told after each state.
+        progress: called after each state.
     """
     result = Result()
     tell = progress or (lambda _: None)
@@ -57,7 +57,7 @@ def check(
     folder: Path, ops: Sequence[Op], states: int, seed: int, examine: Look, name: str, result: Result,
     tell: Callable[[Result], None] = lambda _: None,
 ) -> None:  # fmt: skip
-    """Look at so many different states of the disk after what was recorded."""
+    """Check a number of different disk states after the recorded operations."""
     cases = plan(ops, states, seed)
     result.counts["crashes to choose from"] += len(cases)
     result.counts["operations recorded"] += len(ops)
@@ -94,7 +94,7 @@ def _promises(ops: Sequence[Op], case: Case) -> Promises:
 
 
 def look_at_store(folder: Path, promises: Promises, problem: Tell) -> int:
-    """Compare with what was promised; then go on with the store and look again. Returns how many were compared."""
+    """Compare the store with its promises, before and after a writer continues; return the number compared."""
     present = look(folder, promises, problem) or {}
     store = folder / "store"
     try:
@@ -102,17 +102,17 @@ def look_at_store(folder: Path, promises: Promises, problem: Tell) -> int:
             (new,) = buffer.add_trajectories([witness(_NEW_KEY)])
             buffer.flush()
     except TrajstoreError as error:
-        problem(f"no writer can go on: {type(error).__name__}: {error}")
+        problem(f"no writer can continue: {type(error).__name__}: {error}")
         return len(present)
     after = read(store, None, problem)
     if after != {**present, new: _NEW_KEY}:
-        problem(f"the next writer has {after} of {present}")
+        problem(f"the next writer shows {after} of {present}")
     verify_at(store, problem)
     return 2 * len(present)
 
 
 def look_at_pool(folder: Path, promises: Promises, problem: Tell) -> int:
-    """Compare the pool with what was promised. Returns how many trajectories were compared."""
+    """Compare the pool with its promises; return the number of trajectories compared."""
     from tools.mutate.pristine import RULES
     from trainer_hooks.replay import ExperienceManager
 
@@ -129,5 +129,5 @@ def look_at_pool(folder: Path, promises: Promises, problem: Tell) -> int:
         return 0
     found = contents_of(pool)
     if found not in [contents_of(pool_of(number)) for number in expected]:
-        problem(f"the pool holds {sorted(found)}, which is none of {expected}")
+        problem(f"the pool holds {sorted(found)}, not one of {expected}")
     return len(found)

@@ -1,11 +1,11 @@
-"""A file system as far as power loss goes: what was done to it, what of that is durable, what may be left. Pure.
+"""A model of a file system under power loss: operations, their durability, and the states that may remain. Pure.
 
 The rules are those of ALICE (Pillai et al., OSDI 2014) in their strictest form:
 
-- what was written to a file is durable after ``fsync`` or ``fdatasync`` of that file, and a name after ``fsync`` of the
-  folder that it is in; neither does anything for the other;
-- of what is not durable any subset may be there. A write may be there in part: a prefix, or its length with zeros;
-- changes of one name in one folder happen in order. A rename happens as a whole, with both of its names.
+- a file's data are durable after ``fsync`` or ``fdatasync`` of the file, a name after ``fsync`` of its folder; neither
+  makes the other durable;
+- any subset of the other operations may survive. A write may survive in part: as a prefix, or as zeros of its length;
+- changes of one name in one folder happen in order. A rename is atomic for both names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A file or folder, whatever its names are."""
+    """A file or folder, independent of its names."""
 
     number: int
     folder: bool
@@ -26,12 +26,12 @@ class Node:
 ROOT = Node(0, True)
 
 Change = tuple[Node, str, Node | None]
-"""In a folder, a name now stands for a node, or for nothing."""
+"""A name in a folder and its new node; None removes the name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """Names change together, at one stroke."""
+    """Names that change atomically."""
 
     changes: tuple[Change, ...]
 
@@ -47,7 +47,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A file was cut or lengthened."""
+    """A file was truncated or extended."""
 
     node: Node
     size: int
@@ -62,7 +62,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What the user was told, or was about to ask for; does nothing to the file system."""
+    """A promise to the user, or a request of the user; no change of the file system."""
 
     event: str
     values: Mapping[str, Any]
@@ -73,13 +73,13 @@ Op = Entries | Write | Size | Sync | Promise
 
 @dataclass
 class Tree:
-    """What can be seen: names in folders, bytes in files."""
+    """The visible state: names in folders, bytes in files."""
 
     folders: dict[Node, dict[str, Node]] = field(default_factory=lambda: {ROOT: {}})
     files: dict[Node, bytearray] = field(default_factory=dict)
 
     def apply(self, op: Op) -> None:
-        """Let an operation happen."""
+        """Apply an operation."""
         if isinstance(op, Entries):
             for folder, name, node in op.changes:
                 names = self.folders.setdefault(folder, {})
@@ -97,7 +97,7 @@ class Tree:
             content.extend(bytes(op.size - len(content)))
 
     def find(self, folder: Node, parts: Sequence[str]) -> Node | None:
-        """Return what a path stands for."""
+        """Return the node of a path."""
         for part in parts:
             found = self.folders.get(folder, {}).get(part)
             if found is None:
@@ -116,7 +116,7 @@ class Tree:
 
 
 def tree_of(ops: Iterable[Op]) -> Tree:
-    """Return what can be seen after all of these operations."""
+    """Return the visible state after all of these operations."""
     tree = Tree()
     for op in ops:
         tree.apply(op)
@@ -125,17 +125,17 @@ def tree_of(ops: Iterable[Op]) -> Tree:
 
 @dataclass
 class Pending:
-    """Which operations are not durable yet, by their position; grows by one operation after the other."""
+    """Positions of the operations that are not durable yet; operations are added in order."""
 
     open: dict[int, Op] = field(default_factory=dict)
     before: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """For every change of names, the last earlier ones of the same names."""
+    """For each change of names, the last earlier changes of the same names."""
     _last: dict[tuple[Node, str], int] = field(default_factory=dict)
     _synced: dict[int, set[Node]] = field(default_factory=dict)
     _position: int = 0
 
     def add(self, op: Op) -> None:
-        """Take the next operation in."""
+        """Add the next operation."""
         if isinstance(op, Sync):
             self._sync(op.node)
         elif not isinstance(op, Promise):
@@ -159,7 +159,7 @@ class Pending:
                 del self.open[position]
 
     def _settle(self, position: int) -> None:
-        """An operation is durable, and so is what came before it under the same names."""
+        """Mark an operation and the earlier ones of the same names as durable."""
         waiting = [position]
         while waiting:
             at = waiting.pop()

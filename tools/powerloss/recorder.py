@@ -1,7 +1,7 @@
-"""Records what a process does to files below a folder, at the calls of the module ``os``.
+"""Record a process's operations on files below a folder, at the calls of the module ``os``.
 
-Calls may name a file by its path or relative to a folder's descriptor. What is written past ``os``, by C code, is not
-seen, but does not go unnoticed: :meth:`Recorder.recording` compares the files in the end with what was recorded.
+Calls may name a file by its path or relative to a folder's descriptor. C code that bypasses ``os`` is not recorded, but
+detected: :meth:`Recorder.recording` compares the files at the end with the recorded operations.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _CALLS = (
     *("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link"),
 )
 _SKIPPED: tuple[str, ...] = ("fsync", "fdatasync")
-"""Recorded and not done: nobody pulls a plug."""
+"""Recorded, not executed: this power loss is simulated."""
 
 
 class Recorder:
-    """Records into a list of operations.
+    """Appends to a list of operations.
 
     Args:
-        root: an existing folder, at first as ``ops`` leave it.
-        ops: what was done before.
+        root: an existing folder in the state that ``ops`` produce.
+        ops: earlier operations.
     """
 
     def __init__(self, root: Path, ops: list[Op]) -> None:
@@ -43,7 +43,7 @@ class Recorder:
         self._restart()
 
     def _restart(self) -> None:
-        """Go on with the files as ``ops`` leave them; nothing is open."""
+        """Continue from the files that ``ops`` produce; no descriptor is open."""
         self._tree: Tree = tree_of(self.ops)
         self._nodes = 1 + max(
             (node.number for op in self.ops if isinstance(op, Entries) for _, _, node in op.changes if node), default=0
@@ -60,7 +60,7 @@ class Recorder:
         """Record until the block ends.
 
         Raises:
-            RuntimeError: files below the root are not what the recorded calls make of them.
+            RuntimeError: files below the root differ from the result of the recorded calls.
         """
         with contextlib.ExitStack() as stack:
             for name in _CALLS:
@@ -77,7 +77,7 @@ class Recorder:
         known = self._tree.listing()
         differing = sorted(name for name in seen.keys() | known.keys() if seen.get(name, 0) != known.get(name, 0))
         if differing:
-            raise RuntimeError(f"not all that was done to these files was recorded: {', '.join(differing[:5])}")
+            raise RuntimeError(f"operations on these files were not recorded: {', '.join(differing[:5])}")
 
     def _add(self, op: Op) -> None:
         self.ops.append(op)
@@ -93,7 +93,7 @@ class Recorder:
         return call
 
     def _library(self, real: Any) -> Any:
-        """Return the class of C libraries with a ``renameat2`` that is recorded."""
+        """Return the class of C libraries with a recorded ``renameat2``."""
         recorder = self
 
         class Library(real):  # type: ignore[misc]
@@ -109,7 +109,7 @@ class Recorder:
     # -- places ----------------------------------------------------------------------------------
 
     def _place(self, path: Any, dir_fd: int | None = None) -> Place | None:
-        """Return the place that a path means; None outside the root."""
+        """Return the place of a path; None outside the root."""
         text = os.fsdecode(path)
         if dir_fd is not None and not os.path.isabs(text):
             base = self._open.get(dir_fd)
@@ -157,7 +157,7 @@ class Recorder:
     def _written(self, descriptor: int, data: bytes, offset: int | None) -> None:
         node = self._open.get(descriptor)
         if node is not None and data:
-            if offset is None:  # where the call ended, less what it wrote
+            if offset is None:  # the position after the call, minus the bytes written
                 offset = os.lseek(descriptor, 0, os.SEEK_CUR) - len(data)
             self._add(Write(node, offset, data))
 
@@ -202,7 +202,7 @@ class Recorder:
     def _move(self, old: Place | None, new: Place | None, *, exchange: bool) -> None:
         if old is None or new is None:
             if old is not None or new is not None:
-                raise RuntimeError(f"renamed into or out of the folder that is recorded: {old}, {new}")
+                raise RuntimeError(f"renamed into or out of the recorded folder: {old}, {new}")
             return
         node = self._tree.find(old[0], [old[1]])
         left = self._tree.find(new[0], [new[1]]) if exchange else None

@@ -1,4 +1,4 @@
-"""What is done while it is recorded: a store used in every way, killed and used on; pools saved one over the other."""
+"""Recorded sessions: a store in all its uses, killed and continued; pools that replace each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer_hooks.replay import ExperienceManager
 
 POOL = Path("pool") / "step_1"
 _STEPS = tuple(6 if name == "zarr" else 30 for name in FORMATS)
-"""A zarr shard is some forty files."""
+"""A zarr shard has about forty files."""
 
 
 Kill = Callable[[Sequence[Op], random.Random], int]
@@ -26,17 +26,17 @@ def at_random(ops: Sequence[Op], chance: random.Random) -> int:
 
 
 def record_store(folder: Path, number: int, seed: int, steps: int = 0, kill: Kill = at_random) -> list[Op]:
-    """Use a store, kill its process (the machine stays on), and use it on.
+    """Use a store, kill its process (the machine stays on), and continue.
 
     Args:
         folder: an empty folder to work in.
         number: of the session; decides the format.
-        seed: of what is done.
-        steps: how many things are done before the kill, and as many after; 0 = as many as this format is fit for.
-        kill: after which of the operations of the first process.
+        seed: of the steps.
+        steps: number of steps before the kill, and again after it; 0 = the default of the format.
+        kill: selects the operation of the first process after which it is killed.
 
     Returns:
-        What was done to the files, and promised.
+        The operations on files, and the promises.
     """
     chance = random.Random(f"{seed}/{number}")
     ops: list[Op] = []
@@ -57,7 +57,7 @@ def record_store(folder: Path, number: int, seed: int, steps: int = 0, kill: Kil
 
 
 def record_pools(folder: Path) -> list[Op]:
-    """Save three pools to one place, one over the other."""
+    """Save three pools to the same path, one after the other."""
     ops: list[Op] = []
     folder.mkdir(parents=True)
     recorder = Recorder(folder, ops)
@@ -70,7 +70,7 @@ def record_pools(folder: Path) -> list[Op]:
 
 
 def pool_of(number: int) -> ExperienceManager:
-    """Return a pool that tells its number by what is in it."""
+    """Return a pool whose contents identify its number."""
     pool = ExperienceManager(RULES)
     trajectories = [agent_witness(key) for key in range(9 * number, 9 * number + 9)]
     pool.update_difficulty2task_dict(trajectories)
@@ -84,7 +84,7 @@ def contents_of(pool: ExperienceManager) -> set[str]:
 
 
 def write_tree(folder: Path, files: dict[str, bytes | None]) -> None:
-    """Make files and folders as a listing says."""
+    """Create the files and folders of a listing."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if content is None:

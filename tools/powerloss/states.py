@@ -1,4 +1,4 @@
-"""Which states a disk may be in after a crash: extremes at every moment, single omissions, random ones. Pure."""
+"""The possible disk states after a crash: extremes at each moment, single omissions, random ones. Pure."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from tools.powerloss.filesystem import Entries, Op, Pending, Promise, Tree, Write
 
 _RANDOM = 4
-"""Random states at a moment at which something is not durable."""
+"""Random states per moment with operations that are not durable."""
 _SINGLE = 8
-"""Operations at a moment that are lost alone, and that are there alone."""
+"""Operations per moment that are the only one lost, and the only one kept."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A crash, and what it took.
+    """A crash and the operations that it lost.
 
     Attributes:
-        moment: how many operations had been done.
-        promises: how many promises were among them.
+        moment: number of operations before the crash.
+        promises: number of promises among them.
         lost: positions of the operations that were lost.
-        parts: of writes of which only so many bytes are there, and zeros in place of the rest.
+        parts: partial writes: position, and the number of bytes kept; the rest is zeros.
     """
 
     moment: int
@@ -34,21 +34,21 @@ class Case:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Of what is not durable: what is there, and which writes are there in part only: so many bytes, the rest zeros."""
+    """The surviving operations among those not durable, and the partial writes: bytes kept, the rest zeros."""
 
     kept: frozenset[int]
     parts: tuple[tuple[int, int], ...] = ()
 
 
 def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
-    """Return crashes at some moments, in an order in which any first ones are a fair sample.
+    """Return crashes at some moments, in an order of which every prefix is a fair sample.
 
-    Every second one is right after a promise, when what is not durable and should be tells most.
+    Every second one is right after a promise, where missing durability shows first.
 
     Args:
-        ops: all that was done, promises among it.
-        moments: at how many moments.
-        seed: of what is chosen at random.
+        ops: all operations, with promises.
+        moments: number of moments.
+        seed: of the random choices.
     """
     chance = random.Random(seed)
     told = [at for at, op in enumerate(ops) if isinstance(op, Promise)]
@@ -70,7 +70,7 @@ def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
 
 
 def state_after(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes | None]:
-    """Return what the disk may hold if the power fails after these operations."""
+    """Return a possible content of the disk if the power fails after these operations."""
     pending = Pending()
     for op in ops:
         pending.add(op)
@@ -79,7 +79,7 @@ def state_after(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes | N
 
 
 def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
-    """Return what the disk holds: content by path, None for a folder."""
+    """Return the disk's content by path; None for a folder."""
     parts = dict(case.parts)
     tree = Tree()
     for at, op in enumerate(ops[: case.moment]):
@@ -92,7 +92,7 @@ def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
 
 
 def digest(files: dict[str, bytes | None]) -> bytes:
-    """Return what tells two states apart."""
+    """Return a digest of a state."""
     summary = hashlib.blake2b(digest_size=16)
     for name, content in sorted(files.items()):
         summary.update(name.encode() + b"\0" + (b"-" if content is None else b"%d:" % len(content) + content))
@@ -110,7 +110,7 @@ def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:
     writes = {at: len(op.data) for at, op in open_.items() if isinstance(op, Write)}
     yield _Choice(names)
     yield _Choice(everything - names)
-    yield _Choice(everything, tuple((at, 0) for at in writes))  # as long as they were, and zero
+    yield _Choice(everything, tuple((at, 0) for at in writes))  # full length, all zeros
     for at in chance.sample(sorted(open_), min(len(open_), _SINGLE)):
         yield _closed(pending, everything - {at})
         yield _Choice(frozenset(_with_earlier(pending, at)))
@@ -124,7 +124,7 @@ def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:
 
 
 def _with_earlier(pending: Pending, position: int) -> set[int]:
-    """Return an operation and all that must have happened before it."""
+    """Return an operation and all its predecessors."""
     found: set[int] = set()
     waiting = [position]
     while waiting:
@@ -136,7 +136,7 @@ def _with_earlier(pending: Pending, position: int) -> set[int]:
 
 
 def _closed(pending: Pending, kept: frozenset[int]) -> _Choice:
-    """Leave out what cannot have happened because something before it did not."""
+    """Leave out operations with a missing predecessor."""
     there: set[int] = set()
     for at in sorted(kept):
         if all(earlier in there or earlier not in pending.open for earlier in pending.before.get(at, ())):
