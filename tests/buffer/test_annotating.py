@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import os
@@ -24,7 +25,7 @@ from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate,
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
-from trajstore.errors import ConfigurationError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -536,3 +537,21 @@ def test_a_trajectory_is_evicted_while_its_values_are_taken_in(tmp_path: Path, m
         annotate(buffer, [2], {"v": 2})
         rows = buffer.query().rows()
     assert {row["trajectory_id"]: row["v"] for row in rows} == {1: 1, 2: 2}
+
+
+def test_values_that_wait_in_the_inbox_never_replace_later_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the simulator: the log failed to take them in, and took in the later ones."""
+    real, failures = LocalDirectory.append, iter([OSError(errno.ENOSPC, "full")])
+
+    def append(*arguments: Any) -> Any:
+        for error in failures:
+            raise error
+        return real(*arguments)
+
+    with writer_to(path) as writer:
+        annotate(path, [0], {"v": 1})
+        monkeypatch.setattr(LocalDirectory, "append", append)
+        with pytest.raises(StoreWriteError, match="annotate"):
+            annotate(writer, [0], {"v": 2})
+        annotate(writer, [0], {"v": 3})
+    assert [note.value for note in notes_of(path, 0)] == [1, 3]

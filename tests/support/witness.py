@@ -6,7 +6,7 @@ values from the tag and compares bit by bit; no record of the writes is needed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -24,26 +24,17 @@ class WitnessError(Exception):
     """Values read differ from those written."""
 
 
-def rows_of(tags: torch.Tensor) -> dict[str, torch.Tensor]:
+def rows_of(tags: torch.Tensor, columns: Collection[str] | None = None) -> dict[str, torch.Tensor]:
     """Return the columns of the rows with these tags.
 
     Args:
         tags: ``[n]``, int64.
+        columns: which; None for all.
 
     Returns:
         By dotted name, tensors ``[n, ...]``.
     """
-    return {
-        "actions": _mixed(tags, 1, 7).to(torch.float32),
-        "rewards": (tags >> _ROW_BITS).to(torch.float64)[:, None] / 8,
-        "dones": (_mixed(tags, 2, 1) & 1).bool(),
-        "prev_logprobs": -_mixed(tags, 3, 7).to(torch.float32) / 64,
-        "prev_values": tags.to(torch.float64)[:, None],
-        "versions": (tags >> _ROW_BITS)[:, None],
-        "forward_inputs.mask": _mixed(tags, 4, 2).to(torch.bfloat16),
-        "curr_obs.image": _mixed(tags, 5, 6 * 6 * 3).to(torch.uint8).reshape(-1, 6, 6, 3),
-        "curr_obs.tag": tags,
-    }
+    return {name: of(tags) for name, of in _COLUMNS.items() if columns is None or name in columns}
 
 
 def _mixed(tags: torch.Tensor, salt: int, width: int) -> torch.Tensor:
@@ -52,20 +43,39 @@ def _mixed(tags: torch.Tensor, salt: int, width: int) -> torch.Tensor:
     return ((tags[:, None] + places) * _MULTIPLIER >> 40) & 255
 
 
-def witness(key: int, scale: int = 1) -> Trajectory:
+_COLUMNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "actions": lambda tags: _mixed(tags, 1, 7).to(torch.float32),
+    "rewards": lambda tags: (tags >> _ROW_BITS).to(torch.float64)[:, None] / 8,
+    "dones": lambda tags: (_mixed(tags, 2, 1) & 1).bool(),
+    "prev_logprobs": lambda tags: -_mixed(tags, 3, 7).to(torch.float32) / 64,
+    "prev_values": lambda tags: tags.to(torch.float64)[:, None],
+    "versions": lambda tags: (tags >> _ROW_BITS)[:, None],
+    "forward_inputs.mask": lambda tags: _mixed(tags, 4, 2).to(torch.bfloat16),
+    "curr_obs.image": lambda tags: _mixed(tags, 5, 6 * 6 * 3).to(torch.uint8).reshape(-1, 6, 6, 3),
+    "curr_obs.tag": lambda tags: tags,
+}
+
+
+def extent_of(key: int, scale: int = 1) -> tuple[int, int, int]:
+    """Return T, B and E of the trajectory with this key."""
+    epochs = key % 3
+    return scale * (1 + key % 4) * max(epochs, 1), 1 + key % 2, epochs
+
+
+def witness(key: int, scale: int = 1, columns: Collection[str] | None = None) -> Trajectory:
     """Return the trajectory with this key; its T, B and E follow from the key too.
 
     Args:
         key: 0 <= key < 2**40.
         scale: T is multiplied by it.
+        columns: those that it has; None for all.
     """
-    epochs = key % 3
-    steps, batch = scale * (1 + key % 4) * max(epochs, 1), 1 + key % 2
-    columns = rows_of(torch.arange(steps * batch) + (key << _ROW_BITS))
-    values = {name: column.reshape(steps, batch, *column.shape[1:]) for name, column in columns.items()}
-    if epochs:
-        values["dones"] = _with_extra(values["dones"], epochs, first=True)
-        values["prev_values"] = _with_extra(values["prev_values"], epochs, first=False)
+    steps, batch, epochs = extent_of(key, scale)
+    rows = rows_of(torch.arange(steps * batch) + (key << _ROW_BITS), columns)
+    values = {name: column.reshape(steps, batch, *column.shape[1:]) for name, column in rows.items()}
+    for name, first in (("dones", True), ("prev_values", False)) if epochs else ():
+        if name in values:
+            values[name] = _with_extra(values[name], epochs, first=first)
     fields: dict[str, Any] = {}
     for name, value in values.items():
         field, _, leaf = name.partition(".")
@@ -91,7 +101,7 @@ def check_batch(batch: Mapping[str, Any]) -> torch.Tensor:
     """
     columns = unnest(batch)
     tags: torch.Tensor = columns["curr_obs.tag"]
-    expected = rows_of(tags)
+    expected = rows_of(tags, columns)
     for name, value in columns.items():
         if value.shape != expected[name].shape:
             raise WitnessError(f"column {name}: has the shape {tuple(value.shape)}, not {tuple(expected[name].shape)}")
@@ -108,14 +118,14 @@ def key_of(trajectory: AnyTrajectory) -> int:
     return int(trajectory.curr_obs["tag"].reshape(-1)[0]) >> _ROW_BITS
 
 
-def check_trajectory(trajectory: AnyTrajectory, scale: int = 1) -> int:
-    """Check a whole trajectory, bootstrap rows included; return its key.
+def check_trajectory(trajectory: AnyTrajectory, scale: int = 1, columns: Collection[str] | None = None) -> int:
+    """Check a whole trajectory, bootstrap rows included, as :func:`witness` made it; return its key.
 
     Raises:
         WitnessError: it differs from the trajectory for its key.
     """
     key = key_of(trajectory)
-    differing = difference(trajectory, witness(key, scale))
+    differing = difference(trajectory, witness(key, scale, columns))
     if differing is not None:
         raise WitnessError(f"trajectory with key {key}: {differing} is not what was written")
     return key

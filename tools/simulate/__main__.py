@@ -18,6 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.simulate", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many at a time")
     parser.add_argument("--trace", action="store_true", help="print every step")
     parser.add_argument("--shorten", action="store_true", help="leave changes of the thread out of a failing run")
     parser.add_argument("--fault", default="", help="break the store by a known fault (tests/simulation/faults.py)")
@@ -31,7 +32,7 @@ def main() -> int:
             os.environ | {"PYTHONHASHSEED": "0"},
         )
     import tools.crash.warm  # noqa: F401  # loads everything, so that a run is a fork
-    from tools.simulate.runs import run, shortened
+    from tools.simulate.runs import outcomes, shortened
 
     before = None
     if arguments.fault:
@@ -42,11 +43,11 @@ def main() -> int:
             parser.error(f"--fault {arguments.fault!r}: not one of {', '.join(known)}")
         before = known[arguments.fault].put_in
     begun, steps, runs, failed = time.monotonic(), 0, 0, list[int]()
-    for seed in range(arguments.seed, arguments.seed + arguments.runs):
-        outcome = run(seed, whole=arguments.trace, before=before)
+    seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    for outcome in outcomes(seeds, jobs=arguments.jobs, whole=arguments.trace, before=before):
         runs, steps = runs + 1, steps + outcome.steps
         if outcome.problem:
-            failed.append(seed)
+            failed.append(outcome.seed)
             if arguments.shorten:
                 outcome = shortened(outcome, before=before)
         if not arguments.json:
@@ -62,13 +63,17 @@ def main() -> int:
     return bool(failed)
 
 
+_FEW = 100
+
+
 def _tell(outcome: Outcome, *, trace: bool) -> None:
     if trace or outcome.problem:
         steps = outcome.trace if trace else outcome.trace[-40:]
         sys.stdout.writelines(f"{number:6} {task:28} {what}\n" for number, task, what in steps)
     if outcome.problem:
         sys.stdout.write(f"seed {outcome.seed}: {outcome.problem}\n{outcome.plan}\n")
-        sys.stdout.write(f"{len(outcome.changes)} changes of the thread: {outcome.changes}\n")
+        few = outcome.changes if len(outcome.changes) < _FEW else "too many to show; --shorten leaves some out"
+        sys.stdout.write(f"{len(outcome.changes)} changes of the thread: {few}\n")
     sys.stdout.flush()
 
 

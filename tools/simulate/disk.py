@@ -52,6 +52,7 @@ class Disk(Recorder):
             if task is not None:
                 self._tasks.point(name)
                 if name in _FAIL and self._concerns(arguments) and self._fails(name):
+                    self._tasks.note(f"FAILS {name}")
                     raise OSError(_FAIL[name], os.strerror(_FAIL[name]))
             result = call(*arguments, **keywords)
             if name == "open" and task is not None:

@@ -6,7 +6,8 @@ import json
 import os
 import select
 import signal
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tools.simulate.world import Outcome, World
 
@@ -14,53 +15,78 @@ PATIENCE = 120.0
 """Seconds of real time that a run may take: only a wait that the simulator does not see takes long."""
 
 
-def run(
-    seed: int,
-    changes: Mapping[int, str] | None = None,
-    *,
-    whole: bool = False,
-    before: Callable[[], object] | None = None,
-) -> Outcome:
-    """Run one seed.
+Before = Callable[[], object]
+"""Called in the process of a run first, for example to break something."""
+
+
+class Started:
+    """A run under way in a process of its own.
 
     Args:
         seed: decides everything.
         changes: those of an earlier run, to repeat.
         whole: keep the whole trace.
-        before: called in the process first, for example to break something.
+        before: called in the process first.
+        slot: number of the run among those at the same time; decides the core.
     """
-    mine, theirs = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(mine)
-        if before is not None:
-            before()
-        World(seed, theirs, changes, whole=whole).run()
-    os.close(theirs)
-    data = bytearray()
-    while True:
-        if not select.select([mine], [], [], PATIENCE)[0]:
-            os.kill(child, signal.SIGKILL)
-            break
-        piece = os.read(mine, 1 << 20)
-        if not piece:
-            break
-        data += piece
-    os.close(mine)
-    _, status = os.waitpid(child, 0)
-    if not data:
-        return Outcome(
-            seed,
-            f"the process ended with {status} and reported nothing"
-            if not os.WIFSIGNALED(status)
-            else f"the process ended by {signal.Signals(os.WTERMSIG(status)).name}",
-        )
-    fields = json.loads(data)
-    fields["changes"] = {int(step): task for step, task in fields["changes"].items()}
-    return Outcome(**fields)
+
+    def __init__(
+        self,
+        seed: int,
+        changes: Mapping[int, str] | None = None,
+        *,
+        whole: bool = False,
+        before: Before | None = None,
+        slot: int = 0,
+    ) -> None:
+        self.seed = seed
+        self.pipe, theirs = os.pipe()
+        self._child = os.fork()
+        if not self._child:
+            os.close(self.pipe)
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[slot % len(cores)]})  # threads that take turns gain nothing by a second core
+            if before is not None:
+                before()
+            World(seed, theirs, changes, whole=whole).run()
+        os.close(theirs)
+        self._data = bytearray()
+
+    def outcome(self) -> Outcome:
+        """Wait for its end."""
+        while True:
+            if not select.select([self.pipe], [], [], PATIENCE)[0]:
+                os.kill(self._child, signal.SIGKILL)
+                break
+            piece = os.read(self.pipe, 1 << 20)
+            if not piece:
+                break
+            self._data += piece
+        os.close(self.pipe)
+        _, status = os.waitpid(self._child, 0)
+        if not self._data:
+            signaled = os.WIFSIGNALED(status)
+            ended = f"by {signal.Signals(os.WTERMSIG(status)).name}" if signaled else f"with {status}"
+            return Outcome(self.seed, f"the process ended {ended} and reported nothing")
+        fields = json.loads(self._data)
+        fields["changes"] = {int(step): task for step, task in fields["changes"].items()}
+        return Outcome(**fields)
 
 
-def shortened(outcome: Outcome, most: int = 200, before: Callable[[], object] | None = None) -> Outcome:
+def outcomes(
+    seeds: Iterable[int], *, jobs: int = 1, whole: bool = False, before: Before | None = None
+) -> Iterator[Outcome]:
+    """Run seeds, several at a time; yield what they showed, in their order."""
+    running: deque[Started] = deque()
+    for number, seed in enumerate(seeds):
+        if len(running) == jobs:
+            yield running.popleft().outcome()
+        running.append(Started(seed, whole=whole, before=before, slot=number))
+    while running:
+        yield running.popleft().outcome()
+
+
+def shortened(outcome: Outcome, most: int = 200, before: Before | None = None) -> Outcome:
     """Return a run of this seed that fails with fewer changes of the task: delta debugging, at most ``most`` runs."""
     best, parts, runs = outcome, 2, 0
     while runs < most and best.changes:
@@ -68,7 +94,7 @@ def shortened(outcome: Outcome, most: int = 200, before: Callable[[], object] | 
         size = max(len(steps) // parts, 1)
         for at in range(0, len(steps), size):
             kept = {step: best.changes[step] for step in steps if step not in steps[at : at + size]}
-            tried = run(best.seed, kept, before=before)
+            tried = Started(best.seed, kept, before=before).outcome()
             runs += 1
             if tried.problem and len(tried.changes) < len(best.changes):
                 best, parts = tried, max(parts - 1, 2)

@@ -186,10 +186,12 @@ class Tasks:
             ready = [first]
         if current is not None and current.over:
             current = None
+        if len(ready) == 1:
+            return ready[0]
         by_name = {task.name: task for task in ready}
         names = list(by_name)
         unchosen = unforced(names, current.name if current else None)
-        name = self._choice.choose(self.step, names, current.name if current else None) if len(names) > 1 else names[0]
+        name = self._choice.choose(self.step, names, current.name if current else None)
         if name != unchosen:
             self.changes[self.step] = name
         return by_name[name]

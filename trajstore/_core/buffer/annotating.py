@@ -106,7 +106,8 @@ def annotate(
             was set.
         StoreNotFoundError: there is no store.
         StoreError: the buffer has no store.
-        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them.
+        StoreWriteError: writing failed. A buffer keeps values that are not by row, and its ``flush`` writes them; it
+            keeps none if earlier values that wait in the inbox could not be recorded.
     """
     if not isinstance(store, Served):
         annotate_files(store, ids, values, who, storage_options)

@@ -260,15 +260,27 @@ class Inbox:
             OSError: the inbox cannot be read.
         """
         with self._one:
-            names = waiting(self._directory)
-            for name in names:
-                if name not in self._damaged:
-                    self._take(name)
-            gone = [name for name in names if name not in self._damaged]
+            gone = self._record()
             if gone:
                 self._directory.remove(gone, durable=True)
             self._log.forget_sources(self._damaged)
             return len(gone)
+
+    def record(self) -> None:
+        """Record the pending files, and leave them for :meth:`take_in` to delete.
+
+        Raises:
+            StoreWriteError, StoreClosedError, OSError: see :meth:`take_in`.
+        """
+        with self._one:
+            self._record()
+
+    def _record(self) -> list[str]:
+        names = waiting(self._directory)
+        for name in names:
+            if name not in self._damaged:
+                self._take(name)
+        return [name for name in names if name not in self._damaged]
 
     def _take(self, name: str) -> None:
         """Record one file, unless its values are already recorded."""

@@ -169,7 +169,8 @@ class StoreWriter:
             TrajectoryUnavailableError, StoreWriteError, StoreClosedError: no value was added.
         """
         self._check_process()
-        self.inbox.look()
+        with written(": nothing was given to the trajectories"):
+            self.inbox.record()  # earlier values must not be recorded later and replace these
         if not rows:
             self.log.annotate(update)
             return
