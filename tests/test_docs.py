@@ -43,7 +43,7 @@ PAGES = [
     "README.md",
     "docs/tutorial.md",
     "docs/start/agents.md#Your own loop",
-    *(f"docs/start/{name}.md" for name in ("operations", "robots")),
+    *(f"docs/start/{name}.md" for name in ("api", "operations", "robots")),
     "docs/howto/agents.md#A program from end to end",
     "docs/howto/ranks.md#Several ranks",
     "docs/howto/sessions.md#Sessions",

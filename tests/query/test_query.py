@@ -206,6 +206,17 @@ def _without_times(buffer: TrajectoryReplayBuffer) -> list[dict[str, Any]]:
     return table.drop("committed", "trajectory_id").to_dicts()
 
 
+def test_what_was_not_recorded_is_null(tmp_path: Path) -> None:
+    said = AgentTrajectory(messages=[{"role": "assistant", "content": "12"}], reward=Reward(outcome=1.0))
+    for buffer in (in_memory([]), writer_to(tmp_path)):
+        with buffer:
+            buffer.add_trajectories([said, rollout(), said, AgentTrajectory(input_ids=torch.arange(2)), witness(5)])
+            sizes = buffer.query().select("steps", "batch", "response", "max_episode_length").table().rows()
+            assert sizes[:4] == [(None,) * 4, (6, None, 4, None), (None,) * 4, (2, None, None, None)]
+            assert buffer.query().sql("select avg(steps) from trajectories where outcome = 1").item() == 6
+            assert buffer.query().where("steps is null").ids().tolist() == [0, 2]
+
+
 def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)

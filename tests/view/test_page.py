@@ -17,7 +17,7 @@ from tests.tokenizers_of_words import tokenizer_of
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tools.browser import Page
-from trajstore import Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.store.sealed import COPY_NAME, INDEX_NAME
 
 ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => one.textContent)"
@@ -346,6 +346,28 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         page.expected_errors.append("status of 404")
         page.run("location.hash = '#/trajectory/3'")
         page.until("document.querySelector('main .trouble')?.textContent.includes('id 3')")
+
+
+def test_rollouts_without_tokens_say_nothing_of_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:
+    with writer_to(tmp_path) as writer:
+        said = [{"role": "user", "content": "7 + 5?"}, {"role": "assistant", "content": "12"}]
+        writer.add_trajectories([AgentTrajectory(messages=said, task_id="sum", reward=Reward(outcome=1.0))] * 2)
+        writer.flush()
+        address = serve(tmp_path)
+        for place, drawn in (
+            ("trajectory/0", ".conversation .message"),
+            ("group?task=sum", ".sibling"),
+            ("table", ".rows [role=row]"),
+            ("overview", "[data-curve=turns]"),
+        ):
+            page.open(f"{address}/#/{place}")
+            page.until("document.querySelector(arguments[0])", drawn)
+            assert "token" not in page.run("return document.querySelector('main').innerText").lower(), place
+        page.open(f"{address}/#/trajectory/0?show=tokens")
+        page.until("document.querySelector('.conversation .message')")
+        page.open(f"{address}/#/group?task=sum")
+        page.until("document.querySelector('.sibling')")
+        assert page.run("return document.querySelector('#color').checkVisibility()") is False
 
 
 def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:

@@ -86,15 +86,15 @@ class Facts:
             "rank": pl.Series(np.maximum(rank_of_id(ids), 0)),
             "kind": pl.Series(["step", "agent"]).gather(agents.astype(np.uint32)),
             "samples": pl.Series(index["num_samples"].copy()),
-            "steps": pl.Series(index["steps"].copy()),
-            "batch": pl.Series(index["batch"].copy()),
-            "response": pl.Series(np.where(agents, index["extra"], 0)),
+            "steps": _known(np.where(agents & (index["steps"] == 0), -1, index["steps"]), -1),
+            "batch": _known(np.where(agents, -1, index["batch"]), -1),
+            "response": _known(np.where(agents, index["extra"], 0), 0),
             "bytes": pl.Series(index["nbytes"].copy()),
             "version_low": _known(index["version_low"], UNKNOWN_VERSION),
             "version_high": _known(index["version_high"], UNKNOWN_VERSION),
             "committed": _known(index["committed"], UNKNOWN_TIME).cast(pl.Datetime("us", "UTC")),
             "model_weights_id": texts.gather(index["weights"]).replace("", None),
-            "max_episode_length": pl.Series(index["max_episode_length"].copy()),
+            "max_episode_length": _known(index["max_episode_length"], 0),
         }
         for name in (*DOCUMENT_FACTS, *sorted(name for name in index.facts if name.startswith(SCORE))):
             column = index.fact(name)

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
 Answer = dict[str, Any]
 
-_OF_KINDS = {"kind": {"agent", "step"}, "batch": {"step"}, "response": {"agent"}}
-"""Facts that are meaningful only if there are trajectories of these kinds."""
-
 LONGEST = 300
 """Maximum number of characters of a fact in a table."""
 
@@ -31,9 +28,8 @@ LONGEST = 300
 def columns_of(table: DataFrame) -> list[Answer]:
     """Return the facts of a table: ``{"name", "type", "note", "known"}``.
 
-    ``known`` is true if any value is not null. Facts in ``_OF_KINDS`` also need trajectories of the kinds listed there.
+    ``known`` is true if any value is not null, and for ``kind`` if there are both.
     """
-    kinds = set(table["kind"].unique())
     support = pool_support()
     pool_facts = {} if support is None else support.facts
     return [
@@ -41,7 +37,7 @@ def columns_of(table: DataFrame) -> list[Answer]:
             "name": name,
             "type": "id" if name == "trajectory_id" else _type(kind),
             "note": FACTS.get(name) or pool_facts.get(name) or _note_of_others(name),
-            "known": table[name].null_count() < len(table) and not (name in _OF_KINDS and not _OF_KINDS[name] <= kinds),
+            "known": table["kind"].n_unique() > 1 if name == "kind" else table[name].null_count() < len(table),
         }
         for name, kind in table.schema.items()
     ]

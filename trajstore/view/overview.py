@@ -65,8 +65,8 @@ def overview(table: DataFrame) -> Answer:
         "by_task": _tasks(table),
         "histograms": {
             "outcome": _histogram(table["outcome"]),
-            "response": _histogram(agents["response"]),
-            "turns": _histogram(agents["turns"]),
+            "response": _histogram(table["response"]),
+            "turns": _histogram(table["turns"]),
             "steps": _histogram(table.filter(pl.col("kind") == "step")["steps"]),
         },
     }
@@ -117,7 +117,7 @@ def sampled(table: DataFrame, over: str, name: str) -> tuple[Answer, list[list[S
     """
     pl = polars()
     is_read = pl.col("readable") & (pl.col("kind") == MEASURED[name])
-    read = _over(table.filter(is_read & (pl.col("response") > 0) if name == "log_prob" else is_read), over)
+    read = _over(table.filter(is_read & pl.col("response").is_not_null() if name == "log_prob" else is_read), over)
     curve = (
         read.group_by("x")
         .agg(
@@ -182,7 +182,6 @@ def _spread(name: str) -> dict[str, Expr]:
     """Return the mean and the spread of a fact, by name."""
     pl = polars()
     values = pl.col(name)
-    values = values.filter(pl.col("kind") == "agent") if name == "response" else values
     mean, deviation = values.mean(), values.std().fill_null(0)
     return {
         name: mean,

@@ -104,7 +104,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
         "reward": None if trajectory.reward is None else _text(asdict(trajectory.reward)),
         "metadata": _text(summarized(trajectory.metadata)) if trajectory.metadata else None,
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
-        "tokens": total,
+        "tokens": total or None,
         "parts": [[part["part"], part["first"], part["tokens"]] for part in token_parts(trajectory)],
         "texts": texts,
         "session": session,

@@ -19,19 +19,19 @@ FACTS: Mapping[str, str] = {
     "rank": "rank of a run directory; 0 for a store that is read alone",
     "kind": "agent, or step for a block [T, B]",
     "samples": "valid steps of a block, T * B without the field valid; 1 of a rollout",
-    "steps": "T of a block; tokens of a rollout",
-    "batch": "B of a block; 1 of a rollout",
-    "response": "length of the response's columns, such as old_log_probs; 0 of a block, or without any",
+    "steps": "T of a block; tokens of a rollout, null without any",
+    "batch": "B of a block; null of a rollout",
+    "response": "length of the response's columns, such as old_log_probs; null of a block, or without any",
     "bytes": "bytes of the tensors and the document",
     "version_low": "lowest policy version",
     "version_high": "highest policy version",
     "committed": "when it became durable (UTC); in memory only, when it was added",
     "model_weights_id": "which weights acted",
-    "max_episode_length": "as the block says; 0 for none",
+    "max_episode_length": "as the block says",
     **DOCUMENT_FACTS,
     "readable": "false where the files are missing",
 }
-"""Names of the facts and their meanings. From ``version_low`` on, unknown values are null.
+"""Names of the facts and their meanings. Unknown values are null.
 
 Each number or bool in a reward's ``metadata`` is also a fact, ``reward_NAME``, and so is each late value.
 """

@@ -57,8 +57,8 @@ export async function show(main, { parameters, keep, signal }) {
   const siblings = make("div", { class: "siblings" });
   const summary = make("p", { class: "summary" });
   const giving = make("section", { class: "late", "aria-label": "A value for all", hidden: true });
-  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, giving,
-    make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend), same, siblings);
+  const colors = make("div", { class: "bar" }, make("label", { for: "color" }, "Colour"), select, legend);
+  fill(main, make("h1", {}, "Task ", make("span", { class: "id" }, task)), summary, versions, giving, colors, same, siblings);
   if (write) showGiving(giving, { columns, write, signal, ids: async () => ({ ids: told.rollouts.map((row) => row.trajectory_id), gone: 0 }) }).tell(told.rollouts.length);
 
   const read = []; // { rollout, columns, strip, said, judged } in the order of the siblings
@@ -98,10 +98,10 @@ export async function show(main, { parameters, keep, signal }) {
     const among = amongOf(`task = '${task.replaceAll("'", "''")}'${told.version === null ? "" : ` and version_high = ${told.version}`}`, told.version === null ? "trajectory_id desc" : "trajectory_id");
     const element = make("section", { class: "sibling", "aria-label": `rollout ${row.trajectory_id}` },
       make("header", {}, make("a", { class: "id", href: `#/trajectory/${row.trajectory_id}${among}` }, row.trajectory_id), judged),
-      make("div", { class: "pairs" }, fact("tokens", count(row.steps)), fact("response tokens", row.response ? count(row.response) : null), fact("turns", row.turns),
+      make("div", { class: "pairs" }, fact("tokens", row.steps === null ? null : count(row.steps)), fact("response tokens", row.response === null ? null : count(row.response)), fact("turns", row.turns),
         told.version === null ? [fact("policy version", row.version_high), fact("versions behind", row.version_high === null ? null : told.versions.at(-1) - row.version_high)] : null,
         fact("drawn", row.uses ? several(row.uses, "time") : null), row.demonstration ? fact("a demonstration", "") : null),
-      rollout.error ? make("p", { class: "refused" }, rollout.error) : strip, said);
+      rollout.error ? make("p", { class: "refused" }, rollout.error) : rollout.tokens === null ? null : strip, said);
     return { id: row.trajectory_id, rollout, columns: rollout.error ? [] : columnsOf(rollout), strip, said, judged, element };
   }
 
@@ -124,6 +124,7 @@ export async function show(main, { parameters, keep, signal }) {
       ? make("button", { type: "button", class: "more", click: more }, `Show more (${count(left)} left)`) : null);
     const names = [...new Set(read.flatMap(({ columns }) => columns.map(({ name }) => name)))].filter((name) => name !== "input_ids");
     const wanted = parameters.get("color") ?? PREFERRED.find((name) => names.includes(name));
+    colors.hidden = names.length === 0;
     fill(select, names.map((name) => make("option", { value: name, selected: name === wanted }, nameOf(name))));
     dye();
   }

@@ -16,7 +16,7 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
   const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
   const both = make("div", { class: "both" }, conversation, tokens);
   const hasMessages = told.messages.length > 0 || told.query;
-  const part = parameters.get("show") ?? (hasMessages && parameters.get("token") === null ? "conversation" : "tokens");
+  const part = told.tokens === null ? "conversation" : parameters.get("show") ?? (hasMessages && parameters.get("token") === null ? "conversation" : "tokens");
   const choose = (name) => {
     both.dataset.show = name;
     for (const button of tabs.children) button.setAttribute("aria-pressed", button.dataset.show === name ? "true" : "false");
@@ -30,13 +30,14 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
       },
     }, title)));
   const session = told.session ? make("section", { class: "session", "aria-label": "Session" }) : null;
-  fill(place, session, tabs, both);
+  if (told.tokens === null) fill(both, conversation);
+  fill(place, session, told.tokens === null ? null : tabs, both);
   choose(part);
 
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
   let leaveFinding = () => {};
   let view = null; // of the tokens
-  const places = told.tokens ? placesOf(told) : [];
+  const places = told.tokens === null ? [] : placesOf(told);
   const linkTo = (token) => tokenLink(id, token, (event) => {
     event.preventDefault();
     view.go(token);
@@ -61,11 +62,8 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
     }, make("summary", {}, title), longText(text, { class: "code" }))));
   }
   tell(told);
-  for (const text of told.left_out) tokens.append(make("p", { class: "refused" }, text));
-  if (!told.tokens) {
-    tokens.append(make("p", { class: "nothing" }, "No tokens were recorded."));
-    return { leave: leaveFinding, tell };
-  }
+  for (const text of told.left_out) (told.tokens === null ? conversation : tokens).append(make("p", { class: "refused" }, text));
+  if (told.tokens === null) return { leave: leaveFinding, tell };
   view = showTokens(tokens, told, { parameters, keep });
   if (!told.texts) tokens.append(make("p", { class: "note" }, "Tokens are shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text."));
   return { leave: () => (view.leave(), leaveFinding()), tell };

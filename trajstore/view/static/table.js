@@ -18,8 +18,8 @@ const TITLES = {
 
 /** Returns the function that names facts, for a store with these columns: steps are tokens where all trajectories are rollouts. */
 export function titlesOf(columns) {
-  const isKnown = (name) => columns.some((column) => column.name === name && column.known);
-  return (name) => (name === "steps" && isKnown("response") && !isKnown("batch") ? "tokens" : TITLES[name] ?? name.replaceAll("_", " "));
+  const hasBlocks = columns.some(({ name, known }) => name === "batch" && known);
+  return (name) => (name === "steps" && !hasBlocks ? "tokens" : TITLES[name] ?? name.replaceAll("_", " "));
 }
 
 /** Describes an order: "by response tokens, descending". */

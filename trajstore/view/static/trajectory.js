@@ -64,7 +64,7 @@ function neighbour(id, key, title) {
 
 function tell(facts, told) {
   const pairs = [];
-  const titleOf = titlesOf([{ name: told.kind === "agent" ? "response" : "batch", known: true }]);
+  const titleOf = titlesOf([{ name: "batch", known: told.batch !== null }]);
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
   if (told.task !== null) {
     const group = new URLSearchParams(told.version_high === null || "pool_entropy" in told ? { task: told.task } : { task: told.task, version: told.version_high });
@@ -72,7 +72,7 @@ function tell(facts, told) {
   }
   for (const name of [...SHOWN, ...Object.keys(told).filter((name) => name.startsWith("reward_"))]) {
     const [value, title] = [told[name] ?? null, titleOf(name)];
-    if (value === null || (told.kind === "agent" && name === "batch") || (name === "response" && value === 0)) continue;
+    if (value === null) continue;
     if (name === "outcome") {
       const mood = value > 0.5 ? "good" : value <= 0 ? "bad" : "middling";
       add(title, make("span", { class: `outcome ${mood}` }, short(value)));
