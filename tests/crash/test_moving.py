@@ -151,7 +151,7 @@ def test_a_command_that_was_killed_completes(stores: Path, tmp_path: Path, name:
     ],
 )
 @pytest.mark.parametrize("kills", [1, pytest.param(25, marks=[pytest.mark.campaign, pytest.mark.timeout(3600)])])
-def test_a_conversion_that_was_killed_continues(
+def test_a_conversion_that_was_killed_is_whole_when_it_is_run_again(
     tmp_path: Path, form: str, kills: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are the same as without a signal; a store has each rollout once."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,8 @@ from tests.support.witness import witness
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
-from trajstore.errors import ConfigurationError, StoreWriteError
+from trajstore.errors import ConfigurationError
 from trajstore.interop import convert
-from trajstore.points import saved_points
 from trajstore.query.messages import text_of
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -148,9 +145,7 @@ def convert_until_killed(store: Path, target: Path) -> None:
     convert.convert_to(store, target, "parquet")
 
 
-def test_a_killed_conversion_continues_unless_it_was_another(
-    store: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_killed_conversion_is_in_no_way_of_the_next(store: Path, tmp_path: Path) -> None:
     """The process is killed before it syncs, after all portions."""
     target = tmp_path / "out"
     killed = forking().Process(target=convert_until_killed, args=(store, target))
@@ -163,40 +158,11 @@ def test_a_killed_conversion_continues_unless_it_was_another(
     with pytest.raises(ConfigurationError, match="another process is writing"):
         convert.convert_to(store, target, "parquet")
     os.close(descriptor)
-    shutil.copytree(tmp_path / ".out.converting", tmp_path / ".out2.converting")
-    (tmp_path / ".out2.converting" / "out").rename(tmp_path / ".out2.converting" / "out2")
-    done = convert.convert_to(store, target, "parquet", check=True)
-    assert (done.written, done.continued, done.checked) == (4, 4, 4)
-    assert convert.convert_to(store, tmp_path / "out2", "parquet", where="outcome = 1").continued == 0
-    assert "deleting the leftovers of another conversion" in caplog.text
-    assert pl.read_parquet(tmp_path / "out2")["trajectory_id"].to_list() == [3]
+    assert convert.convert_to(store, target, "parquet", where="outcome = 1", check=True).checked == 1
+    assert pl.read_parquet(target)["trajectory_id"].to_list() == [3]
     with pytest.raises(ConfigurationError, match="exists already"):
         convert.convert_to(store, target, "parquet")
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
-
-
-@pytest.mark.parametrize("ended", ["note", "publish"])
-def test_a_conversion_to_a_store_continues_wherever_it_ended(
-    ended: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before a line of the journal, and after the store's saved points were removed."""
-    convert.convert_to(store, tmp_path / "lines", "jsonl")
-    monkeypatch.setattr(convert, "_PORTION_ITEMS", 1)
-    passes = iter([ended == "note", False])  # the second portion, when a point of an earlier one exists
-
-    def end(*arguments: object) -> None:
-        if not next(passes, False):
-            raise StoreWriteError("ended here")
-        real(*arguments)
-
-    real: Callable[..., None] = getattr(convert._Staging, ended)
-    monkeypatch.setattr(convert._Staging, ended, end)
-    with pytest.raises(StoreWriteError, match="ended here"):
-        convert.convert_from(tmp_path / "lines", tmp_path / "out", "jsonl")
-    monkeypatch.setattr(convert._Staging, ended, real)
-    done = convert.convert_from(tmp_path / "lines", tmp_path / "out", "jsonl", check=True)
-    assert (done.written, done.continued, done.checked) == (4, 1 if ended == "note" else 4, 4)
-    assert saved_points(tmp_path / "out") == []
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_a_format_loses_what_it_declares(
             annotate(writer, 0, {"judge": 0.5})
     words = ["convert", str(path), str(tmp_path / "out"), "--to", name, "--check"]
     for error, code, advice in (
-        (OSError("full disk"), 2, "run the same conversion again to continue\n"),
+        (OSError("full disk"), 2, "run the same conversion again\n"),
         (KeyboardInterrupt, 130, "trajstore: interrupted; run the same command again to complete it\n"),
     ):
         with monkeypatch.context() as patch:
@@ -125,7 +125,7 @@ def test_a_format_loses_what_it_declares(
     kind = format_named(name).kind[:-1]
     said = f"{name} has no place for it: {', '.join(cannot_carry)}\n" if cannot_carry else ""
     out = capsys.readouterr().out
-    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 of them by an interrupted conversion, 1 compared, read by " in out
+    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 compared, read by " in out
     done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
     assert (done.written, done.checked, done.is_whole) == (1, 1, True)
     (first,), (second,) = read_all(path), read_all(tmp_path / "back")

@@ -1,12 +1,9 @@
-"""What a conversion reads: names taken literally, files that a folder lists, and sources that change meanwhile."""
+"""What a conversion reads: names taken literally, and files that a folder lists."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 
 from tests.interop.test_formats import ODD, read_all
 from tests.stores import stored
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.interop import convert
 from trajstore.interop.convert import convert_from, convert_to
@@ -137,81 +134,7 @@ def test_a_store_of_the_other_kind_is_refused(tmp_path: Path) -> None:
         assert not (tmp_path / form).exists()
 
 
-# -- sources that change while a conversion is interrupted -------------------------------------------
-
-
-class StoppedError(Exception):
-    """Ends a conversion after its first portion."""
-
-
-def interrupt(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(done: int, total: int) -> None:
-        raise StoppedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(convert, "_PORTION_ITEMS", 2)
-        with pytest.raises(StoppedError):
-            call(progress=stop)  # type: ignore[call-arg]
-
-
-def replaced(store: Path) -> None:
-    shutil.rmtree(store)
-    stored(store, [rollout(f"new {number}") for number in range(5)])
-
-
-def corrected(store: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
-        annotate(buffer, [0], {"outcome": [0.25]}, who="anna")
-
-
-def evicted(store: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
-        buffer.evict([0])
-
-
-def grown(store: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
-        buffer.add_trajectories([rollout("later")])
-
-
-@pytest.mark.parametrize("change", [replaced, corrected, evicted, grown])
-def test_an_interrupted_conversion_never_mixes_two_states_of_its_store(
-    tmp_path: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = stored(tmp_path / "store", [rollout(f"old {number}") for number in range(5)])
-    interrupt(lambda **given: convert_to(store, tmp_path / "out", "jsonl", **given), monkeypatch)
-    change(store)
-    done = convert_to(store, tmp_path / "out", "jsonl", check=True)
-    assert done.continued == (2 if change is grown else 0)
-    assert ("whose source changed since" in caplog.text) == (change is not grown)
-    lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    with TrajectoryReplayBuffer.open(store) as reader:
-        assert [line["messages"] for line in lines] == [reader.get(number).messages for number in reader.trajectory_ids]
-
-
-@pytest.mark.parametrize("same_time", [False, True])
-def test_an_interrupted_conversion_never_mixes_two_files(
-    tmp_path: Path, same_time: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "in.jsonl"
-
-    def write(kind: str) -> None:
-        file.write_text("".join(json.dumps({"messages": rollout(f"{kind}{at}").messages}) + "\n" for at in range(5)))
-
-    write("old")
-    before = file.stat()
-    interrupt(lambda **given: convert_from(file, tmp_path / "store", "chat", **given), monkeypatch)
-    write("new")
-    if same_time:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    done = convert_from(file, tmp_path / "store", "chat", check=True)
-    assert (done.written, done.continued) == (5, 0)
-    assert prompts_of(tmp_path / "store") == [f"new{at}" for at in range(5)]
-
-
-def test_a_difference_that_the_check_finds_leaves_nothing_to_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_difference_that_the_check_finds_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = stored(tmp_path / "store", [rollout("a")])
     with monkeypatch.context() as patch:
         patch.setattr(convert, "differences", lambda *_, **__: ["messages"])

@@ -1,4 +1,4 @@
-"""Memory of a conversion of 4 GB to files of other programs and back, killed half-way and continued.
+"""Memory of a conversion of 4 GB to files of other programs and back.
 
 Peak memory is measured in the process of the command. ``RssAnon`` is its own memory; pages of mapped files are the page
 cache's and go when memory is short.
@@ -24,7 +24,6 @@ from tools.proc import status
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 
 BYTES = 4 << 30
-PORTION_BYTES = 16 << 20
 TARGET_MB = 600.0
 TOKENS, STEPS = 32_768, 256
 POLL_SECONDS = 0.05
@@ -45,7 +44,7 @@ def figures(options: Options) -> Iterator[Figure]:
             peak = part.pop("anonymous_mb")
             yield Figure(
                 "convert",
-                f"anonymous memory of a conversion {part.pop('direction')} {name}, killed once and continued",
+                f"anonymous memory of a conversion {part.pop('direction')} {name}",
                 peak - least_part["anonymous_mb"],
                 TARGET_MB,
                 "MB",
@@ -101,25 +100,20 @@ def _size(path: Path) -> int:
 
 
 def _measured(folder: Path, source: str, target: str, option: str, name: str) -> dict[str, Any]:
-    """Run a conversion, kill it half-way and run it again; return its result and peaks."""
+    """Run a conversion; return its result and peaks."""
     nbytes = _size(folder / source)
     command = [sys.executable, "-m", "trajstore", "convert", source, target, option, name, "--json"]
-    journal = folder / f".{target}.converting" / ".journal"
-    half = nbytes // PORTION_BYTES // 2
     anonymous = resident = 0
     begun = time.monotonic()
-    for kill in [True, False] if half else [False]:
-        with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
-            while process.poll() is None:
-                try:
-                    anonymous = max(anonymous, status(process.pid, "RssAnon"))
-                    resident = max(resident, status(process.pid, "VmHWM"))
-                except OSError:
-                    break  # it has just ended
-                if kill and journal.exists() and journal.read_bytes().count(b"\n") > half:
-                    process.kill()
-                time.sleep(POLL_SECONDS)
-            output = process.communicate()[0]
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None:
+            try:
+                anonymous = max(anonymous, status(process.pid, "RssAnon"))
+                resident = max(resident, status(process.pid, "VmHWM"))
+            except OSError:
+                break  # it has just ended
+            time.sleep(POLL_SECONDS)
+        output = process.communicate()[0]
     result = json.loads(output)
     return {
         "direction": "to" if option == "--to" else "from",
@@ -128,7 +122,6 @@ def _measured(folder: Path, source: str, target: str, option: str, name: str) ->
         "read_mb": nbytes / 1e6,
         "written_mb": _size(folder / target) / 1e6,
         "trajectories": result["written"],
-        "continued": result["continued"],
         "seconds": time.monotonic() - begun,
         "load": os.getloadavg()[0],
     }

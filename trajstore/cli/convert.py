@@ -90,10 +90,9 @@ def _foreign(options: Namespace, out: Output) -> int:
         kind = "of steps" if form.kind == "rollouts" else "of agents"
         have = trajectories(done.left_out, f"{kind} was left out", f"{kind} were left out")
         out.line(f"{options.source}: {have}; {form.name} has {form.kind}")
-    continued = f", {done.continued:,} of them by an interrupted conversion" if done.continued else ""
     by = f"and {listed(done.checked_by)}" if done.checked_by else "alone"
     checked = "" if done.checked is None else f", {done.checked:,} compared, read by trajstore {by}"
-    out.line(f"{done.target}: {counted(done.written, form.kind[:-1])}{continued}{checked}")
+    out.line(f"{done.target}: {counted(done.written, form.kind[:-1])}{checked}")
     return int(not done.is_whole)
 
 
@@ -102,8 +101,8 @@ COMMAND = Command(
     summary="write rollouts and episodes as files of other programs, read such files, or change a store's format",
     description=(
         "Write a store's rollouts or episodes as files of another program (--to), or make a store of such files "
-        "(--from). Fields without a place in the format are listed. DST appears when it is complete; run an "
-        "interrupted command again to continue it. The formats jsonl and parquet keep every field of rollouts, with "
+        "(--from). Fields without a place in the format are listed. DST appears when it is complete. The formats jsonl "
+        "and parquet keep every field of rollouts, with "
         "late values; chat is OpenAI's; trl and verl are Parquet files for these trainers. Between stores (--to pt, "
         f"pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes a store. {LEFT_OUT}"
     ),

@@ -48,22 +48,19 @@ _SOURCES = {"user": "user", "assistant": "agent"}
 
 
 class _Writer(FilesWriter):
-    """Writes a file for each rollout; the mark is their number."""
+    """Writes a file for each rollout."""
 
-    def __init__(self, path: Path, mark: int | None) -> None:
-        self._path, self._count = path, mark or 0
-        path.mkdir(exist_ok=True)
-        for file in sorted(path.iterdir())[self._count :]:
-            file.unlink()
+    def __init__(self, path: Path) -> None:
+        self._path, self._count = path, 0
+        path.mkdir()
 
     def encode(self, rollout: AgentTrajectory, facts: Mapping[str, Any]) -> bytes:
         return orjson.dumps(_document(rollout))
 
-    def append(self, encoded: Sequence[bytes]) -> int:
+    def append(self, encoded: Sequence[bytes]) -> None:
         for content in encoded:
             append_durably(self._path / f"{self._count:08d}.json", [content])
             self._count += 1
-        return self._count
 
 
 def _document(rollout: AgentTrajectory) -> Row:
@@ -359,7 +356,7 @@ FORMATS = (
         (),
         ("which trajectory a subagent is embedded in",),
         _read,
-        lambda path, mark, _: _Writer(path, mark),
+        lambda path, _: _Writer(path),
         lambda path: Second("Python's json", _read(path, python_json).items),
     ),
 )

@@ -273,7 +273,7 @@ FORMATS = (
         _CANNOT_CARRY,
         (),
         partial(read_lines, trajectory_of=_of_line),
-        lambda path, mark, _: LinesWriter(path, mark, _line_of),
+        lambda path, _: LinesWriter(path, _line_of),
         partial(lines_again, trajectory_of=_of_line),
     ),
     Format(
@@ -282,7 +282,7 @@ FORMATS = (
         _CANNOT_CARRY,
         (),
         partial(read_parquet, trajectory_of=_of_trl, plain=True),
-        lambda path, mark, _: PartsWriter(path, mark, _trl_row, _trl_schema()),
+        lambda path, _: PartsWriter(path, _trl_row, _trl_schema()),
         partial(parquet_again, read=partial(read_parquet, trajectory_of=_of_trl, plain=True)),
     ),
     Format(
@@ -291,7 +291,7 @@ FORMATS = (
         _CANNOT_CARRY,
         ("reward_model.style",),
         _read_verl,
-        lambda path, mark, _: PartsWriter(path, mark, _verl_row, _verl_schema()),
+        lambda path, _: PartsWriter(path, _verl_row, _verl_schema()),
         partial(parquet_again, read=_read_verl),
     ),
 )

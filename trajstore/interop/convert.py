@@ -1,27 +1,23 @@
 """Convert stores to files of other programs, and such files to stores.
 
-A source yields items with stable keys, a writer writes them in portions, and each durable portion is noted in a
-journal. All of it is made in a hidden, locked folder beside the target and renamed once complete. A killed conversion
-continues from its journal when it is run again.
+A source yields items with stable keys, and a writer writes them in portions, in a hidden, locked folder beside the
+target, which is renamed once complete. A killed conversion leaves that folder, which the next one deletes.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib
-import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from hashlib import blake2b
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from trajstore._core.base.arguments import one_of, text
@@ -57,7 +53,6 @@ from trajstore.interop.formats import (
     Selection,
     Source,
     Writer,
-    append_durably,
     damaged,
 )
 from trajstore.operations.opening import open_readable
@@ -75,9 +70,6 @@ _MODULES = {
 
 FORMATS = tuple(_MODULES)
 """Names of the formats."""
-
-_BEGINNING = 1 << 16
-"""Bytes of a source's file that its digest covers, beside its size and time."""
 
 _PORTION_BYTES = 16 << 20
 _PORTION_ITEMS = 256
@@ -106,7 +98,6 @@ class Converted:
         cannot_carry: fields that the format loses, as it declares them.
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
-        continued: how many of them an interrupted conversion had written.
         left_out: number of trajectories of the other kind.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
@@ -118,7 +109,6 @@ class Converted:
     cannot_carry: tuple[str, ...]
     written: int = 0
     lost: list[str] = field(default_factory=list)
-    continued: int = 0
     left_out: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
@@ -168,8 +158,7 @@ def convert_to(
 ) -> Converted:
     """Write the rollouts or episodes of a store, checkpoint or run directory as files of another program.
 
-    They are written oldest first. Unreadable ones are named and left out. The target appears once complete; an
-    interrupted conversion continues when it is called again with the same arguments.
+    They are written oldest first. Unreadable ones are named and left out. The target appears once complete.
 
     Args:
         source: path or URL.
@@ -186,7 +175,7 @@ def convert_to(
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
         TrajstoreError: the source cannot be opened.
-        StoreWriteError: the target cannot be written; call again to continue.
+        StoreWriteError: the target cannot be written.
     """
     for name, value in (("where", where), ("pin", pin)):
         if value is not None:
@@ -199,9 +188,8 @@ def convert_to(
     if nested(LocalDirectory(path), open_directory(source)):
         raise ConfigurationError(f"convert: {path} is in the source; name another target")
     result = Converted(str(path), form.cannot_carry)
-    identity = {"source": str(source), "to": form.name, "where": where, "pin": pin}
     reader, result.damage = open_readable(source, pin, verify_shards=True)
-    with reader, _staging(path, identity | {"content": _content_of(reader)}) as staging:
+    with reader, _staging(path) as made:
         query = reader.query() if where is None else reader.query().where(where)
         selection = Selection(reader, query)
         rows = query.select("trajectory_id", "kind", "committed").rows()
@@ -211,12 +199,10 @@ def convert_to(
             other = "rollouts" if form.kind == "episodes" else "blocks of steps"
             raise ConfigurationError(f"convert: {source}: {form.name} takes {form.kind}; there are only {other}")
         items = Source(_stored(reader, wanted, form.kind), len(wanted))
-        with closing(write(staging.made, staging.mark, selection)) as writer:
-            _write(items, writer, staging, result, progress)
+        with closing(write(made, selection)) as writer:
+            _write(items, writer, result, progress)
         if check and form.read is not None:
-            with staging.begun_again_if_damaged():
-                _check(lambda: _stored(reader, wanted, form.kind), form, staging.made, result, True)
-        staging.publish()
+            _check(lambda: _stored(reader, wanted, form.kind), form, made, result, True)
     return result
 
 
@@ -233,8 +219,7 @@ def convert_from(
 ) -> Converted:
     """Make a store of files of another program.
 
-    Damaged items are named and left out. Ids and commit times are new. The store appears once complete; an interrupted
-    conversion continues when it is called again with the same arguments.
+    Damaged items are named and left out. Ids and commit times are new. The store appears once complete.
 
     Args:
         source: file or folder.
@@ -251,7 +236,7 @@ def convert_from(
             empty, or no item could be converted; names the first.
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
-        StoreWriteError: the target cannot be written; call again to continue.
+        StoreWriteError: the target cannot be written.
     """
     form = format_named(format_name)
     if form.read is None:
@@ -262,42 +247,19 @@ def convert_from(
         raise StoreNotFoundError(f"{origin}: no such file or folder")
     result = Converted(str(path), form.not_read)
     items = form.read(origin)
-    identity = {"source": str(origin), "from": form.name, "format": trajectory_format, "content": _digest_of(origin)}
-    with _staging(path, identity) as staging:
-        with closing(_StoreWriter(staging.made, staging.mark, trajectory_format, store_frames_once)) as writer:
-            _write(items, writer, staging, result, progress)
+    with _staging(path) as made:
+        with closing(_StoreWriter(made, trajectory_format, store_frames_once)) as writer:
+            _write(items, writer, result, progress)
         if not result.written:
             reasons = [f"{key}: {why}" for key, why in result.problems.items()]
             found = f"nothing could be converted: {listed(reasons, 3)}" if reasons else f"has no {form.kind}"
             raise ConfigurationError(f"{origin}: {found}")
         if check:
-            with TrajectoryReplayBuffer.open(staging.made, verify_shards=True) as reader:
+            with TrajectoryReplayBuffer.open(made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
-                with staging.begun_again_if_damaged():  # episodes are whole trajectories here
-                    _check(lambda: _stored(reader, rows, "rollouts"), form, origin, result, False)
-        staging.publish()
+                # episodes are whole trajectories here
+                _check(lambda: _stored(reader, rows, "rollouts"), form, origin, result, False)
     return result
-
-
-def _content_of(reader: Reader) -> Any:
-    """Return what changes when stored trajectories are corrected, evicted or replaced, but not when some are added."""
-    catalogs = reader._live.catalogs_by_rank().items()
-    return {
-        str(rank): [catalog.store_id, catalog.notes.newest_generation, catalog.next_id - len(catalog.index)]
-        for rank, catalog in catalogs
-    } or blake2b(np.sort(reader._uuids).tobytes(), digest_size=16).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    """Return a digest of the names, sizes, times and beginnings of a file, or of the files in a folder."""
-    digest = blake2b(digest_size=16)
-    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        if file.is_file():
-            status = file.stat()
-            digest.update(f"{file.relative_to(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_BEGINNING))
-    return digest.hexdigest()
 
 
 def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
@@ -321,39 +283,25 @@ def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> It
 # -- writing ------------------------------------------------------------------------------------------
 
 
-def _write(source: Source, writer: Writer, staging: _Staging, result: Converted, progress: Progress) -> None:
-    """Write the items that the journal does not have, in portions; record those that cannot be written."""
-    result.problems = dict(staging.problems)
-    result.written = result.continued = staging.written
-    fresh: dict[str, str] = {}
-    lost = staging.lost
+def _write(source: Source, writer: Writer, result: Converted, progress: Progress) -> None:
+    """Write the items in portions; record those that cannot be written."""
+    lost: set[str] = set()
 
-    def encoded() -> Iterator[tuple[str, Any, int, int]]:
+    def encoded() -> Iterator[tuple[Any, int, int]]:
         for item in source.items:
-            if _digest(item.key) in staging.seen:
-                continue
             try:
                 trajectory = item.load()
                 lost.update(filter(None, (_field_of(name, result.cannot_carry) for name, _ in _leaves(trajectory))))
-                yield item.key, writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
+                yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
-                fresh[item.key] = str(error)
+                result.problems[item.key] = str(error)
 
-    for portion, _ in portions(encoded(), _PORTION_BYTES, lambda entry: entry[2], most=_PORTION_ITEMS):
-        keys = [key for key, *_ in portion]
-        mark = writer.append([content for _, content, *_ in portion])
-        staging.note(keys, mark, fresh)
-        result.problems |= fresh
-        fresh.clear()
-        result.written += len(keys)
-        progress(portion[-1][3], source.total)
-    result.problems |= fresh
+    for portion, _ in portions(encoded(), _PORTION_BYTES, lambda entry: entry[1], most=_PORTION_ITEMS):
+        writer.append([content for content, *_ in portion])
+        result.written += len(portion)
+        progress(portion[-1][2], source.total)
     result.lost = [name for name in result.cannot_carry if name in lost]
     writer.finish()
-
-
-def _digest(key: str) -> bytes:
-    return blake2b(key.encode(), digest_size=8).digest()
 
 
 def _nbytes(value: Any) -> int:
@@ -368,11 +316,9 @@ def _nbytes(value: Any) -> int:
 
 
 class _StoreWriter:
-    """Writes a store; the mark is the step of a saved point, which is the number of trajectories."""
+    """Writes a store."""
 
-    def __init__(self, path: Path, mark: int | None, trajectory_format: str, once: bool) -> None:
-        if mark is None:
-            shutil.rmtree(path, ignore_errors=True)
+    def __init__(self, path: Path, trajectory_format: str, once: bool) -> None:
         self._buffer = TrajectoryReplayBuffer(
             auto_save=True,
             auto_save_path=path,
@@ -380,9 +326,6 @@ class _StoreWriter:
             enable_cache=False,
             store_frames_once=once,
         )
-        self._count = mark or 0
-        if mark is not None and self._buffer.points.saved:  # finish, which removes the points, may have been killed
-            self._buffer.points.rollback(mark, aside=False)
 
     def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> AnyTrajectory:
         try:
@@ -391,99 +334,15 @@ class _StoreWriter:
             raise InvalidTrajectoryError(str(error)) from error
         return trajectory
 
-    def append(self, encoded: Sequence[AnyTrajectory]) -> int:
+    def append(self, encoded: Sequence[AnyTrajectory]) -> None:
         self._buffer.add_trajectories(encoded)
-        self._count += len(encoded)
-        self._buffer.points.save(self._count, keep=2)  # a kill before the journal's line goes back to the one before
-        return self._count
+        self._buffer.flush()
 
     def finish(self) -> None:
-        for point in self._buffer.points.saved:
-            self._buffer.points.remove(point.step)
-        self._buffer.flush()
+        """Do nothing: each portion is complete."""
 
     def close(self) -> None:
         self._buffer.close()
-
-
-class _Staging:
-    """The folder in which a target is made, with the journal of its durable portions.
-
-    Attributes:
-        made: path of the target while it is made.
-        mark: of the last durable portion; None if there is none.
-        written: number of items written.
-        seen: digests of the keys written and of those that cannot be.
-        lost: names of the fields lost so far.
-        problems: reasons by key.
-    """
-
-    def __init__(self, folder: Path, target: Path, identity: Mapping[str, Any]) -> None:
-        self.made = folder / target.name
-        self.mark: Any = None
-        self.written = 0
-        self.seen: set[bytes] = set()
-        self.lost: set[str] = set()
-        self.problems: dict[str, str] = {}
-        self._target = target
-        self._journal = folder / ".journal"
-        lines = self._lines()
-        if lines and lines[0] != identity:
-            same = lines[0] | {"content": None} == {**identity, "content": None}
-            what = "an interrupted conversion, whose source changed since" if same else "another conversion"
-            logger.warning("%s: deleting the leftovers of %s; it begins again", folder, what)
-            self.clear()
-            lines = []
-        if not lines:
-            append_durably(self._journal, [json.dumps(identity).encode() + b"\n"])
-        for line in lines[1:]:
-            self.mark = line["mark"]
-            self.written += len(line["keys"])
-            self.problems |= line["problems"]
-            self.lost.update(line["lost"])
-            self.seen.update(map(_digest, [*line["keys"], *line["problems"]]))
-
-    def _lines(self) -> list[Any]:
-        """Return the whole lines of the journal; cut off a torn one."""
-        lines: list[Any] = []
-        if self._journal.exists():
-            with self._journal.open("r+b") as file:
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        file.seek(-len(line), os.SEEK_END)
-                        file.truncate()
-                        break
-                    lines.append(json.loads(line))
-        return lines
-
-    def note(self, keys: Sequence[str], mark: Any, problems: Mapping[str, str]) -> None:
-        """Record a durable portion; marks may have NaN."""
-        line = {"keys": keys, "mark": mark, "problems": problems, "lost": sorted(self.lost)}
-        append_durably(self._journal, [json.dumps(line).encode() + b"\n"])
-        self.mark = mark
-
-    @contextmanager
-    def begun_again_if_damaged(self) -> Iterator[None]:
-        """Keep nothing for a repeated conversion if the check within finds a difference."""
-        try:
-            yield
-        except CorruptStoreError:
-            self.mark = None
-            raise
-
-    def clear(self) -> None:
-        """Delete everything in the folder."""
-        for path in self._journal.parent.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-    def publish(self) -> None:
-        """Rename the target into place; never replace anything."""
-        if self.made.is_dir():
-            _sync(self.made)
-        _check_absent(self._target)
-        self.made.rename(self._target)
-        _sync(self._target.parent)
-        self.clear()
 
 
 def _check_absent(target: Path) -> None:
@@ -492,34 +351,35 @@ def _check_absent(target: Path) -> None:
 
 
 @contextmanager
-def _staging(target: Path, identity: Mapping[str, Any]) -> Iterator[_Staging]:
-    """Yield the locked folder for a target. It stays if a portion was written and the target was not published."""
+def _staging(target: Path) -> Iterator[Path]:
+    """Yield the path at which a target is made, in a locked hidden folder; rename it into place at the end."""
     folder = target.parent / hidden(target.name, ".converting")
-    with ExitStack() as stack, written(f": {target} was not written; run the same conversion again to continue"):
+    with ExitStack() as stack, written(f": {target} was not written; run the same conversion again"):
         if not target.parent.is_dir():
             raise ConfigurationError(f"convert: {target.parent} is not a folder")
-        exists = target.is_symlink() or target.exists()
-        if not (exists and not folder.exists()):
-            folder.mkdir(exist_ok=True)
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, descriptor)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ConfigurationError(f"convert: another process is writing {target}") from error
-        if exists:  # a kill after the rename leaves an empty folder
-            shutil.rmtree(folder, ignore_errors=True)
-            _check_absent(target)
-        staging = _Staging(folder, target, identity)
+        _check_absent(target)
+        folder.mkdir(exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        stack.callback(os.close, descriptor)
         try:
-            yield staging
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigurationError(f"convert: another process is writing {target}") from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        for leftover in folder.iterdir():  # of a killed conversion
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        made = folder / target.name
+        try:
+            yield made
+            if made.is_dir():
+                _sync(made)
+            _check_absent(target)
+            made.rename(target)
+            _sync(target.parent)
         except KeyboardInterrupt as error:
             if target.exists():
                 raise KeyboardInterrupt(f"interrupted, but {target} is complete") from error
             raise
-        finally:
-            if staging.mark is None or target.exists():
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

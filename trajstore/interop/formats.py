@@ -80,7 +80,7 @@ class Source:
 
 
 class Writer(Protocol):
-    """Writes files of a format. Made with the mark of the last durable portion, or None, it removes later data."""
+    """Writes files of a format."""
 
     def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
         """Return the content of a trajectory as it is written.
@@ -93,8 +93,8 @@ class Writer(Protocol):
             InvalidTrajectoryError: the format cannot have this trajectory; says why.
         """
 
-    def append(self, encoded: Sequence[Any]) -> Any:
-        """Write a portion durably; return a mark as JSON."""
+    def append(self, encoded: Sequence[Any]) -> None:
+        """Write a portion durably."""
 
     def finish(self) -> None:
         """Complete the files."""
@@ -146,7 +146,7 @@ class Format:
             ``late values`` those set by :func:`trajstore.annotate`.
         not_read: parts of these files that are lost in a store.
         read: reads a file or folder; None if the format can only be written.
-        write: makes a writer of (path, mark, selection); None if the format can only be read.
+        write: makes a writer of (path, selection); None if the format can only be read.
         second: reads by another program. Raises ``ImportError`` if it is not installed.
     """
 
@@ -155,7 +155,7 @@ class Format:
     cannot_carry: tuple[str, ...]
     not_read: tuple[str, ...]
     read: Callable[[Path], Source] | None = None
-    write: Callable[[Path, Any, Selection], Writer] | None = None
+    write: Callable[[Path, Selection], Writer] | None = None
     second: Callable[[Path], Second] | None = None
 
 
@@ -192,44 +192,38 @@ class FilesWriter:
 
 
 class LinesWriter(FilesWriter):
-    """Writes JSON lines; the mark is the size of the file."""
+    """Writes JSON lines."""
 
-    def __init__(self, path: Path, mark: int | None, row_of: Encode) -> None:
+    def __init__(self, path: Path, row_of: Encode) -> None:
         self._path = path
         self._row_of = row_of
-        with path.open("ab") as file:
-            file.truncate(mark or 0)
+        path.touch()
 
     def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> bytes:
         return orjson.dumps(self._row_of(trajectory, facts)) + b"\n"
 
-    def append(self, encoded: Sequence[bytes]) -> int:
+    def append(self, encoded: Sequence[bytes]) -> None:
         append_durably(self._path, encoded)
-        return self._path.stat().st_size
 
 
 class PartsWriter(FilesWriter):
-    """Writes a folder of Parquet files, one for each portion; the mark is their number."""
+    """Writes a folder of Parquet files, one for each portion."""
 
-    def __init__(self, path: Path, mark: int | None, row_of: Encode, schema: dict[str, Any]) -> None:
+    def __init__(self, path: Path, row_of: Encode, schema: dict[str, Any]) -> None:
         self._path = path
         self._row_of = row_of
         self._schema = schema
-        self._count = mark or 0
-        path.mkdir(exist_ok=True)
-        for part in path.iterdir():
-            if int(part.stem.removeprefix("part-")) >= self._count:
-                part.unlink()
+        self._count = 0
+        path.mkdir()
 
     def encode(self, trajectory: AnyTrajectory, facts: Mapping[str, Any]) -> Row:
         return self._row_of(trajectory, facts)
 
-    def append(self, encoded: Sequence[Row]) -> int:
+    def append(self, encoded: Sequence[Row]) -> None:
         part = BytesIO()  # Polars reports a full disk as one of its own errors
         polars().DataFrame(encoded, schema=self._schema).write_parquet(part)
         append_durably(self._path / f"part-{self._count:05d}.parquet", [part.getbuffer()])
         self._count += 1
-        return self._count
 
 
 def _load(trajectory_of: Callable[[Row], AnyTrajectory], row: Row) -> AnyTrajectory:

@@ -60,7 +60,6 @@ _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 _FILE = "chunk-{:03d}/file-{:03d}.parquet"
 
-_META = ("info.json", "stats.json", "tasks.parquet")
 """Files that complete a data set."""
 
 _BY_STEP = "trajstore/task_by_step"
@@ -82,12 +81,12 @@ def _pillow() -> Any:
 
 
 class _Writer(FilesWriter):
-    """Writes a data set; the mark has what ``meta`` is made of."""
+    """Writes a data set."""
 
-    def __init__(self, path: Path, mark: dict[str, Any] | None) -> None:
+    def __init__(self, path: Path) -> None:
         pyarrow_modules()  # a missing package is reported before anything is written
         self._path = path
-        new: dict[str, Any] = {
+        self._made: dict[str, Any] = {  # what ``meta`` is made of
             "files": 0,
             "episodes": 0,
             "frames": 0,
@@ -96,14 +95,8 @@ class _Writer(FilesWriter):
             "fps": None,
             "stats": {},
         }
-        self._mark = mark or new
         for folder in ("data", "meta/episodes"):
-            (path / folder).mkdir(parents=True, exist_ok=True)
-            for number, file in enumerate(sorted((path / folder).rglob("*.parquet"))):
-                if number >= self._mark["files"]:
-                    file.unlink()
-        for name in _META:
-            (path / "meta" / name).unlink(missing_ok=True)
+            (path / folder).mkdir(parents=True)
 
     def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> dict[str, Any]:
         seen = dict(trajectory.curr_obs)
@@ -131,13 +124,13 @@ class _Writer(FilesWriter):
         shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
         fps = trajectory.forward_inputs.get("fps")
         fps = None if fps is None else float(fps)
-        if self._mark["features"] is None:
+        if self._made["features"] is None:
             if fps is None:
                 logger.warning(
                     "convert: %s: no forward_inputs.fps: time stamps are of %g frames a second", self._path, _FPS
                 )
-            self._mark |= {**shapes, "fps": fps or _FPS, "states": renamed}
-        elif {name: self._mark[name] for name in shapes} != shapes or (fps or _FPS) != self._mark["fps"]:
+            self._made |= {**shapes, "fps": fps or _FPS, "states": renamed}
+        elif {name: self._made[name] for name in shapes} != shapes or (fps or _FPS) != self._made["fps"]:
             raise InvalidTrajectoryError("its features or frames a second differ from those of the first episode")
         columns = {
             name: value if (images := _channels_last(value)) is None else [_png(image) for image in images]
@@ -145,24 +138,24 @@ class _Writer(FilesWriter):
         }
         return {"tasks": tasks, "by_step": tasks is task, "columns": columns, "stats": _statistics(values)}
 
-    def append(self, encoded: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        pl, mark = polars(), self._mark
+    def append(self, encoded: Sequence[dict[str, Any]]) -> None:
+        pl, made = polars(), self._made
         texts = [text for item in encoded for text in item["tasks"]]
-        mark["tasks"] = list(dict.fromkeys([*mark["tasks"], *texts]))
-        places = {text: place for place, text in enumerate(mark["tasks"])}
+        made["tasks"] = list(dict.fromkeys([*made["tasks"], *texts]))
+        places = {text: place for place, text in enumerate(made["tasks"])}
         lengths = [len(item["tasks"]) for item in encoded]
         frames = np.concatenate([np.arange(length) for length in lengths])
-        numbers = np.arange(mark["episodes"], mark["episodes"] + len(encoded))
+        numbers = np.arange(made["episodes"], made["episodes"] + len(encoded))
         data = {
-            **{name: _joined(name, [item["columns"][name] for item in encoded]) for name in mark["features"]},
-            "timestamp": (frames / mark["fps"]).astype(np.float32),
+            **{name: _joined(name, [item["columns"][name] for item in encoded]) for name in made["features"]},
+            "timestamp": (frames / made["fps"]).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.repeat(numbers, lengths),
-            "index": mark["frames"] + np.arange(len(frames)),
+            "index": made["frames"] + np.arange(len(frames)),
             "task_index": [places[text] for text in texts],
         }
-        chunk = divmod(mark["files"], _CHUNK)
-        ends = [mark["frames"] + end for end in accumulate(lengths)]
+        chunk = divmod(made["files"], _CHUNK)
+        ends = [made["frames"] + end for end in accumulate(lengths)]
         episodes = {
             "episode_index": numbers,
             "tasks": [list(dict.fromkeys(item["tasks"])) for item in encoded],
@@ -183,39 +176,38 @@ class _Writer(FilesWriter):
             pl.DataFrame(table).write_parquet(part)
             append_durably(file, [part.getbuffer()])
         for item in encoded:
-            _add(mark["stats"], item["stats"])
-        mark["files"] += 1
-        mark["episodes"] += len(encoded)
-        mark["frames"] += len(frames)
-        return mark
+            _add(made["stats"], item["stats"])
+        made["files"] += 1
+        made["episodes"] += len(encoded)
+        made["frames"] += len(frames)
 
     def finish(self) -> None:
-        mark, meta = self._mark, self._path / "meta"
+        made, meta = self._made, self._path / "meta"
         own = {
             name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None} for name in _OWN
         }
         info = {
             "codebase_version": "v3.0",
             "robot_type": None,
-            "total_episodes": mark["episodes"],
-            "total_frames": mark["frames"],
-            "total_tasks": len(mark["tasks"]),
+            "total_episodes": made["episodes"],
+            "total_frames": made["frames"],
+            "total_tasks": len(made["tasks"]),
             "chunks_size": _CHUNK,
             "data_files_size_in_mb": 100,
             "video_files_size_in_mb": 200,
-            "fps": int(fps) if (fps := mark["fps"] or _FPS) == int(fps) else fps,
-            "splits": {"train": f"0:{mark['episodes']}"},
+            "fps": int(fps) if (fps := made["fps"] or _FPS) == int(fps) else fps,
+            "splits": {"train": f"0:{made['episodes']}"},
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
             "video_path": None,
-            "features": {**(mark["features"] or {}), **own},
-            "trajstore": {"states": mark.get("states", False), "scalars": mark.get("scalars", [])},
+            "features": {**(made["features"] or {}), **own},
+            "trajstore": {"states": made.get("states", False), "scalars": made.get("scalars", [])},
         }
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
-        stats = {name: _summary(sums) for name, sums in mark["stats"].items()}
+        stats = {name: _summary(sums) for name, sums in made["stats"].items()}
         append_durably(meta / "stats.json", [json.dumps(stats, indent=2).encode()])  # NaN stays, as LeRobot writes it
         part, (arrow, parquet) = BytesIO(), pyarrow_modules()
         tasks = arrow.table(
-            {"task_index": range(len(mark["tasks"])), "task": arrow.array(mark["tasks"], arrow.string())}
+            {"task_index": range(len(made["tasks"])), "task": arrow.array(made["tasks"], arrow.string())}
         )
         parquet.write_table(tasks.replace_schema_metadata({"pandas": _PANDAS}), part)
         append_durably(meta / "tasks.parquet", [part.getbuffer()])
@@ -541,7 +533,7 @@ FORMATS = (
         ),
         ("robot_type", "splits", "names of features", "subtasks", "time stamps that are not frame_index / fps"),
         _read,
-        lambda path, mark, _: _Writer(path, mark),
+        lambda path, _: _Writer(path),
         _by_lerobot,
     ),
 )

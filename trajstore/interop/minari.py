@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from io import BytesIO
@@ -116,15 +115,13 @@ def _series(name: str, value: Any) -> Any:
 
 
 class _Writer(FilesWriter):
-    """Writes a data set; the mark has the numbers of episodes and steps, and the spaces."""
+    """Writes a data set."""
 
-    def __init__(self, path: Path, mark: dict[str, Any] | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path, self._data = path, path / "data"
-        self._mark = mark or {"episodes": 0, "steps": 0, "spaces": None}
-        self._data.mkdir(parents=True, exist_ok=True)
-        for folder in self._data.iterdir():
-            if not folder.name.isdigit() or int(folder.name) >= self._mark["episodes"]:
-                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        self._episodes = self._steps = 0
+        self._spaces: dict[str, Any] | None = None  # of the first episode
+        self._data.mkdir(parents=True)
 
     def encode(self, trajectory: Trajectory, facts: Mapping[str, Any]) -> tuple[bytes, dict[str, Any]]:
         for name in _NEEDED:
@@ -149,9 +146,9 @@ class _Writer(FilesWriter):
                 "dones: differ from terminations or truncations, which are all this format has"
             )
         spaces = {"observation_space": _space(observations), "action_space": _space(actions)}
-        if self._mark["spaces"] is None:
-            self._mark["spaces"] = spaces
-        elif spaces != self._mark["spaces"]:
+        if self._spaces is None:
+            self._spaces = spaces
+        elif spaces != self._spaces:
             raise InvalidTrajectoryError(
                 "its observations or actions have other names, shapes or dtypes than the first"
             )
@@ -168,26 +165,24 @@ class _Writer(FilesWriter):
         parquet.write_table(whole.cast(arrow.schema(kinds)), part, row_group_size=steps + 1)
         return part.getvalue(), {"total_steps": steps, _PADDED: padded}
 
-    def append(self, encoded: Sequence[tuple[bytes, dict[str, Any]]]) -> dict[str, Any]:
+    def append(self, encoded: Sequence[tuple[bytes, dict[str, Any]]]) -> None:
         for content, metadata in encoded:
-            number = self._mark["episodes"]
-            folder = self._data / str(number)
+            folder = self._data / str(self._episodes)
             folder.mkdir()
             append_durably(folder / "part-0.parquet", [content])
-            append_durably(folder / "metadata.json", [orjson.dumps({"id": number, **metadata})])
-            self._mark["episodes"] += 1
-            self._mark["steps"] += metadata["total_steps"]
-        return self._mark
+            append_durably(folder / "metadata.json", [orjson.dumps({"id": self._episodes, **metadata})])
+            self._episodes += 1
+            self._steps += metadata["total_steps"]
 
     def finish(self) -> None:
-        spaces = self._mark["spaces"] or {"observation_space": _space({}), "action_space": _space({})}
+        spaces = self._spaces or {"observation_space": _space({}), "action_space": _space({})}
         size = sum(file.stat().st_size for file in self._data.rglob("*") if file.is_file())
         metadata = {
             **{name: orjson.dumps(space).decode() for name, space in spaces.items()},
             "data_format": "parquet",
             "jpeg_encoding": False,
-            "total_episodes": self._mark["episodes"],
-            "total_steps": self._mark["steps"],
+            "total_episodes": self._episodes,
+            "total_steps": self._steps,
             "dataset_size": size / 1e6,
             "dataset_id": self._path.name,
             "minari_version": "0.5.4",
@@ -462,7 +457,7 @@ FORMATS = (
         ),
         ("spaces", "env_spec", "seeds and options of episodes", "metadata of the data set"),
         _read,
-        lambda path, mark, _: _Writer(path, mark),
+        lambda path, _: _Writer(path),
         _by_minari,
     ),
 )

@@ -282,7 +282,7 @@ def _with_late(late: Mapping[str, DataType], rollout: AgentTrajectory, facts: Ma
     return {**facts, **row_of(replace(rollout, notes=by_row), shown)}
 
 
-def _write_lines(path: Path, mark: Any, selection: Selection) -> LinesWriter:
+def _write_lines(path: Path, selection: Selection) -> LinesWriter:
     late = _late_types(selection)
 
     def line_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
@@ -290,13 +290,13 @@ def _write_lines(path: Path, mark: Any, selection: Selection) -> LinesWriter:
         _check_integers(row)
         return row
 
-    return LinesWriter(path, mark, line_of)
+    return LinesWriter(path, line_of)
 
 
-def _write_parquet(path: Path, mark: Any, selection: Selection) -> PartsWriter:
+def _write_parquet(path: Path, selection: Selection) -> PartsWriter:
     late = _late_types(selection)
     schema = _parquet_schema(late, bool((selection.reader.trajectory_ids >= ID_LIMIT).any()))
-    return PartsWriter(path, mark, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
+    return PartsWriter(path, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
 
 
 _read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
