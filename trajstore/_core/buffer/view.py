@@ -21,12 +21,11 @@ from trajstore._core.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore._core.reading.sources import Source, StoreSource
 from trajstore._core.sampling.states import names_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.committed import change_in_run
+from trajstore._core.store.committed import Added, Change, Evicted, change_in_run
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.moves import Moved
-from trajstore._core.store.notes import Noted
+from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, ID_LIMIT
-from trajstore._core.writing.commits import Columns, CommitListener
+from trajstore._core.writing.commits import CommitListener
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError, trajectories
 
 logger = logging.getLogger(__name__)
@@ -322,22 +321,22 @@ class View(CommitListener):
         with contents.lock:
             index.borrow(contents.index, ids)
 
-    def committed(self, commits: Sequence[Columns]) -> None:
-        self._committed = int(commits[-1]["trajectory_id"][-1])
-        try:
-            for columns in commits:
-                self.contents.committed(OWN_SOURCE, columns)
-        except Exception:  # they can still be read from memory
-            logger.exception("a commit that is on disk could not be shown")
+    def changed(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            if isinstance(change, Added):
+                self._committed = int(change.columns["trajectory_id"][-1])
+                try:
+                    self.contents.committed(OWN_SOURCE, change.columns)
+                except Exception:  # they can still be read from memory
+                    logger.exception("a commit that is on disk could not be shown")
+                continue
+            if isinstance(change, Evicted) and self._own_lost:
+                lost = np.array([*self._own_lost], np.int64)
+                self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
+            self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
 
     def to_evict(self) -> Sequence[int]:
         return self.expire(self._committed)
-
-    def moved(self, moved: Moved) -> None:
-        self.locked(lambda contents: contents.moved(OWN_SOURCE, moved, self.own_first))
-
-    def noted(self, noted: Noted) -> None:
-        self.locked(lambda contents: contents.noted(OWN_SOURCE, noted, self.own_first))
 
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
@@ -381,8 +380,7 @@ class View(CommitListener):
         """Hide these trajectories; unknown ids are ignored."""
         if not len(ids):
             return
-        if self._own_lost:
-            self._own_lost -= set(ids)
+        self._own_lost -= set(ids)
 
         def drop(contents: Contents) -> None:
             positions = contents.index.find_many(ids)

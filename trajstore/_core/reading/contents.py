@@ -104,45 +104,44 @@ class Contents:
             self._append(self.index.translated(columns, part.texts))
         self._note_listed()
 
-    def follow(self, number: int, change: Change) -> None:
-        """Apply a commit to a source; with ``lock`` held.
+    def follow(self, source: int, change: Change, first_id: int = 0) -> None:
+        """Apply a commit to a source, of trajectories that do not wait for it here; with ``lock`` held.
 
         Args:
-            number: number of the source.
+            source: number of the source.
             change: the changes of the commit.
+            first_id: lower ids belong to other sources.
         """
         if isinstance(change, Evicted):
-            self.drop(self.index.positions_in(change.ranges))
-            return
-        if isinstance(change, Moved):
-            self.moved(number, change, 0)
-            return
-        if isinstance(change, Noted):
-            self.noted(number, change, 0)
-            return
-        columns = dict(change.columns)
-        columns["slot"] = self._slots_of(number, columns.pop("shard"))
-        self._append(self.index.translated(columns, change.texts))
+            positions = self.index.positions_in(change.ranges)
+            self.drop(positions[self.index.at("trajectory_id", positions) >= first_id])
+        elif isinstance(change, Moved):
+            self._move(source, change, first_id)
+        elif isinstance(change, Noted):
+            self._note(source, change, first_id)
+        else:
+            columns = dict(change.columns)
+            columns["slot"] = self._slots_of(source, columns.pop("shard"))
+            self._append(self.index.translated(columns, change.texts))
 
-    def moved(self, source: int, moved: Moved, first_id: int) -> None:
+    def _move(self, source: int, moved: Moved, first_id: int) -> None:
         """Read trajectories of a source from another of its shards; ids below ``first_id`` belong to other sources."""
-        with self.lock:
-            positions = self.index.find_many(moved.ids.tolist())
-            known = (positions >= 0) & (moved.ids >= first_id)
-            positions, ids = positions[known], moved.ids[known].tolist()
-            if not ids:
-                return
-            slot = self.addresses.add_shard(source, moved.row, len(ids))
-            locations = moved.locations(slot)[known]
-            before = self.index.at("slot", positions)
-            elsewhere = self.addresses.are_memory(before)
-            for at in np.flatnonzero(elsewhere).tolist():
-                before[at] = self._on_disk[ids[at]].table
-                self._on_disk[ids[at]] = RowLocation(*locations[at].tolist())
-            self.index.point(positions[~elsewhere], locations[~elsewhere])
-            self.addresses.leave(before)
+        positions = self.index.find_many(moved.ids.tolist())
+        known = (positions >= 0) & (moved.ids >= first_id)
+        positions, ids = positions[known], moved.ids[known].tolist()
+        if not ids:
+            return
+        slot = self.addresses.add_shard(source, moved.row, len(ids))
+        locations = moved.locations(slot)[known]
+        before = self.index.at("slot", positions)
+        elsewhere = self.addresses.are_memory(before)
+        for at in np.flatnonzero(elsewhere).tolist():
+            before[at] = self._on_disk[ids[at]].table
+            self._on_disk[ids[at]] = RowLocation(*locations[at].tolist())
+        self.index.point(positions[~elsewhere], locations[~elsewhere])
+        self.addresses.leave(before)
 
-    def noted(self, source: int, noted: Noted, first_id: int) -> None:
+    def _note(self, source: int, noted: Noted, first_id: int) -> None:
         """Apply late values of a source's trajectories; ids below ``first_id`` belong to other sources."""
         mine = (noted.ids >= first_id) & (self.index.find_many(noted.ids) >= 0)
         columns = {name: column[mine] for name, column in noted.columns.items()}

@@ -479,7 +479,14 @@ class TrajectoryIndex:
 
     def positions_in(self, ranges: IntArray) -> npt.NDArray[np.intp]:
         """Return the positions of all kept entries whose ids lie in inclusive ranges ``[n, 2]``, oldest first."""
-        return self.first + np.flatnonzero(lie_in(self["trajectory_id"], ranges))
+        ids, (lows, highs) = self["trajectory_id"], ranges.T
+        if not self._ascending or np.any(lows[1:] <= highs[:-1]):
+            return self.first + np.flatnonzero(lie_in(ids, ranges))
+        starts, stops = np.searchsorted(ids, lows), np.searchsorted(ids, highs, "right")
+        counts = stops - starts
+        ends = np.cumsum(counts)
+        positions: npt.NDArray[np.intp] = np.arange(counts.sum()) + np.repeat(self.first + stops - ends, counts)
+        return positions
 
     def drop_oldest(self, count: int) -> None:
         """Drop the ``count`` oldest entries."""

@@ -21,9 +21,10 @@ from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import FULL, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.committed import Change, Evicted
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.late_values import LateValues, check_late_values
-from trajstore._core.store.log_records import ids_in_words, ranges_of, segment_name
+from trajstore._core.store.log_records import id_ranges, ids_in_words, segment_name
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.saved_points import pin_name
 from trajstore._core.writing.commits import (
@@ -58,11 +59,8 @@ _MAX_RECORDS = 20_000
 """The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
 
 
-Show = Callable[[], None]
-"""Notifies the listener of a change."""
-
-Apply = Callable[[], Show]
-"""Applies logged lines to the catalog; returns the notification of the listener."""
+Apply = Callable[[], Sequence[Change]]
+"""Applies logged lines to the catalog; returns the changes, which the listener receives."""
 
 
 class CommitLog:
@@ -181,14 +179,14 @@ class CommitLog:
         if not self.directory.can_append:
             self._segment = segment_name(catalog.generation + 1 + data.count(b"\n"))
         try:
-            show = apply()
+            changes = apply()
         except Exception as error:  # a bug, or out of memory; the files on disk are correct
             logger.exception("%s: committed changes could not be applied", self.directory.url)
             self._out_of_step = error
         else:
-            self._show(show)
+            self._show(partial(self._listener.changed, changes))
 
-    def _show(self, show: Show) -> None:
+    def _show(self, show: Callable[[], None]) -> None:
         try:
             show()
         except Exception as error:  # the change is durable regardless
@@ -254,12 +252,12 @@ class CommitLog:
         if entries:
             listener.make_room(catalog.index, np.concatenate([added.columns["trajectory_id"] for added in entries]))
 
-        def apply() -> Show:
+        def apply() -> Sequence[Change]:
             for shards, added in zip(commits, entries, strict=True):
                 catalog.add([(shard.number, shard.manifest) for shard in shards], added)
                 catalog.generation += 1
                 self._taken_in.add(shards[0].number)
-            return partial(listener.committed, [added.columns for added in entries])
+            return entries
 
         return lines, apply
 
@@ -304,14 +302,14 @@ class CommitLog:
         if not ids:
             return
         catalog = self.catalog
-        ranges = ranges_of(sorted(ids))
+        evicted = Evicted(id_ranges(np.sort(np.array(ids, np.int64))))
 
-        def apply() -> Show:
-            self.evicted_bytes += catalog.evict(np.array(ranges, np.int64))
+        def apply() -> Sequence[Change]:
+            self.evicted_bytes += catalog.evict(evicted.ranges)
             catalog.generation += 1
-            return partial(self._listener.forget, ids)
+            return [evicted]
 
-        self._append(lambda: (evict_line(catalog, ranges), apply), retry)
+        self._append(lambda: (evict_line(catalog, evicted.ranges.tolist()), apply), retry)
         self.garbage.collect(catalog)
 
     def annotate(self, update: LateValues) -> None:
@@ -342,11 +340,11 @@ class CommitLog:
     def _annotate(self, update: LateValues, retry: str) -> None:
         catalog = self.catalog
 
-        def apply() -> Show:
+        def apply() -> Sequence[Change]:
             noted = catalog.annotate(update, catalog.generation + 1)
             catalog.generation += 1
             self.unwritten = [other for other in self.unwritten if other is not update]
-            return partial(self._listener.noted, noted)
+            return [noted]
 
         self._append(lambda: (annotate_line(catalog, update), apply), retry)
         if catalog.notes.has_rows:
@@ -414,10 +412,10 @@ class CommitLog:
         with self.changing():
             catalog = self.catalog
 
-            def apply() -> Show:
+            def apply() -> Sequence[Change]:
                 moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
                 catalog.generation += 1
-                return partial(self._listener.moved, moved)
+                return [moved]
 
             self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), apply))
 

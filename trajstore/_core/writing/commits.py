@@ -9,52 +9,41 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import by_id, starts_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.committed import Added
+from trajstore._core.store.committed import Added, Change
 from trajstore._core.store.index import TrajectoryIndex, renumbered
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import encode_line, manifest_to_json
-from trajstore._core.store.moves import Moved, move_to_json
-from trajstore._core.store.notes import Noted
+from trajstore._core.store.moves import move_to_json
 from trajstore._core.writing.groups import ShardDraft
-
-Columns = Mapping[str, npt.NDArray[Any]]
-"""Index columns of the trajectories of a commit, by ascending id; ``shard`` is their row in the shard table."""
 
 
 class CommitListener:
     """Receives a writer's changes; this base class ignores them.
 
     Methods run with the log's lock held and must not call the writer. Every reported change is durable: an error raised
-    here is logged and changes nothing. If ``forget``, ``moved``, ``noted`` or ``replaced`` raises,
-    ``missed`` is called.
+    here is logged and changes nothing. If ``changed`` or ``replaced`` raises, ``missed`` is called.
     """
 
-    def make_room(self, index: TrajectoryIndex, ids: npt.NDArray[np.int64]) -> None:
+    def make_room(self, index: TrajectoryIndex, ids: IntArray) -> None:
         """Reserve memory in the store's index for entries of these ids."""
         index.reserve(len(ids))
 
-    def committed(self, commits: Sequence[Columns]) -> None:
-        """These trajectories are durable."""
+    def changed(self, changes: Sequence[Change]) -> None:
+        """These changes are durable, as the log's catalog has applied them."""
 
     def to_evict(self) -> Sequence[int]:
         """Return the ids that the retention policy evicts now."""
         return ()
 
     def forget(self, ids: Sequence[int]) -> None:
-        """These trajectories were durably evicted, or are invalid and will never become durable."""
-
-    def moved(self, moved: Moved) -> None:
-        """These trajectories were durably moved to another shard."""
-
-    def noted(self, noted: Noted) -> None:
-        """These trajectories durably received late values."""
+        """These trajectories are invalid and will never become durable."""
 
     def replaced(self) -> None:
         """The catalog's live trajectories were durably replaced, by a saved point or by re-adding data set aside."""
