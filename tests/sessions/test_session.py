@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from pathlib import Path
@@ -277,6 +278,70 @@ def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pyt
         assert len(syncs) == 2  # one for the first, one for all the others
         monkeypatch.undo()
         assert sorted(call.id for call in other.calls()) == sorted(map(str, range(8)))
+
+
+def test_tasks_of_an_event_loop_share_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs: list[int] = []
+    first = threading.Event()
+
+    def sync(descriptor: int) -> None:
+        syncs.append(descriptor)
+        assert first.wait(60)  # the first write ends when all other calls are queued
+
+    async def run(buffer: TrajectoryReplayBuffer) -> None:
+        sessions = [buffer.session("task", f"{number}") for number in range(16)]
+        monkeypatch.setattr(os, "fdatasync", sync)
+        adding = [asyncio.ensure_future(session.add_call_async([1], [2], [-0.5])) for session in sessions]
+        while not syncs:
+            await asyncio.sleep(0)
+        (journal,) = buffer._sink.sessions._journals.values()
+        while len(journal._queue) < len(sessions):
+            await asyncio.sleep(0)
+        with pytest.raises(errors.InvalidCallError, match="session task/0, call bad: sampled_ids"):
+            await sessions[0].add_call_async([1], [-1], call_id="bad")
+        first.set()
+        calls = await asyncio.gather(*adding)
+        assert [session.calls() for session in sessions] == [[call] for call in calls]
+        await sessions[0].add_call_async([1, 2, 3], [4], [-0.5], call_id="next", policy_version=3)
+
+    with opened(tmp_path) as buffer:
+        asyncio.run(run(buffer))
+        assert len(syncs) <= 3  # at most one for the first, one for those that waited for it, one for the last
+        call = buffer.session("task", "0").calls()[1]
+        assert (call.id, call.parent, call.policy_version) == ("next", buffer.session("task", "0").calls()[0], 3)
+
+
+def test_tasks_that_are_cancelled_and_writes_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "one")
+        going = threading.Event()
+
+        async def cancelled() -> None:
+            monkeypatch.setattr(os, "fdatasync", lambda _: going.wait(60))
+            adding = asyncio.ensure_future(session.add_call_async([1], [2], call_id="a"))
+            await asyncio.sleep(0)
+            adding.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await adding
+
+        asyncio.run(cancelled())
+        going.set()  # the loop that asked is closed
+        monkeypatch.undo()
+
+        async def failing() -> None:
+            call = await session.add_call_async([1], [2], call_id="a")
+            with failing_disk(FaultPlan(0, "ENOSPC", lasting=True)):
+                adding = [session.add_call_async([1, 2, 3], [number], call_id=f"{number}") for number in range(4)]
+                failed = await asyncio.gather(*adding, return_exceptions=True)
+            assert all(isinstance(error, errors.StoreWriteError) for error in failed)
+            assert session.calls() == [call]
+            await session.add_call_async([1, 2, 3], [4], call_id="b")
+
+        asyncio.run(failing())
+        assert [call.id for call in session.calls()] == ["a", "b"]
+    with pytest.raises(errors.StoreClosedError):
+        asyncio.run(session.add_call_async([1], [2]))
+    assert [fields["k"] for fields in records(tmp_path) if "k" in fields] == [0, 1]
 
 
 def test_where_there_are_no_sessions(tmp_path: Path) -> None:

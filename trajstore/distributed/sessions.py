@@ -9,7 +9,7 @@ from zlib import crc32
 
 from trajstore._core.sessions.arguments import TakesCalls
 from trajstore._core.sessions.records import decode_call, scan
-from trajstore._core.sessions.tree import Call, CallTree, Tokens
+from trajstore._core.sessions.tree import Call, CallTree
 from trajstore.distributed.actors import Stores
 from trajstore.errors import StoreUnreachableError
 
@@ -37,9 +37,10 @@ class RemoteSession(TakesCalls[str]):
         self.rollout_id = named
         self.id: str = self._ask("id")
 
-    def _add_call(self, prompt: Tokens, sampled: Tokens, *, call_id: str | None, **options: Any) -> str:
-        call_id = call_id or uuid.uuid4().hex[:12]  # so that a repeated attempt is recognized
-        self._ask("add_call", prompt, sampled, options.pop("log_probs"), call_id=call_id, **options)
+    def _add_call(self, **values: Any) -> str:
+        call_id: str = values.pop("call_id") or uuid.uuid4().hex[:12]  # so that a repeated attempt is recognized
+        tokens = values.pop("prompt"), values.pop("sampled"), values.pop("log_probs")
+        self._ask("add_call", *tokens, call_id=call_id, **values)
         return call_id
 
     def incomplete(self, call_id: str, reason: str = "", *, metadata: Mapping[str, Any] | None = None) -> None:

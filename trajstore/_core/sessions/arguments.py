@@ -116,6 +116,33 @@ class TakesCalls(Generic[Added]):
             StoreUnreachableError: the store of a handle has not answered. Add the call again, under the same
                 ``call_id``.
         """
+        values = self._checked(
+            prompt_ids,
+            sampled_ids,
+            log_probs,
+            call_id=call_id,
+            parent=parent,
+            messages=messages,
+            policy_version=policy_version,
+            finish_reason=finish_reason,
+            metadata=metadata,
+        )
+        return self._add_call(**values)
+
+    def _checked(
+        self,
+        prompt_ids: Any,
+        sampled_ids: Any,
+        log_probs: Any = None,
+        *,
+        call_id: str | None = None,
+        parent: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        policy_version: int | None = None,
+        finish_reason: str = "",
+        metadata: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Check the arguments of :meth:`add_call`, and return them for :meth:`_add_call`."""
         with Named(self.task_id, self.rollout_id, call_id):
             prompt, sampled = token_ids("prompt_ids", prompt_ids), token_ids("sampled_ids", sampled_ids)
             if not len(prompt):
@@ -125,24 +152,19 @@ class TakesCalls(Generic[Added]):
             check_kind("metadata", metadata, Mapping, "a dict")
             check_kind("finish_reason", finish_reason, str, "a text")
             more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": finish_reason or ""})
-            about = {
+            return {
+                "prompt": prompt,
+                "sampled": sampled,
+                "call_id": call_id,
+                "parent": parent,
+                "messages": messages,
                 "log_probs": sampled_log_probs(log_probs, len(sampled)),
                 "policy_version": None if policy_version is None else version_number("policy_version", policy_version),
                 "finish_reason": more["finish_reason"],
                 "metadata": more["metadata"],
             }
-        return self._add_call(prompt, sampled, call_id=call_id, parent=parent, messages=messages, **about)
 
-    def _add_call(
-        self,
-        prompt: Tokens,
-        sampled: Tokens,
-        *,
-        call_id: str | None,
-        parent: str | None,
-        messages: Sequence[Mapping[str, Any]] | None,
-        **about: Any,
-    ) -> Added:
+    def _add_call(self, **values: Any) -> Added:
         """Add a call with the checked arguments of :meth:`add_call`."""
         raise NotImplementedError
 

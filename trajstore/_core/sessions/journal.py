@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fcntl
 import os
+import threading
 import uuid
+from collections import deque
+from collections.abc import Iterable
+from queue import SimpleQueue
 
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
-from trajstore._core.base.interrupts import closed_gate
+from trajstore._core.base.interrupts import closed_gate, start_thread
 from trajstore._core.files.descriptors import Descriptor, write_all
 from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.holder import holder_document
@@ -34,22 +40,34 @@ class Entry:
         is_queued: whether a journal has it.
         is_done: whether it is durable, or failed.
         is_next: whether the thread that waits for it writes next.
+        is_awaited: whether a thread waits for it.
         error: why it failed.
         gate: held until the thread that waits for the record shall look again.
+        group: the records that were written with it and whose threads are still to be woken.
+        future: of the event loop in which a task waits for it, if one does.
     """
 
-    __slots__ = ("data", "error", "gate", "is_done", "is_next", "is_queued")
+    __slots__ = ("data", "error", "future", "gate", "group", "is_awaited", "is_done", "is_next", "is_queued")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.is_queued = self.is_done = self.is_next = False
+        self.is_queued = self.is_done = self.is_next = self.is_awaited = False
         self.error: OSError | None = None
         self.gate = closed_gate()
+        self.group: deque[Entry] = deque()
+        self.future: asyncio.Future[None] | None = None
 
     def wake(self) -> None:
         """Let the waiting thread look again; called with ``CallJournal._lock``."""
         if self.gate.locked():
             self.gate.release()
+
+    def wake_following(self) -> None:
+        """Wake the next thread of the group, which wakes the one after it; all at once they would hinder each other."""
+        while self.group:
+            if (entry := self.group.popleft()).is_awaited:
+                entry.wake()
+                return
 
 
 class CallJournal:
@@ -78,6 +96,8 @@ class CallJournal:
         self._is_busy = False  # True: a thread writes, or will at once, and the others need not wait for the lock
         self._is_dirty = False
         self._written: tuple[int, list[Entry]] | None = None  # the size after a write, and its records
+        self._of_tasks: SimpleQueue[Entry | None] = SimpleQueue()  # for the thread that waits in place of tasks
+        self._waiting: threading.Thread | None = None
         self.failures = 0
         self._opened = 0
         self.size = 0
@@ -136,20 +156,45 @@ class CallJournal:
         Raises:
             StoreWriteError: it was not written.
         """
-        while not entry.is_done:
-            if self._is_busy and not entry.is_next and entry.gate.acquire(timeout=_LONGEST):
-                continue
-            with self._writing:
-                self._is_busy = True
-                try:
-                    if not entry.is_done:
-                        self._write()
-                finally:
-                    with self._lock:
-                        self._is_busy = bool(self._queue)
-                        for following in self._queue[:1]:
-                            following.is_next = True
-                            following.wake()
+        entry.is_awaited = True  # before it is seen whether it is done: else it may be passed over
+        try:
+            while not entry.is_done:
+                if self._is_busy and not entry.is_next and entry.gate.acquire(timeout=_LONGEST):
+                    continue
+                with self._writing:
+                    self._is_busy = True
+                    try:
+                        if not entry.is_done:
+                            self._write()
+                    finally:
+                        with self._lock:
+                            self._is_busy = bool(self._queue)
+                            for following in self._queue[:1]:
+                                following.is_next = True
+                                following.wake()
+        finally:
+            entry.is_awaited = False
+            entry.wake_following()
+        self._check_written(entry)
+
+    async def written(self, entry: Entry) -> None:
+        """:meth:`wait`, in a task of an event loop: a thread of the journal waits for the records of all tasks."""
+        entry.future = asyncio.get_running_loop().create_future()
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = threading.Thread(target=self._wait_for_tasks, name="trajstore-calls", daemon=True)
+                start_thread(self._waiting)
+        self._of_tasks.put(entry)
+        if not entry.is_done:
+            await entry.future
+        self._check_written(entry)
+
+    def _wait_for_tasks(self) -> None:
+        while (entry := self._of_tasks.get()) is not None:
+            with contextlib.suppress(StoreWriteError):  # the task raises it
+                self.wait(entry)
+
+    def _check_written(self, entry: Entry) -> None:
         if entry.error is not None:
             raise StoreWriteError(
                 f"{self._root.path / self.name}: {entry.error.strerror or entry.error}: nothing was recorded; try again"
@@ -191,9 +236,13 @@ class CallJournal:
             written = set(entries)
             with self._lock:
                 self._queue = [entry for entry in self._queue if entry not in written]
+                group = deque(entries)
                 for entry in entries:
+                    entry.group = group
                     entry.is_done = True
-                    entry.wake()
+            for entry in entries[:1]:
+                entry.wake_following()
+            _resume_tasks(entries)
             self._is_dirty, self._written = False, None
 
     def _fail(self, error: OSError) -> None:
@@ -204,7 +253,8 @@ class CallJournal:
                 entry.error = error
                 entry.is_done = True
                 entry.wake()
-            self._queue = []
+            failed, self._queue = self._queue, []
+        _resume_tasks(failed)
         self._undo()
 
     def _undo(self) -> None:
@@ -222,3 +272,21 @@ class CallJournal:
         with self._writing:
             if os.getpid() == self._pid:
                 self._file.close()
+                self._of_tasks.put(None)
+
+
+def _resume_tasks(entries: Iterable[Entry]) -> None:
+    """Let the tasks go on that wait for records which are done: each event loop is told once."""
+    futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+    for entry in entries:
+        if entry.future is not None:
+            futures.setdefault(entry.future.get_loop(), []).append(entry.future)
+    for loop, waiting in futures.items():
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            loop.call_soon_threadsafe(_resume, waiting)
+
+
+def _resume(futures: Iterable[asyncio.Future[None]]) -> None:
+    for future in futures:
+        if not future.done():  # cancelled
+            future.set_result(None)

@@ -66,7 +66,33 @@ class Session(TakesCalls[Call]):
     def __repr__(self) -> str:
         return f"Session({self.id}, task_id={self.task_id!r}, rollout_id={self.rollout_id!r})"
 
-    def _add_call(
+    async def add_call_async(self, prompt_ids: Any, sampled_ids: Any, log_probs: Any = None, **about: Any) -> Call:
+        """:meth:`add_call`, from a task of an event loop, which runs other tasks until the call is durable.
+
+        The values are taken over before the first other task runs. A call whose task is cancelled meanwhile may have
+        been added.
+
+        Args:
+            prompt_ids: token ids of the whole prompt ``[P]``.
+            sampled_ids: token ids that the model sampled ``[S]``.
+            log_probs: of the sampled tokens ``[S]``; None if unknown.
+            about: the other arguments of :meth:`add_call`.
+
+        Raises:
+            TrajstoreError: as :meth:`add_call`.
+        """
+        call, entry = self._queued_call(**self._checked(prompt_ids, sampled_ids, log_probs, **about))
+        if entry is not None:
+            await self._journal.written(entry)
+        return call
+
+    def _add_call(self, **values: Any) -> Call:
+        call, entry = self._queued_call(**values)
+        if entry is not None:
+            self._journal.wait(entry)
+        return call
+
+    def _queued_call(
         self,
         prompt: Tokens,
         sampled: Tokens,
@@ -75,7 +101,8 @@ class Session(TakesCalls[Call]):
         parent: str | None,
         messages: Sequence[Mapping[str, Any]] | None,
         **about: Any,
-    ) -> Call:
+    ) -> tuple[Call, Entry | None]:
+        """Return a call, and its record if it may not be durable yet."""
         self._check()
         about["time"] = microseconds()
         with Named(self.task_id, self.rollout_id, call_id), self._lock:
@@ -90,9 +117,7 @@ class Session(TakesCalls[Call]):
                     break
                 if (entry := self._queue(call, failures)) is not None:
                     break
-        if entry is not None:
-            self._journal.wait(entry)
-        return call
+        return call, entry
 
     def incomplete(self, call_id: str, reason: str = "", *, metadata: Mapping[str, Any] | None = None) -> Call:
         """Record that a call happened whose tokens are unknown, and return it when this is durable.

@@ -104,37 +104,33 @@ class Call:
 class _Segment:
     """Consecutive tokens of calls of which each continues the one before."""
 
-    __slots__ = ("branches", "calls", "start", "stops", "tokens")
+    __slots__ = ("branches", "calls", "content", "start", "stops")
 
     def __init__(self, start: int) -> None:
         self.start = start
-        self.tokens = np.zeros(0, np.int32)  # with room to grow
+        self.content = bytearray()  # int32: compared and copied without numpy, which would let other threads run
         self.calls: list[Call] = []
         self.stops: list[int] = []
         self.branches: list[_Segment] = []
 
     def add(self, call: Call) -> None:
-        size = call.stop - self.start
-        if size > len(self.tokens):
-            grown = np.empty(max(size, 2 * len(self.tokens)), np.int32)
-            grown[: len(self.tokens)] = self.tokens
-            self.tokens = grown
-        self.tokens[call.taken - self.start : size] = call.added
+        self.content += call.added.tobytes()
         self.calls.append(call)
         self.stops.append(call.stop)
 
-    def match(self, prompt: Tokens) -> int:
+    def match(self, prompt: Tokens, content: bytes) -> int:
         """Return where a prompt first differs from the segment, at most at the end of either.
 
         Args:
             prompt: equals the tokens before the segment.
+            content: its bytes.
         """
-        size = min(self.stops[-1], len(prompt)) - self.start
-        if size <= 0 or self.tokens[0] != prompt[self.start]:
-            return self.start
-        differs = self.tokens[:size] != prompt[self.start : self.start + size]
-        at = int(differs.argmax())
-        return self.start + (at if differs[at] else size)
+        if content.startswith(self.content, self.start * prompt.itemsize):
+            return self.stops[-1]
+        theirs = prompt[self.start : self.stops[-1]]
+        mine = np.frombuffer(bytes(self.content[: theirs.nbytes]), np.int32)
+        differs = mine != theirs
+        return self.start + (int(differs.argmax()) if differs.any() else len(theirs))
 
 
 class CallTree:
@@ -161,10 +157,11 @@ class CallTree:
         parent: Call | None = None
         base: Call | None = None
         taken = 0
+        content = prompt.tobytes()
         todo = list(self._roots)
         while todo:
             segment = todo.pop()
-            end = segment.match(prompt)
+            end = segment.match(prompt, content)
             todo += [branch for branch in segment.branches if branch.start <= end]
             if end > taken:
                 base, taken = segment.calls[bisect_left(segment.stops, end)], end
