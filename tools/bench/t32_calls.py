@@ -1,9 +1,10 @@
 """T32: a model call of an agent until it is durable, and calls a second, against the stores of two gateways.
 
 64 sessions at once, 30 calls each: 1,200 tokens of system and task, 150 sampled and 350 observed a call. Each session
-adds its calls one after another: here in a thread, in the gateways' stores as a task of their event loops. Tokens are
-lists, as engines answer, and arrays where this is said. With ``rllm_model_gateway`` and ``nemo_gym`` on the path these
-are their own stores, else code that does the same to the disk.
+adds its calls one after another: as a task of an event loop, as in the gateways, and in a thread. Tokens are lists, as
+engines answer, and arrays where this is said. With ``rllm_model_gateway`` and ``nemo_gym`` on the path these are their
+own stores, and the calls come through their interfaces, too; else the stores are code that does the same to the disk.
+What a gateway makes of a call before it is stored is made beforehand.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,44 +27,55 @@ import numpy as np
 from tools.bench.report import Figure, Options
 from tools.bench.timing import Times, percentile, seconds
 from tools.bench.workloads import opened
+from trainer_hooks.integrations.nemo_gym import TokenStore
+from trainer_hooks.integrations.rllm import SessionTraceStore
 
 _FIRST, _SAMPLED, _OBSERVED, _CALLS = 1_200, 150, 350, 30
 
 Call = tuple[str, str, list[int], list[int], list[float]]
 """Ids of session and call, prompt, sampled tokens, log-probs."""
 
+Put = Callable[[Any], Awaitable[None]]
+"""Stores what a gateway makes of a call."""
+
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield the times of a call with 64 sessions at once, rates over those of the gateways' stores, and one alone."""
     sessions = [list(_calls(f"{number}", options.count(_CALLS, 2))) for number in range(options.count(64, 2))]
     count = sum(map(len, sessions))
-    names = {"rLLM's SQLite store": _sqlite, "NeMo Gym's file store": _files}
-    rates: dict[str, list[float]] = {"": []} | {name: [] for name in names}
-    times: list[float] = []
+    gateways = [_rllm(), _nemo_gym()]
+    rates: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for turn in range(max(1, options.repeats // 2)):
         folder = options.folder / f"{turn}"
         folder.mkdir()
-        times, took = _ours(folder / "store", sessions)
-        rates[""].append(count / took)
-        for name, store in names.items():
-            put, about = store(folder)
-            rates[name].append(count / seconds(lambda put=put: asyncio.run(_at_once(put, sessions))))  # type: ignore[misc]
-            names[name] = store
-            rates.setdefault(f"{name}: what", [])[:] = [about]  # type: ignore[list-item]
-    rate = sorted(rates[""])[len(rates[""]) // 2]
-    yield Figure("T32", "a call until durable, 64 sessions at once, p50", 1e3 * percentile(times, 0.5), 20, "ms")
-    yield Figure(
-        "T32",
-        "the same, p99",
-        1e3 * percentile(times, 0.99),
-        100,
-        "ms",
-        details={"calls": count, "calls_per_s": rate},
-    )
-    for name in names:
-        theirs = sorted(rates[name])[len(rates[name]) // 2]
-        details = {"theirs_per_s": theirs, "what": rates[f"{name}: what"][0]}
-        yield Figure("T32", f"calls a second over {name}", rate / theirs, 5, at_least=True, details=details)
+        for name, run in {"tasks": _tasks, "threads": _threads}.items():
+            times[name], took = run(folder / name, sessions)
+            rates.setdefault(name, []).append(count / took)
+        for gateway in gateways:
+            made = [[gateway.made(call) for call in calls] for calls in sessions]
+            rates.setdefault(gateway.name, []).append(count / _stored(gateway.theirs(folder), made))
+            if gateway.ours is not None:
+                with opened(folder / f"for {gateway.name}") as buffer:
+                    rates.setdefault(f"{gateway.name}, ours", []).append(count / _stored(gateway.ours(buffer), made))
+    rate = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
+    for name, what in {"tasks": "", "threads": " from 64 threads"}.items():
+        about = f"a call until durable, 64 sessions at once{what}"
+        p50, p99 = 1e3 * percentile(times[name], 0.5), 1e3 * percentile(times[name], 0.99)
+        yield Figure("T32", f"{about}, p50", p50, 20, "ms", details={"calls_per_s": rate[name]})
+        yield Figure("T32", f"{about}, p99", p99, 100, "ms", details={"calls": count})
+        for gateway in gateways:
+            details = {"theirs_per_s": rate[gateway.name], "what": gateway.what}
+            ratio = rate[name] / rate[gateway.name]
+            target = 5 if name == "tasks" else None
+            yield Figure(
+                "T32", f"calls a second{what} over {gateway.name}", ratio, target, at_least=True, details=details
+            )
+    for gateway in gateways:
+        if gateway.ours is not None:
+            ratio = rate[f"{gateway.name}, ours"] / rate[gateway.name]
+            name = f"calls a second through its interface, over {gateway.name}"
+            yield Figure("T32", name, ratio, None, at_least=True, details={"per_s": rate[f"{gateway.name}, ours"]})
     yield from _alone(options)
 
 
@@ -79,7 +92,7 @@ def _calls(session: str, count: int) -> Iterator[Call]:
         history = [*history, *sampled, *tokens(_OBSERVED)]
 
 
-def _ours(path: Path, sessions: list[list[Call]]) -> tuple[list[float], float]:
+def _threads(path: Path, sessions: list[list[Call]]) -> tuple[list[float], float]:
     """Return the seconds of each call, and of all."""
     times: list[float] = []
     with opened(path) as buffer, ThreadPoolExecutor(len(sessions)) as pool:
@@ -99,62 +112,128 @@ def _ours(path: Path, sessions: list[list[Call]]) -> tuple[list[float], float]:
     return times, took
 
 
-async def _at_once(put: Callable[[Call], Awaitable[None]], sessions: list[list[Call]]) -> None:
-    async def run(calls: list[Call]) -> None:
+def _tasks(path: Path, sessions: list[list[Call]]) -> tuple[list[float], float]:
+    """Return the seconds of each call, and of all."""
+    times: list[float] = []
+    with opened(path) as buffer:
+        opening = {f"{number}": buffer.session("task", f"{number}") for number in range(len(sessions))}
+
+        async def put(call: Call) -> None:
+            session, call_id, prompt, sampled, log_probs = call
+            start = time.perf_counter()
+            await opening[session].add_call_async(prompt, sampled, log_probs, call_id=call_id)
+            times.append(time.perf_counter() - start)
+
+        took = _stored(put, sessions)
+    return times, took
+
+
+def _stored(put: Put, sessions: Sequence[Sequence[Any]]) -> float:
+    """Return the seconds for the calls of all sessions, each session in a task."""
+
+    async def run(calls: Sequence[Any]) -> None:
         for call in calls:
             await put(call)
 
-    await asyncio.gather(*map(run, sessions))
+    async def all_of_them() -> None:
+        await asyncio.gather(*map(run, sessions))
+
+    return seconds(lambda: asyncio.run(all_of_them()))
 
 
-def _sqlite(folder: Path) -> tuple[Callable[[Call], Awaitable[None]], str]:
-    """Return how rLLM's gateway stores a trace, and what does it: a row without ``fsync``."""
+@dataclass(frozen=True)
+class _Gateway:
+    """A gateway's store.
 
-    def document(call: Call) -> dict[str, Any]:
+    Attributes:
+        name: of the store.
+        what: the package, or ``stand-in``.
+        made: returns what the gateway makes of a call.
+        theirs: returns what stores that in a folder.
+        ours: returns what stores that in a buffer, through the gateway's interface; None for a stand-in.
+    """
+
+    name: str
+    what: str
+    made: Callable[[Call], Any]
+    theirs: Callable[[Path], Put]
+    ours: Callable[[Any], Put] | None = None
+
+
+def _rllm() -> _Gateway:
+    """Return rLLM's: a row of SQLite without ``fsync``."""
+
+    def made(call: Call) -> dict[str, Any]:
         session, trace, prompt, sampled, log_probs = call
         return {
             **{"trace_id": trace, "session_id": session, "prompt_token_ids": prompt},
             **{"completion_token_ids": sampled, "logprobs": log_probs},
         }
 
+    def put_in(store: Any) -> Put:
+        return lambda trace: store.store_trace(trace["trace_id"], trace["session_id"], trace)
+
+    name = "rLLM's SQLite store"
     try:
         from rllm_model_gateway.store.sqlite_store import SqliteTraceStore
     except ImportError:
-        database = sqlite3.connect(folder / "traces.db", check_same_thread=False)
-        database.execute("PRAGMA journal_mode=WAL")
-        database.execute("PRAGMA synchronous=NORMAL")
-        database.execute("CREATE TABLE traces (id TEXT PRIMARY KEY, session TEXT, data TEXT)")
-
-        async def insert(call: Call) -> None:
-            def work() -> None:
-                database.execute("INSERT INTO traces VALUES (?, ?, ?)", (call[1], call[0], text))
-                database.commit()
-
-            text = json.dumps(document(call))
-            await asyncio.get_running_loop().run_in_executor(worker, work)
-
-        worker = ThreadPoolExecutor(1)
-        return insert, "stand-in"
-    store = SqliteTraceStore(str(folder / "traces.db"))
-    return lambda call: store.store_trace(call[1], call[0], document(call)), "rllm_model_gateway"
+        return _Gateway(name, "stand-in", made, _sqlite)
+    return _Gateway(
+        name,
+        "rllm_model_gateway",
+        made,
+        lambda folder: put_in(SqliteTraceStore(str(folder / "traces.db"))),
+        lambda buffer: put_in(SessionTraceStore(buffer)),
+    )
 
 
-def _files(folder: Path) -> tuple[Callable[[Call], Awaitable[None]], str]:
-    """Return how NeMo Gym stores an entry, and what does it: a line of a rollout's file, with ``fsync``."""
-    names = ("rollout_id", "model_call_id", "prompt_token_ids", "generation_token_ids", "generation_log_probs")
+def _sqlite(folder: Path) -> Put:
+    database = sqlite3.connect(folder / "traces.db", check_same_thread=False)
+    database.execute("PRAGMA journal_mode=WAL")
+    database.execute("PRAGMA synchronous=NORMAL")
+    database.execute("CREATE TABLE traces (id TEXT PRIMARY KEY, session TEXT, data TEXT)")
+    worker = ThreadPoolExecutor(1)
+
+    async def insert(trace: dict[str, Any]) -> None:
+        def work() -> None:
+            database.execute("INSERT INTO traces VALUES (?, ?, ?)", (trace["trace_id"], trace["session_id"], text))
+            database.commit()
+
+        text = json.dumps(trace)
+        await asyncio.get_running_loop().run_in_executor(worker, work)
+
+    return insert
+
+
+def _nemo_gym() -> _Gateway:
+    """Return NeMo Gym's: a line of a rollout's file, with ``fsync``."""
+    fields = ("rollout_id", "model_call_id", "prompt_token_ids", "generation_token_ids", "generation_log_probs")
+
+    def values(call: Call) -> dict[str, Any]:
+        return dict(zip(fields, call, strict=True))
+
+    name = "NeMo Gym's file store"
     try:
         from nemo_gym.token_id_capture import TokenCaptureStore, TokenEntry
     except ImportError:
+        return _Gateway(name, "stand-in", values, _files)
+    return _Gateway(
+        name,
+        "nemo_gym",
+        lambda call: TokenEntry(**values(call)),
+        lambda folder: TokenCaptureStore(folder / "tokens").put,
+        lambda buffer: TokenStore(buffer).put,
+    )
 
-        def append(call: Call) -> None:
-            with (folder / f"{call[0]}.jsonl").open("ab") as file:
-                file.write(json.dumps(dict(zip(names, call, strict=True))).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
 
-        return lambda call: asyncio.to_thread(append, call), "stand-in"
-    store = TokenCaptureStore(folder / "tokens")
-    return lambda call: store.put(TokenEntry(**dict(zip(names, call, strict=True)))), "nemo_gym"
+def _files(folder: Path) -> Put:
+    def append(entry: dict[str, Any]) -> None:
+        with (folder / f"{entry['rollout_id']}.jsonl").open("ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    return lambda entry: asyncio.to_thread(append, entry)
 
 
 def _alone(options: Options) -> Iterator[Figure]:

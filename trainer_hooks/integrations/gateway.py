@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 _THREADS = 64
-"""Calls that may wait for the disk at once; they share its writes."""
+"""Sessions that may be opened, and records other than calls that may wait for the disk, at once."""
 
 _COPY = "$"
 """Key of an object that stands for a value of the call."""
@@ -45,13 +45,25 @@ class Gateway:
         self._is_own = not isinstance(store, TrajectoryReplayBuffer)
         self._is_closed = False
         self._task_of = task_of
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="trajstore-calls")
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="trajstore-gateway")
+        self._recording: set[asyncio.Future[None]] = set()
 
     def session(self, rollout_id: str) -> Session:
         """Return the session of an id; opened, if there is none."""
         if not rollout_id:
             raise ValueError("rollout id: empty, must be a text")
         return self._sessions.session(self._task_of(rollout_id), rollout_id)
+
+    async def opened(self, rollout_id: str) -> Session:
+        """:meth:`session`, in a thread if it is not open yet.
+
+        Raises:
+            StoreClosedError: after :meth:`close`.
+        """
+        known = self._sessions._known.get((self._task_of(rollout_id), rollout_id))
+        if self._is_closed or known is None or known.state not in ("open", "frozen"):
+            return await self.waited(self.session, rollout_id)
+        return known
 
     def calls(self, rollout_id: str) -> list[Call]:
         """Return the calls of an id, of any process; none if there is no session, or its rollouts were added."""
@@ -105,9 +117,23 @@ class Gateway:
             raise StoreClosedError("the gateway's store was closed; make another")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
+    async def recorded(self, recording: Coroutine[Any, Any, None]) -> None:
+        """Run the recording of a call, which :meth:`flush` waits for."""
+        task = asyncio.ensure_future(recording)
+        self._recording.add(task)
+        task.add_done_callback(self._recording.discard)
+        await task
+
+    async def flush(self) -> None:
+        """Return when the calls that this event loop is recording are durable, or were refused."""
+        here = asyncio.get_running_loop()
+        if recording := [each for each in self._recording if each.get_loop() is here]:
+            await asyncio.wait(recording)
+
     async def close(self) -> None:
         """Wait for running calls, and release the store; open sessions stay in it."""
         self._is_closed = True
+        await self.flush()
         await asyncio.to_thread(self._pool.shutdown)
         if self._is_own:
             self._sessions.close()
@@ -127,7 +153,7 @@ def shortened(value: Any, copies: Mapping[str, Any]) -> Any:
     """
     if isinstance(value, list | dict) and value:
         for name, copy in copies.items():
-            if type(copy) is type(value) and len(copy) == len(value) and copy == value:
+            if copy is value or (type(copy) is type(value) and len(copy) == len(value) and copy == value):
                 return {_COPY: name}
     if isinstance(value, list):
         # The longest lists are numbers, and have no copies inside.

@@ -5,7 +5,7 @@ Written for NeMo Gym 0.5, whose interfaces are in ``nemo_gym.token_id_capture.pr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer_hooks.integrations.gateway import Gateway, is_exact
 from trajstore import Session
@@ -43,32 +43,30 @@ class TokenStore(Gateway):
             RuntimeError: the rollout is frozen, or was dropped.
             TrajstoreError: it could not be added.
         """
-        await self.waited(self.append, entry)
+        await self.recorded(self._put(entry))
+
+    async def _put(self, entry: TokenEntry) -> None:
+        session = await self.opened(entry.rollout_id)
+        try:
+            await session.add_call_async(**_call_of(entry))
+        except (SessionFinishedError, CallConflictError) as error:
+            await self.waited(_refuse, session, entry, error)
 
     def append(self, entry: TokenEntry) -> None:
         """:meth:`put`, without an event loop."""
-        rest = entry.model_dump(mode="json")
-        rollout_id, call_id = rest.pop("rollout_id"), rest.pop("model_call_id")
-        prompt, sampled = rest.pop("prompt_token_ids"), rest.pop("generation_token_ids")
-        log_probs = rest["generation_log_probs"]
-        if is_exact(log_probs):
-            del rest["generation_log_probs"]
-        session = self._taking(rollout_id)
+        session = self.session(entry.rollout_id)
         try:
-            session.add_call(prompt, sampled, log_probs, call_id=call_id, metadata={NEMO_GYM: rest})
-        except SessionFinishedError as error:
-            raise RuntimeError(f"rollout {rollout_id} is already frozen: {error}") from error
-        except CallConflictError as error:
-            session.incomplete(f"{call_id}: reused", "its id was reused with a different payload")
-            raise CallConflictError(f"call {call_id!r} was reused with a different payload: {error}") from error
+            session.add_call(**_call_of(entry))
+        except (SessionFinishedError, CallConflictError) as error:
+            _refuse(session, entry, error)
 
     async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
         """Record that a call begins; the rollout is incomplete until :meth:`put` has its entry."""
-        await self.waited(lambda: self._taking(rollout_id).incomplete(model_call_id, "begun"))
+        await self.waited(lambda: self.session(rollout_id).incomplete(model_call_id, "begun"))
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
         """Record that a call of a rollout was lost, also if it is frozen."""
-        await self.waited(lambda: self._taking(rollout_id).incomplete(f"{model_call_id}: lost", "not captured"))
+        await self.waited(lambda: self.session(rollout_id).incomplete(f"{model_call_id}: lost", "not captured"))
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Refuse further entries of a rollout, and return those that it has; again and again.
@@ -82,7 +80,7 @@ class TokenStore(Gateway):
         """:meth:`freeze`, without an event loop."""
         from nemo_gym.token_id_capture import TokenCaptureSnapshot
 
-        session = self._taking(rollout_id)
+        session = self.session(rollout_id)
         session.freeze()
         snapshot_id, version = _snapshot(session)
         return TokenCaptureSnapshot(
@@ -108,7 +106,7 @@ class TokenStore(Gateway):
 
     def finish(self, rollout_id: str, *arguments: Any, **options: Any) -> list[int]:
         """Make rollouts of a rollout's entries; see :meth:`Gateway.finish`."""
-        session = self._taking(rollout_id)
+        session = self.session(rollout_id)
         ids = super().finish(rollout_id, *arguments, **options)
         self._retired[rollout_id] = _snapshot(session)
         return ids
@@ -140,10 +138,31 @@ class TokenStore(Gateway):
         added = {call.id for call in calls if call.gap is None}
         return any(call.gap is not None and call.id not in added for call in calls)
 
-    def _taking(self, rollout_id: str) -> Session:
+    def session(self, rollout_id: str) -> Session:
+        """Return the session of a rollout that is not over; opened, if there is none."""
         if rollout_id in self._retired:
             raise RuntimeError(f"rollout {rollout_id} is retired: its snapshot was dropped")
-        return self.session(rollout_id)
+        return super().session(rollout_id)
+
+
+def _call_of(entry: TokenEntry) -> dict[str, Any]:
+    """Return the arguments of the call of an entry."""
+    tokens = {"prompt_ids": entry.prompt_token_ids, "sampled_ids": entry.generation_token_ids}
+    log_probs = entry.generation_log_probs
+    in_call = {"rollout_id", "model_call_id", "prompt_token_ids", "generation_token_ids"}
+    if is_exact(log_probs):
+        in_call.add("generation_log_probs")
+    metadata = {NEMO_GYM: entry.model_dump(mode="json", exclude=in_call)}
+    return {**tokens, "log_probs": log_probs, "call_id": entry.model_call_id, "metadata": metadata}
+
+
+def _refuse(session: Session, entry: TokenEntry, error: Exception) -> NoReturn:
+    """Raise the error of an entry that was not taken; another one of the same id makes the rollout incomplete."""
+    if isinstance(error, SessionFinishedError):
+        raise RuntimeError(f"rollout {entry.rollout_id} is already frozen: {error}") from error
+    call_id = entry.model_call_id
+    session.incomplete(f"{call_id}: reused", "its id was reused with a different payload")
+    raise CallConflictError(f"call {call_id!r} was reused with a different payload: {error}") from error
 
 
 def _snapshot(session: Session) -> tuple[str, int]:

@@ -5,7 +5,6 @@ Written for rllm-model-gateway 0.1, whose interface is in ``rllm_model_gateway.s
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +38,6 @@ class SessionTraceStore(Gateway):
     def __init__(self, store: Any, **options: Any) -> None:
         super().__init__(store, **options)
         self._session_of: dict[str, str] = {}  # by trace
-        self._storing: set[asyncio.Future[None]] = set()  # the gateway reads what it does not wait for
 
     async def store_trace(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         """Return when a trace is durable. The same trace again does nothing.
@@ -48,20 +46,17 @@ class SessionTraceStore(Gateway):
             CallConflictError: the trace was stored with tokens and other content.
             TrajstoreError: it could not be added.
         """
-        storing = asyncio.ensure_future(self.waited(self._store, trace_id, session_id, data))
-        self._storing.add(storing)
-        storing.add_done_callback(self._storing.discard)
-        await storing
+        await self.recorded(self._store(trace_id, session_id, data))  # the gateway reads what it does not wait for
 
-    def _store(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
-        session = self.session(session_id)
+    async def _store(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
+        session = await self.opened(session_id)
         copies, log_probs = _values(data)
         metadata = {RLLM: shortened(data, copies)}
         if not copies:
-            _add_without_tokens(session, trace_id, metadata)
+            await self.waited(_add_without_tokens, session, trace_id, metadata)
         else:
             has_messages = bool(copies["messages"] and copies["answer"])
-            session.add_call(
+            await session.add_call_async(
                 copies["prompt"],
                 copies["sampled"],
                 log_probs,
@@ -134,12 +129,6 @@ class SessionTraceStore(Gateway):
                 about = {"session_id": info.rollout_id, "trace_count": len(traces)}
                 found.append({**about, "first_trace_at": min(times), "last_trace_at": max(times)})
         return sorted(found, key=lambda about: about["first_trace_at"], reverse=True)
-
-    async def flush(self) -> None:
-        """Return when the traces that this event loop is storing are durable, or were refused."""
-        here = asyncio.get_running_loop()
-        if storing := [each for each in self._storing if each.get_loop() is here]:
-            await asyncio.wait(storing)
 
 
 def _values(data: Mapping[str, Any]) -> tuple[dict[str, Any], list[float] | None]:
