@@ -569,7 +569,12 @@ def _zarr_rows(path: Path, shard: Shard, name: str, start: int, rows: int) -> by
 
     group = zarr.open_group(path / shard.files[0][0].removesuffix("/zarr.json"), mode="r")
     array = next(array for _, array in group.arrays() if array.attrs["name"] == name)
-    return np.ascontiguousarray(array[start : start + rows]).tobytes()
+    if "rotated" not in array.attrs:
+        return np.ascontiguousarray(array[start : start + rows]).tobytes()
+    width, data = array.attrs["rotated"], bytes(array[:])
+    words = [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data) - width + 1, width)]
+    turned = b"".join((word >> 1 | (word & 1) << 8 * width - 1).to_bytes(width, "little") for word in words)
+    return (turned + data[len(turned) :])[start : start + rows]
 
 
 def read_rows(store: Store, entry: Entry, name: str) -> Column:

@@ -97,7 +97,14 @@ REPEATED = Trajectory(
 )
 
 
-@pytest.mark.parametrize(("form", "options"), [*((name, {}) for name in FORMATS), ("zarr", {"codec": "zstd"})], ids=str)
+_OF_FORMATS = [
+    *((name, {}) for name in FORMATS),
+    ("zarr", {"codec": "zstd"}),
+    ("zarr", {"codec": "blosc_zstd", "chunk_bytes": 60}),
+]
+
+
+@pytest.mark.parametrize(("form", "options"), _OF_FORMATS, ids=str)
 def test_the_page_is_enough_to_read_every_format(form: str, options: dict[str, Any], tmp_path: Path) -> None:
     if form == "zarr":
         pytest.importorskip("zarr")

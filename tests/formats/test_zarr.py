@@ -17,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.stores import writer_to
 from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
 from tools.crash.forked import forking
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
@@ -76,7 +78,7 @@ def test_raw_columns_are_written_as_zarr_writes_them(case: str) -> None:
     for column, (spec, rows) in enumerate(shard.manifest.stored):
         if rows * spec.row_nbytes:
             data = raw_bytes(shard.column(column))
-            for key, value in _write_array(ZarrFormat(), spec, rows, [data]).items():
+            for key, value in _write_array(ZarrFormat(), spec, rows, [data], None, spec.torch_dtype).items():
                 ours = shard.files[f"{ROOT}/{node_name(spec.name)}/{key}"]
                 if key == "zarr.json":
                     assert json.loads(ours) == json.loads(value)
@@ -125,6 +127,28 @@ def test_any_range_of_any_chunking(
     assert same_bytes(reader.rows(0, start, stop), expected[start:stop])
     assert same_bytes(reader.rows(0, 0, 2 * steps), expected)
     assert same_bytes(reader.rows(0, start, stop), expected[start:stop])
+
+
+@given(
+    values=st.lists(st.floats(-50, 0, width=16), min_size=1, max_size=60),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    chunk_bytes=st.integers(1, 300),
+    codec=st.sampled_from(["zstd", "blosc", "blosc_zstd"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_compressed_floats_of_rollouts(
+    values: list[float], dtype: torch.dtype, chunk_bytes: int, codec: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    rollout = AgentTrajectory(
+        input_ids=torch.arange(len(values)), response_start=0, rollout_log_probs=torch.tensor(values, dtype=dtype)
+    )
+    options = {"codec": codec, "chunk_bytes": chunk_bytes}
+    path = tmp_path_factory.mktemp("store")
+    with writer_to(path, trajectory_format="zarr", format_options=options) as buffer:
+        buffer.add_trajectories([rollout, rollout])
+        buffer.flush()
+    with TrajectoryReplayBuffer.open(path) as reader:
+        assert same_bytes(reader.get(1).rollout_log_probs, rollout.rollout_log_probs)
 
 
 def test_only_the_needed_chunks_are_fetched() -> None:
@@ -177,6 +201,7 @@ ARRAY_DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "no codecs": edited(lambda v: v.pop("codecs")),
     "a group": edited(lambda v: v.update(node_type="group")),
     "another version": edited(lambda v: v.update(zarr_format=2)),
+    "rotated words of no size": edited(lambda v: v["attributes"].update(rotated=3)),
 }
 
 
