@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
@@ -198,8 +198,8 @@ class Entry:
     routed_experts: Any = None
     output_items: list[dict[str, Any]] = field(default_factory=list)
 
-    def model_dump(self, mode: str) -> dict[str, Any]:
-        return asdict(self)
+    def model_dump(self, mode: str, exclude: Collection[str] = ()) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if name not in exclude}
 
 
 @dataclass(frozen=True)
