@@ -1,9 +1,10 @@
-"""The newest trajectories over several stores: a census against one buffer with the same additions."""
+"""The newest trajectories over several stores: an index against one buffer with the same additions."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from tests.distributed.test_server import ids_of, parcel_of
 from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore._core.sampling.base import Additions
 from trajstore._core.sampling.draws import Draws
-from trajstore.distributed.census import Census
+from trajstore.distributed.change_log import Changes
+from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError
 from trajstore.samplers import WeightedSampler
@@ -29,7 +32,7 @@ class Stores:
         self.held: dict[int, int] = {}
         """Trajectory keys by id."""
         self.next_key = 0
-        self.census = Census()
+        self.index = RunIndex()
 
     def start(self, rank: int) -> None:
         self.starts += 1
@@ -50,14 +53,27 @@ class Stores:
         del self.held[number]
 
     def look(self) -> None:
-        """Query all stores, like a survey."""
-        for again in (False, True):
-            clock = self.census.clock
-            for rank in self.census.behind if again else sorted(self.there):
+        """Query all stores, like a handle."""
+        again = set(self.there)
+        for _ in range(2):
+            clock = self.index.clock
+            for rank in sorted(again):
                 if rank in self.away:
-                    self.census.leave_out(rank)
-                else:
-                    self.census.take(rank, self.there[rank].news(*self.census.heard(rank), False, clock))
+                    self.index.leave_out(rank)
+                elif self.index.take(rank, self.there[rank].changes(*self.index.received(rank), clock)):
+                    again.remove(rank)
+            again |= set(self.index.behind)
+        self.index.show(self.names_of)
+
+    def described(self, ids: np.ndarray[Any, Any], tasks: bool) -> Additions:
+        parts = [store.described(ids[ids % MOST_STORES == rank], tasks) for rank, store in self.there.items()]
+        rows = Additions.joined(parts)
+        return rows.at(np.argsort(rows.ids))
+
+    def names_of(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        known = self.described(ids, False)
+        assert known.names is not None
+        return known.names[np.searchsorted(known.ids, ids)]
 
     def expected(self) -> dict[int, int]:
         """Return the keys of drawable trajectories by id, oldest first."""
@@ -102,27 +118,27 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
         if step == 15:
             stores.start(2)  # a new store joins
         stores.look()
-        census = stores.census
-        seen = set(census.ids.tolist())
-        assert census.ids.tolist() == list(stores.expected())
+        index = stores.index
+        seen = set(index.ids.tolist())
+        assert index.ids.tolist() == list(stores.expected())
         for window in (0, 1, 4, 1000):
             twin, ids = twin_of(stores, window)
             if not ids:
                 with pytest.raises(EmptyBufferError):
-                    census.samples(8, window, Draws(3))
+                    index.samples(8, window, Draws(3))
                 continue
             draws = Draws(3)
-            mine, theirs = census.samples(8, window, draws), twin.draw(8)
+            mine, theirs = index.samples(8, window, draws), twin.draw(8)
             assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
             assert mine.samples.tolist() == theirs.samples.tolist()
             assert mine.probabilities is not None
             assert theirs.probabilities is not None
             assert mine.probabilities.tolist() == theirs.probabilities.tolist()
-            assert len(twin.sample_trajectories(3)) == len(census.trajectories(3, window, draws))
-            census.inform(sampler)
+            assert len(twin.sample_trajectories(3)) == len(index.trajectories(3, window, draws))
+            index.inform(sampler, stores.described)
             assert sampler.ids.tolist() == ids
             mine, theirs = (
-                sampler.draw(8, draws.generator, census.first_of(window)),
+                sampler.draw(8, draws.generator, index.first_of(window)),
                 twin.draw(8, sampler=WeightedSampler()),
             )
             assert mine.ids.tolist() == [ids[number] for number in theirs.ids.tolist()]
@@ -140,25 +156,25 @@ def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
     stores.away.add(0)
     stores.look()
     stores.add(1, 1)
-    second = ids_of(stores.there[1].add(parcel, 5, stores.census.clock))
+    second = ids_of(stores.there[1].add(parcel, 5, stores.index.clock))
     sampler = WeightedSampler()
     for away, shown in ((True, second), (False, second)):
         if not away:
             stores.start(0)
         stores.look()
-        stores.census.inform(sampler)
-        assert sampler.ids.tolist()[-5:] == stores.census.ids.tolist()[-5:] == shown
-        assert len(stores.census) == 6
-    assert stores.census.hidden.tolist() == first
+        stores.index.inform(sampler, stores.described)
+        assert sampler.ids.tolist()[-5:] == stores.index.ids.tolist()[-5:] == shown
+        assert len(stores.index) == 6
+    assert stores.index.hidden.ids.tolist() == first
     for given, others in ((second, first), (first, second)):  # an id of either copy names both
-        copies, places = stores.census.copies_of(np.array([*given[3:], 10**9]))
+        copies, places = stores.index.copies_of(np.array([*given[3:], 10**9]))
         assert (copies.tolist(), places.tolist()) == (others[3:], [0, 1])
-    assert not len(stores.census.copies_of(np.array([*first, *second]))[0])
+    assert not len(stores.index.copies_of(np.array([*first, *second]))[0])
     stores.away.add(1)
     stores.look()
-    stores.census.inform(sampler)
-    assert sampler.ids.tolist() == stores.census.ids.tolist() == first
-    assert not len(stores.census.copies_of(stores.census.ids)[0])
+    stores.index.inform(sampler, stores.described)
+    assert sampler.ids.tolist() == stores.index.ids.tolist() == first
+    assert not len(stores.index.copies_of(stores.index.ids)[0])
     stores.close()
 
 
@@ -173,3 +189,52 @@ def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
             store.tick(clock)
     assert store.add(parcel_of([witness(9)]), 1, 10_000) == [1 + 10 * MOST_STORES]
     stores.close()
+
+
+def synthetic(chance: np.random.Generator, rank: int, first: int, count: int) -> Additions:
+    """Additions of one store, with gaps of a clock and of a restore between the ids."""
+    gaps = chance.choice([1, 1, 1, 40, 1 << 26], count)
+    ids = (first + np.cumsum(gaps)) * MOST_STORES + rank
+    names = chance.integers(-(1 << 63), (1 << 63) - 1, count)
+    return Additions(ids, chance.choice([0, 1, 7, 400, 70_000], count), np.zeros(count, np.int64), names=names)
+
+
+def test_many_trajectories_are_those_of_a_plain_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids, lengths and copies among thousands of trajectories, whose marks are often equal by chance."""
+    for module in ("compact_table", "run_index"):
+        marks = f"trajstore.distributed.{module}.marks_of"
+        monkeypatch.setattr(marks, lambda names: (1 + (names & 15)).astype(np.uint32))
+    chance, index = np.random.default_rng(7), RunIndex()
+    known: dict[int, tuple[int, int]] = {}
+    """Length and name by id."""
+    clock = 0
+    for step in range(6):
+        for rank in range(3):
+            added = synthetic(chance, rank, clock, 500)
+            assert added.names is not None
+            if step and rank == 1:  # some are copies of earlier ones
+                added.names[:20] = [known[number][1] for number in sorted(known)[:20]]
+            triples = added.ids.tolist(), added.samples.tolist(), added.names.tolist()
+            known |= {number: (length, name) for number, length, name in zip(*triples, strict=True)}
+            gone = chance.choice([number for number in known if number % MOST_STORES == rank], 30, replace=False)
+            known = {number: value for number, value in known.items() if number not in set(gone.tolist())}
+            after = max(known) + MOST_STORES
+            index.take(rank, Changes("a", step, step == 0, [added, gone], after))
+            clock = max(clock, after // MOST_STORES)
+        for rank in range(3):
+            index.take(rank, Changes("a", step, False, [], clock * MOST_STORES + rank))
+        index.show(lambda ids, known=known: np.array([known[number][1] for number in ids.tolist()], np.int64))  # type: ignore[misc]
+        newest = {name: number for number, (_, name) in sorted(known.items())}
+        shown = sorted(newest.values())
+        assert index.ids.tolist() == shown
+        assert sorted(index.hidden.ids.tolist()) == sorted(set(known) - set(shown))
+        lengths = np.array([known[number][0] for number in shown])
+        assert index.table.total_samples == lengths.sum()
+        places = chance.integers(0, lengths.sum(), 300)
+        drawn, ends = index.table.drawn(places), np.cumsum(lengths)
+        at = np.searchsorted(ends, places, side="right")
+        assert drawn.ids.tolist() == np.array(shown)[at].tolist()
+        assert drawn.samples.tolist() == (places - ends[at] + lengths[at]).tolist()
+        assert index.first_of(77) == shown[-77]
+        wanted = np.array([*shown[::50], *(number + MOST_STORES for number in shown[::50]), 5])
+        assert index.has(wanted).tolist() == [number in set(shown) for number in wanted.tolist()]

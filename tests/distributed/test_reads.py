@@ -18,9 +18,9 @@ from trajstore import WriterOptions
 from trajstore._core.columns.fields import nest
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.draws import Draws
-from trajstore.distributed.census import Census
 from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
 from trajstore.distributed.reads import Reads
+from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import ServedStore, StoreServer
 from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError, TrajectoryUnavailableError
 
@@ -44,43 +44,44 @@ class Here:
         return {rank: getattr(self.servers[rank], method)(*given) for rank, given in arguments.items()}, {}
 
 
-def look(census: Census, *servers: StoreServer) -> Census:
-    for clock in (0, census.clock):
+def look(index: RunIndex, *servers: StoreServer) -> RunIndex:
+    for clock in (0, index.clock):
         for rank, store in enumerate(servers):
-            census.take(rank, store.news(*census.heard(rank), False, clock))
-    return census
+            index.take(rank, store.changes(*index.received(rank), clock))
+    index.show(lambda ids: np.zeros(len(ids), np.int64))
+    return index
 
 
-def check(reads: Reads, census: Census, draws: Draws, count: int = 32) -> None:
+def check(reads: Reads, index: RunIndex, draws: Draws, count: int = 32) -> None:
     """Compare rows read by place with rows read by id."""
-    places = census.places(count, 0, draws)
-    placement = reads.placed(census.listing, places, None, None, 60.0)
+    places = index.places(count, 0, draws)
+    placement = reads.placed(index.table, places, None, None, 60.0)
     check_batch(placement)
     out = {"curr_obs.tag": torch.zeros(count, dtype=torch.int64)}
-    assert reads.placed(census.listing, places, ["curr_obs.tag"], out, 60.0).keys() == {"curr_obs"}
+    assert reads.placed(index.table, places, ["curr_obs.tag"], out, 60.0).keys() == {"curr_obs"}
     assert torch.equal(out["curr_obs.tag"][: len(places)], placement["curr_obs"]["tag"])
-    assert equal(placement, nest(reads.rows(census.listing.drawn(places), None, None, 60.0)))
+    assert equal(placement, nest(reads.rows(index.table.drawn(places), None, None, 60.0)))
 
 
 @pytest.mark.parametrize("stores", [1, 2])
 def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
     servers = [server(tmp_path, rank) for rank in range(stores)]
-    here, census, draws = Here(*servers), Census(), Draws(3)
+    here, index, draws = Here(*servers), RunIndex(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
     ids: list[int] = []
     for step in range(4):  # evictions and additions between reads: at the front and in the middle
         for store in servers:
             ids += ids_of(store.add(parcel_of([witness(10 * step + key) for key in range(5)]), 5))
             store.flush()
-        look(census, *servers)
-        check(reads, census, draws)
+        look(index, *servers)
+        check(reads, index, draws)
         gone = [ids[1], ids[-2]] if step % 2 else ids[:1]
         for number in gone:
             servers[number % 1024].evict([number])
             ids.remove(number)
-        check(reads, census, draws) if step == 3 else look(census, *servers)
-        check(reads, look(census, *servers), draws)
-    assert census.ids.tolist() == sorted(ids)
+        check(reads, index, draws) if step == 3 else look(index, *servers)
+        check(reads, look(index, *servers), draws)
+    assert index.ids.tolist() == sorted(ids)
     assert not here.asked
     reads.close()
     for store in servers:
@@ -90,18 +91,18 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
 def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajstore.distributed.server._ANSWERS_WITHIN", 0.0)
     store = server(tmp_path, writer=WriterOptions(commit_interval=3600.0))
-    here, census, draws = Here(store), Census(), Draws(3)
+    here, index, draws = Here(store), RunIndex(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
     store.add(parcel_of([witness(key) for key in range(5)]), 5)
     store.flush()
     store.add(parcel_of([witness(key) for key in range(5, 8)]), 3)
-    look(census, store)
-    reads.placed(census.listing, census.places(32, 0, draws), None, None, 60.0)
+    look(index, store)
+    reads.placed(index.table, index.places(32, 0, draws), None, None, 60.0)
     assert here.asked == 32
     store.flush()
     monkeypatch.setattr("trajstore.distributed.reads.time", SimpleNamespace(monotonic=lambda: 1e12))  # later
     here.asked = 0
-    check(reads, census, draws)
+    check(reads, index, draws)
     assert not here.asked
     reads.close()
     store.close()
@@ -110,20 +111,20 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
 def test_a_mended_batch_asks_only_for_the_new_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajstore.distributed.reads._open", lambda about: None)
     store = server(tmp_path)
-    here, census = Here(store), Census()
+    here, index = Here(store), RunIndex()
     reads = Reads(here)  # type: ignore[arg-type]
     ids = ids_of(store.add(parcel_of([witness(key) for key in range(6)]), 6))
-    look(census, store)
-    drawn = census.samples(64, 0, Draws(3))
+    look(index, store)
+    drawn = index.samples(64, 0, Draws(3))
     store.evict(ids[:2])
     gone = np.isin(drawn.ids, ids[:2])
     with pytest.raises(TrajectoryUnavailableError, match=f"trajectories {ids[0]}, {ids[1]} were evicted since"):
         reads.rows(drawn, None, None, 60.0)
     assert np.array_equal(reads.keeps(drawn), ~gone)
     store.evict(ids[2:5])  # these rows are there already
-    look(census, store)
+    look(index, store)
     here.asked = 0
-    new = census.samples(int(gone.sum()), 0, Draws(4))
+    new = index.samples(int(gone.sum()), 0, Draws(4))
     lacking = np.count_nonzero(~reads.keeps(new))
     assert lacking
     check_batch(nest(reads.rows(Drawn.joined(drawn.at(~gone), new), None, None, 60.0)))
@@ -143,9 +144,9 @@ def test_another_machine_of_the_same_name_is_asked(tmp_path: Path) -> None:
     for number, each in enumerate((store, other)):
         each.add(parcel_of([witness(key) for key in range(10 * number, 10 * number + 5)]), 5)
         each.flush()
-    census = look(Census(), store)
+    index = look(RunIndex(), store)
     reads = Reads(here)  # type: ignore[arg-type]
-    batch = reads.placed(census.listing, census.places(16, 0, Draws(3)), None, None, 60.0)
+    batch = reads.placed(index.table, index.places(16, 0, Draws(3)), None, None, 60.0)
     assert {int(tag) >> 20 for tag in batch["curr_obs"]["tag"]} <= {*range(5)}
     assert here.asked == 16
     for each in (store, other):

@@ -19,10 +19,10 @@ from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.columns.flat import NUMBERS, cut
 from trajstore._core.columns.memory import Arena
 from trajstore._core.store.late_values import LateValues
-from trajstore.distributed.census import Census
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
 from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, unpack
+from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.distributed.sessions import RemoteSession
 from trajstore.errors import (
@@ -127,9 +127,7 @@ def test_a_parcel_that_another_store_has_is_deleted(tmp_path: Path, late: bool) 
 
 
 def look_at(store: StoreServer) -> int:
-    census = Census()
-    census.take(0, store.news("", -1, False))
-    return len(census)
+    return sum(map(len, store.changes("", -1).changes))
 
 
 def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
@@ -218,13 +216,14 @@ def test_known_forgets_the_oldest() -> None:
     assert known.ids(uuids) == [None, 11, 12]
 
 
-def test_the_census_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
-    store, census = server(tmp_path, retention=Retention(max_trajectories=6)), Census()
+def test_the_index_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
+    store, index = server(tmp_path, retention=Retention(max_trajectories=6)), RunIndex()
     for key in range(8):
         store.add(parcel_of([witness(key)]), 1)
-        store.flush()  # evicts before the census looks
-        census.take(0, store.news(*census.heard(0), False))
-        assert [check_trajectory(store.trajectories([number])[0]) for number in census.ids.tolist()] == [
+        store.flush()  # evicts before the index is updated
+        index.take(0, store.changes(*index.received(0)))
+        index.show(lambda ids: ids)
+        assert [check_trajectory(store.trajectories([number])[0]) for number in index.ids.tolist()] == [
             *range(max(0, key - 5), key + 1)
         ]
     store.close()
@@ -233,8 +232,9 @@ def test_the_census_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
 def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     store = server(tmp_path)
     store.add(parcel_of([agent(number) for number in range(4)]), 4)
-    assert store.news("", -1, True).changes[0].tasks == ["task_0", "task_1", "task_2", "task_0"]
-    assert store.news("", -1, False).changes[0].tasks is None
+    ids = store.changes("", -1).changes[0].ids
+    assert store.described(ids, True).tasks == ["task_0", "task_1", "task_2", "task_0"]
+    assert store.described(ids, False).tasks is None
     store.close()
 
 

@@ -1,4 +1,4 @@
-"""The drawing half of a handle: the census of the stores, draws and reads."""
+"""The drawing half of a handle: the index of the stores, draws and reads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from trajstore._core.sampling.draws import Draws
 from trajstore._core.sampling.selection import Selection, selected
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.distributed.actors import SilentStoresError, Stores
-from trajstore.distributed.census import Census
+from trajstore.distributed.index_sync import IndexSync
 from trajstore.distributed.options import HandleOptions
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.routes import Routes
+from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import MOST_STORES, ServedStore
-from trajstore.distributed.survey import Survey
 from trajstore.errors import (
     ConfigurationError,
     EmptyBufferError,
@@ -60,7 +60,7 @@ class DrawingHandle:
         self._lock = locks.rlock("DrawingHandle._lock")
         self._draws = Draws(options.seed)
         self._reads = Reads(stores)
-        self._survey = Survey(stores, routes, options.refresh_interval, self._reads.renew)
+        self._sync = IndexSync(stores, routes, options.refresh_interval, self._reads.renew)
         self._uniform: dict[Any, Selection] = {}
         self._closed = False
         self.sample_window_size = options.sample_window_size
@@ -84,7 +84,7 @@ class DrawingHandle:
     def absent(self) -> list[int]:
         """Ranks of the stores that did not answer the last request."""
         with self._lock:
-            return self._survey.census.absent
+            return self._sync.index.absent
 
     @property
     def _share(self) -> tuple[int, int] | None:
@@ -115,7 +115,7 @@ class DrawingHandle:
             Exception: any other exception of a store.
         """
         with self._lock:
-            absent = set(self._survey.census.absent)
+            absent = set(self._sync.index.absent)
         patience = min(self._options.patience, self._options.deadline)
         present = {rank: given for rank, given in arguments.items() if rank not in absent}
         answers, failed = self._stores.ask(present, method, patience)
@@ -123,7 +123,7 @@ class DrawingHandle:
             if not isinstance(error, StoreUnreachableError):
                 raise error
             with self._lock:
-                self._survey.leave_out(rank, error)
+                self._sync.leave_out(rank, error)
         return answers
 
     def _with_copies(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -133,7 +133,7 @@ class DrawingHandle:
         """
         self.refresh()
         with self._lock:
-            copies, places = self._survey.census.copies_of(np.asarray(ids, np.int64))
+            copies, places = self._sync.index.copies_of(np.asarray(ids, np.int64))
         return [*map(int, ids), *copies.tolist()], [*range(len(ids)), *places.tolist()]
 
     def _check_open(self) -> None:
@@ -149,7 +149,7 @@ class DrawingHandle:
         """
         self._check_open()
         with self._lock:
-            self._survey.refresh(True)
+            self._sync.refresh(True)
 
     def draw(
         self, num_chunks: int, *, sampler: Sampler | None = None, where: str | None = None, ids: Ids | None = None
@@ -167,8 +167,8 @@ class DrawingHandle:
         sampler = self._selected(sampler, where, ids)
         if sampler is not None:
             return self._chosen(num_chunks, sampler)
-        with self._drawing(None) as census:
-            return census.samples(num_chunks, self.sample_window_size, self._draws)
+        with self._drawing(None) as index:
+            return index.samples(num_chunks, self.sample_window_size, self._draws)
 
     def _selected(
         self, sampler: Sampler | None, where: str | None, ids: Ids | None, unit: Unit = "sample"
@@ -183,21 +183,22 @@ class DrawingHandle:
     def _evaluate(self, selection: Selection) -> None:
         """Update the matching ids, unless the stores' trajectories are the same and were asked within the interval."""
         with self._lock:
-            self._survey.refresh(False)
-            listing = self._survey.census.listing
-        before, asked = selection.seen if isinstance(selection.seen, tuple) else (None, 0.0)
-        if selection.where is None or (before is listing and time.monotonic() - asked < self._options.refresh_interval):
-            return
+            self._sync.refresh(False)
+            revision = self._sync.index.revision
+        before, asked = selection.seen if isinstance(selection.seen, tuple) else (-1, 0.0)
         now = time.monotonic()
-        selection.match(self._matching(selection.where), (listing, now))
+        fresh = before == revision and now - asked < self._options.refresh_interval
+        if selection.where is None or fresh:
+            return
+        selection.match(self._matching(selection.where), (revision, now))
 
     def _chosen(self, count: int, sampler: Sampler) -> Drawn:
-        with self._drawing(sampler) as census:
-            return sampler.draw(count, self._draws.generator_for(sampler), census.first_of(self.sample_window_size))
+        with self._drawing(sampler) as index:
+            return sampler.draw(count, self._draws.generator_for(sampler), index.first_of(self.sample_window_size))
 
     @contextmanager
-    def _drawing(self, sampler: Sampler | None) -> Iterator[Census]:
-        """Yield the census, with the lock held.
+    def _drawing(self, sampler: Sampler | None) -> Iterator[RunIndex]:
+        """Yield the index, with the lock held.
 
         If it is empty and a store does not answer (its actor is restarting), waits for that store first.
 
@@ -210,11 +211,11 @@ class DrawingHandle:
         pause = _PAUSE
         while True:
             with self._lock:
-                census = self._look(sampler)
-                if len(census) or not census.absent:
-                    yield census
+                index = self._updated(sampler)
+                if len(index) or not index.absent:
+                    yield index
                     return
-                absent = census.absent
+                absent = index.absent
             if time.monotonic() + pause >= until:
                 raise StoreUnreachableError(
                     f"cannot sample: no answer from {listed(f'rank_{rank}' for rank in absent)} of "
@@ -224,9 +225,9 @@ class DrawingHandle:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _look(self, sampler: Sampler | None) -> Census:
+    def _updated(self, sampler: Sampler | None) -> RunIndex:
         self._check_open()
-        return self._survey.look(None if sampler is None else sampler.selection or sampler)
+        return self._sync.updated(None if sampler is None else sampler.selection or sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None
@@ -257,8 +258,8 @@ class DrawingHandle:
             except SilentStoresError as silent:
                 with self._lock:
                     for rank, error in silent.failed.items():
-                        self._survey.leave_out(rank, error)
-                    if len(self._survey.census):
+                        self._sync.leave_out(rank, error)
+                    if len(self._sync.index):
                         raise
             return read(max(_PAUSE, self._options.deadline - patience))
         except TrajectoryUnavailableError as error:
@@ -333,12 +334,12 @@ class DrawingHandle:
         if sampler is None:
             if num_chunks <= 0:
                 raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-            with self._drawing(None) as census:
-                listing, places = census.listing, census.places(num_chunks, self.sample_window_size, self._draws)
+            with self._drawing(None) as index:
+                table, places = index.table, index.places(num_chunks, self.sample_window_size, self._draws)
             try:
-                return self._patiently(partial(self._reads.placed, listing, places, columns, out))
+                return self._patiently(partial(self._reads.placed, table, places, columns, out))
             except TrajectoryUnavailableError as error:
-                drawn = self._again(listing.drawn(places), None, error)
+                drawn = self._again(table.drawn(places), None, error)
         else:
             drawn = self.draw(num_chunks, sampler=sampler)
         while True:
@@ -374,15 +375,15 @@ class DrawingHandle:
         """Draw whole trajectories; without a sampler none of ``besides``, and all others if ``count`` is larger."""
         if sampler is not None:
             return self._chosen(count, sampler)
-        with self._drawing(None) as census:
-            ids = census.trajectories(count + len(besides), self.sample_window_size, self._draws)
+        with self._drawing(None) as index:
+            ids = index.trajectories(count + len(besides), self.sample_window_size, self._draws)
         ids = ids[~np.isin(ids, list(besides))][:count]
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
     def _update(self, sampler: Sampler) -> None:
         """Report the present trajectories to a sampler; call it before loading the sampler's state."""
         with self._lock:
-            self._look(sampler)
+            self._updated(sampler)
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Set the priorities of drawn rows; return the number of rows that were evicted meanwhile.
@@ -391,7 +392,7 @@ class DrawingHandle:
             ConfigurationError: the sampler has no priorities, or a priority is negative or not finite; nothing changed.
         """
         with self._lock:
-            self._look(sampler)
+            self._updated(sampler)
             return sampler.update(drawn.ids, drawn.samples, priorities)
 
     def get(self, trajectory_id: int) -> AnyTrajectory:
@@ -450,7 +451,7 @@ class DrawingHandle:
     def size(self) -> int:
         """Number of trajectories in the responsive stores, as of the last :meth:`refresh`."""
         with self._lock:
-            return len(self._survey.census)
+            return len(self._sync.index)
 
     def __len__(self) -> int:
         return self.size
@@ -459,18 +460,18 @@ class DrawingHandle:
     def trajectory_ids(self) -> npt.NDArray[np.int64]:
         """Ids of the trajectories in the responsive stores, oldest first, int64."""
         with self._lock:
-            return self._survey.census.ids.copy()
+            return self._sync.index.ids
 
     @property
     def total_samples(self) -> int:
         """Number of samples in the responsive stores, T·B summed."""
         with self._lock:
-            return self._survey.census.total_samples
+            return self._sync.index.table.total_samples
 
     def is_ready(self, min_size: int) -> bool:
         """Return whether there are at least ``min_size`` trajectories; asks the stores."""
         with self._lock:
-            self._survey.refresh(self.size < min_size)
+            self._sync.refresh(self.size < min_size)
             return self.size >= min_size
 
     async def is_ready_async(self, min_size: int) -> bool:
@@ -490,9 +491,9 @@ class DrawingHandle:
                 total[name] = total.get(name, 0) + value
         with self._lock:
             if "num_trajectories" in total:
-                total["num_trajectories"] -= len(self._survey.census.hidden)
+                total["num_trajectories"] -= len(self._sync.index.hidden)
             total["stores"] = len(self._stores.all_ranks)
-            total["absent_stores"] = len(self._survey.census.absent)
+            total["absent_stores"] = len(self._sync.index.absent)
         return total
 
     def state_dict(self) -> dict[str, Any]:
@@ -525,7 +526,7 @@ class SamplingOfHandle:
         """
         ids = trajectory_ids.ids if isinstance(trajectory_ids, Drawn) else trajectory_ids
         with self._handle._lock:
-            there = self._handle._look(None).has(ids)
+            there = self._handle._updated(None).has(ids)
         if isinstance(trajectory_ids, Drawn):
             there |= self._handle._reads.keeps(trajectory_ids)
         return there
@@ -534,12 +535,13 @@ class SamplingOfHandle:
     def hidden(self) -> npt.NDArray[np.int64]:
         """Ids of trajectories that another store has too, with a newer id."""
         with self._handle._lock:
-            return self._handle._survey.census.hidden
+            return self._handle._sync.index.hidden.ids
 
     def names_of(self, trajectory_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the first half of each trajectory's UUID; 0 if it cannot be drawn."""
         with self._handle._lock:
-            return self._handle._look(None).names_of(trajectory_ids)
+            self._handle._updated(None)
+            return self._handle._sync.names_of(trajectory_ids)
 
     def extents(self, trajectory_ids: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return T and B of trajectories, each ``[n]``.

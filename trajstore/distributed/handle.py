@@ -249,7 +249,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         if not answers:
             raise StoreUnreachableError(f"{self.name!r}: no store answers; create() restarts lost stores")
         with self._lock:
-            copies = self._survey.census.hidden.tolist()
+            copies = self._sync.index.hidden.ids.tolist()
         tables = [answers[rank] for rank in sorted(answers)]
         pl = polars()
         facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)

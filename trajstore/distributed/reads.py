@@ -19,11 +19,12 @@ import torch
 
 from trajstore._core.base import locks
 from trajstore._core.base.types import IntArray
+from trajstore._core.buffer.positions import Positions
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.fields import nest, unnest
 from trajstore._core.sampling.base import Drawn
 from trajstore.distributed.actors import SilentStoresError, Stores
-from trajstore.distributed.listing import Listing, Placing
+from trajstore.distributed.compact_table import CompactTable
 from trajstore.distributed.packed import Part, pieces_of, request, united
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError, listed
@@ -37,19 +38,40 @@ Columns = dict[str, torch.Tensor]
 _SOON = 0.05  # seconds until the first check for newly committed trajectories; doubles
 
 
+class Placing:
+    """Positions of a table's samples in the reader of its only store.
+
+    Args:
+        table: trajectories of one store.
+        known: positions of the table's trajectories in the store's reader.
+    """
+
+    def __init__(self, table: CompactTable, known: Positions) -> None:
+        self.known = known
+        self._table = table
+        self.whole = bool((known.positions >= 0).all())
+        """True if the reader shows all trajectories of the table."""
+
+    def rows(self, places: IntArray) -> tuple[IntArray, IntArray] | None:
+        """Return position and row of each sample; None if the reader lacks one of their trajectories."""
+        at, rows = self._table.rows(places)
+        positions = self.known.positions[at]
+        return None if not self.whole and positions.min() < 0 else (positions, rows)
+
+
 @dataclass(frozen=True, slots=True)
 class _Last:
-    """Cached placing of the listing that was read last.
+    """Cached placing of the table that was read last.
 
     Attributes:
-        listing: the listing.
+        table: the table.
         reader: reader of its only store; None if it has several, or the directory is elsewhere.
         placing: positions of its samples in the reader.
         until: expiry time (monotonic clock).
         again: seconds until the next expiry.
     """
 
-    listing: Listing | None = None
+    table: CompactTable | None = None
     reader: Reader | None = None
     placing: Placing | None = None
     until: float = -math.inf
@@ -109,21 +131,21 @@ class Reads:
 
     def placed(
         self,
-        listing: Listing,
+        table: CompactTable,
         places: IntArray,
         columns: Sequence[str] | None,
         out: Mapping[str, torch.Tensor] | None,
         seconds: float,
     ) -> dict[str, Any]:
-        """Return samples of a listing, given by their numbers, as a nested dict.
+        """Return samples of a table, given by their numbers, as a nested dict.
 
-        If the listing is of one store with a local directory, this is as fast as a draw of a reader.
+        If the table is of one store with a local directory, this is as fast as a draw of a reader.
 
         Raises:
             TrajectoryUnavailableError, SchemaMismatchError, SilentStoresError: see :meth:`rows`.
         """
         self._follow()
-        reader, placing = self._placing(listing, seconds)
+        reader, placing = self._placing(table, seconds)
         if reader is not None and placing is not None:
             positions = placing.rows(places)
             with suppress(TrajectoryUnavailableError):  # the store may have newer trajectories
@@ -132,26 +154,26 @@ class Reads:
                     if values is not None:
                         return values
                     self._last = _Last()  # trajectories were evicted: locate again at the next call
-        return nest(self.rows(listing.drawn(places), columns, out, seconds))
+        return nest(self.rows(table.drawn(places), columns, out, seconds))
 
-    def _placing(self, listing: Listing, seconds: float) -> tuple[Reader | None, Placing | None]:
-        """Return the reader of a listing's only store and the placing of its samples; None without such a reader."""
+    def _placing(self, table: CompactTable, seconds: float) -> tuple[Reader | None, Placing | None]:
+        """Return the reader of a table's only store and the placing of its samples; None without such a reader."""
         last = self._last
-        if last.listing is listing and time.monotonic() < last.until:
+        if last.table is table and time.monotonic() < last.until:
             return last.reader, last.placing
-        ranks = listing.ids % MOST_STORES
-        reader = self._reader(int(ranks[0]), seconds) if len(ranks) and bool((ranks == ranks[0]).all()) else None
+        ranks = list(table.counts)
+        reader = self._reader(ranks[0], seconds) if len(ranks) == 1 else None
         if reader is None:
-            self._last = _Last(listing, None, None, math.inf)
+            self._last = _Last(table, None, None, math.inf)
             return None, None
-        placing = Placing(listing, reader._sampling.locate(listing.ids))
+        placing = Placing(table, reader._sampling.locate(table.ids))
         if not placing.whole:
             with self._lock:
                 reader.refresh()
-            placing = Placing(listing, reader._sampling.locate(listing.ids))
-        again = last.again if last.listing is listing else _SOON
+            placing = Placing(table, reader._sampling.locate(table.ids))
+        again = last.again if last.table is table else _SOON
         until = math.inf if placing.whole else time.monotonic() + again
-        self._last = _Last(listing, reader, placing, until, 2 * again)
+        self._last = _Last(table, reader, placing, until, 2 * again)
         return reader, placing
 
     def rows(

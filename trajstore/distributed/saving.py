@@ -211,7 +211,7 @@ class PointsOfHandle:
         with self._handle._lock:
             if "draws" in state:
                 self._handle._draws.load_state_dict(state["draws"])
-            self._handle._survey.refresh(True)
+            self._handle._sync.refresh(True)
         return dict(state.get("parts", state))
 
     def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:

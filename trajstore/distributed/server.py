@@ -22,17 +22,18 @@ from trajstore._core.columns.limits import MAX_ID
 from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
+from trajstore._core.sampling.base import Additions
 from trajstore._core.sessions.records import encode_call
 from trajstore._core.sessions.session import Session
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.saved_points import SavedPoint
+from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.distributed.parcel import Parcel, unpack, uuids_of
-from trajstore.distributed.roll import News, Roll
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
@@ -116,8 +117,8 @@ class StoreServer:
         self._sessions: dict[str, Session] = {}
         self._hold = Hold()
         self._adding = locks.lock("StoreServer._adding")
-        self._rolls = {tasks: Roll(tasks, self._about.began) for tasks in (False, True)}
-        self._rolling = locks.lock("StoreServer._rolling")
+        self._changes = ChangeLog(self._about.began)
+        self._following = locks.lock("StoreServer._following")
         self._recall()
 
     def _recall(self) -> None:
@@ -258,20 +259,27 @@ class StoreServer:
 
     # -- drawing ----------------------------------------------------------------------------------
 
-    def news(self, began: str, cursor: int, tasks: bool, clock: int = 0) -> News:
-        """Return additions and evictions since the last request; see :class:`Roll`.
+    def changes(self, began: str, cursor: int, clock: int = 0) -> Changes:
+        """Return additions and evictions since the last request; see :class:`ChangeLog`.
 
         Args:
             began: ``began`` of the last answer.
             cursor: ``cursor`` of the last answer.
-            tasks: report the tasks of agent trajectories.
             clock: lower bound of future ids.
         """
-        with self._rolling:
+        with self._following:
             next_id = self.tick(clock)
-            roll = self._rolls[tasks]
-            roll.follow(self._buffer)
-            return replace(roll.since(began, cursor), next_id=next_id)
+            self._changes.follow(self._buffer)
+            return replace(self._changes.since(began, cursor), next_id=next_id)
+
+    def described(self, ids: IntArray, tasks: bool) -> Additions:
+        """Return lengths, versions and names of those of these trajectories that are present.
+
+        Args:
+            ids: of the trajectories.
+            tasks: also read their tasks and sessions.
+        """
+        return self._buffer._sampling.described(ids, tasks)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
         """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`. Rows of evicted trajectories are absent.

@@ -32,8 +32,8 @@ _METHODS = {
     "add": ("add", "disown"),
     "wait": ("flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
     "read": (
-        *("read", "trajectories", "extents", "facts", "rows", "late_rows", "news", "stats", "tick", "mirror_state"),
-        *("history", "saved_points", "snapshot_names", "commits"),
+        *("read", "trajectories", "extents", "facts", "rows", "late_rows", "changes", "described", "stats"),
+        *("tick", "mirror_state", "history", "saved_points", "snapshot_names", "commits"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),

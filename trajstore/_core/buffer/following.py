@@ -95,14 +95,24 @@ class Following:
             self._sampler.evicted(self._sampler.ids)
 
     def _add(self, contents: Contents, positions: npt.NDArray[np.intp]) -> None:
-        if not len(positions):
-            return
-        names = ("trajectory_id", "num_samples", "version_high")
-        ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in names)
-        tasks = contents.texts_of("task", positions) if self._sampler.needs_tasks else None
-        sessions = contents.sessions_of(positions) if self._sampler.needs_tasks else None
-        shown_names = self._view.names_at(contents, positions)
-        self._sampler.added(Additions(ids, samples, versions, tasks, shown_names, sessions))
+        if len(positions):
+            self._sampler.added(additions_at(self._view, contents, positions, self._sampler.needs_tasks))
+
+
+def additions_at(view: View, contents: Contents, positions: npt.NDArray[np.intp], tasks: bool) -> Additions:
+    """Return what samplers learn of trajectories; call with the lock of ``contents`` held.
+
+    Args:
+        view: that shows the contents.
+        contents: of the buffer.
+        positions: of the trajectories, ``[n]``.
+        tasks: also read their tasks and sessions.
+    """
+    columns = ("trajectory_id", "num_samples", "version_high")
+    ids, samples, versions = (contents.index.at(name, positions).astype(np.int64) for name in columns)
+    texts = contents.texts_of("task", positions) if tasks else None
+    sessions = contents.sessions_of(positions) if tasks else None
+    return Additions(ids, samples, versions, texts, view.names_at(contents, positions), sessions)
 
 
 def _without(positions: npt.NDArray[np.intp], unavailable: range) -> npt.NDArray[np.intp]:

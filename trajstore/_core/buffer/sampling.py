@@ -21,7 +21,7 @@ from trajstore._core.base.arguments import check_instance, check_kind, columns_o
 from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.base.types import IntArray
-from trajstore._core.buffer.following import Following, claim
+from trajstore._core.buffer.following import Following, additions_at, claim
 from trajstore._core.buffer.positions import Positions
 from trajstore._core.buffer.view import View
 from trajstore._core.columns.fields import nest
@@ -30,7 +30,7 @@ from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.plan import RowPlan
 from trajstore._core.reading.tokens import TokenRows, token_rows
-from trajstore._core.sampling.base import Drawn, Fits, Sampler
+from trajstore._core.sampling.base import Additions, Drawn, Fits, Sampler
 from trajstore._core.sampling.draws import Draws, Window
 from trajstore._core.sampling.selection import Selection
 from trajstore._core.store.run_ids import shown_id
@@ -331,6 +331,15 @@ class Sampling:
             found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.at("slot", positions) != UNAVAILABLE)
             found[found] = ~self._are_others(contents, drawn.at(found), positions[found])
             return found
+
+        return self._view.locked(look)
+
+    def described(self, ids: IntArray, tasks: bool) -> Additions:
+        """Return what samplers learn of those of these trajectories that are present; ``tasks`` is the costly part."""
+
+        def look(contents: Contents) -> Additions:
+            positions = contents.index.find_many(ids)
+            return additions_at(self._view, contents, positions[positions >= 0], tasks)
 
         return self._view.locked(look)
 

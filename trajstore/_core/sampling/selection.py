@@ -128,6 +128,13 @@ class Selection(Sampler):
         return self.inner.figures()
 
 
+def first_difference(known: IntArray, wanted: IntArray) -> int:
+    """Return the first place of ``wanted`` that differs from the ids of a sampler without those that are not wanted."""
+    stay = known[np.isin(known, wanted)]
+    moved = np.flatnonzero(stay != wanted[: len(stay)])
+    return int(moved[0]) if len(moved) else len(stay)
+
+
 def rearrange(sampler: Sampler, wanted: IntArray, add: Callable[[int], None]) -> None:
     """Add and evict trajectories so that a sampler has the wanted ids in their order; its state is kept.
 
@@ -139,9 +146,8 @@ def rearrange(sampler: Sampler, wanted: IntArray, add: Callable[[int], None]) ->
     known = sampler.ids
     sampler.evicted(np.setdiff1d(known, wanted))
     stay = known[np.isin(known, wanted)]
-    moved = np.flatnonzero(stay != wanted[: len(stay)])
-    state = sampler.state_dict() if len(moved) else None
-    same = int(moved[0]) if len(moved) else len(stay)
+    same = first_difference(known, wanted)
+    state = sampler.state_dict() if same < len(stay) else None
     sampler.evicted(stay[same:])
     add(same)
     if state is not None:

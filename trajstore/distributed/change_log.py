@@ -18,7 +18,7 @@ _KEPT = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class Changes:
     """Changes since the last request.
 
     Attributes:
@@ -36,18 +36,16 @@ class News:
     next_id: int = 0
 
 
-class Roll(Sampler):
+class ChangeLog(Sampler):
     """Keeps a bounded log of additions and evictions, received through the sampler interface.
 
     Guarded by ``Contents.lock`` of its store's buffer, like every sampler.
 
     Args:
-        needs_tasks: report the tasks of agent trajectories, at the cost of reading them.
         began: unique per start of the process; a handle with another value gets everything.
     """
 
-    def __init__(self, needs_tasks: bool, began: str) -> None:
-        self.needs_tasks = needs_tasks
+    def __init__(self, began: str) -> None:
         self._began = began
         self._parts: list[Additions] = []
         self._changes: deque[Additions | IntArray] = deque(maxlen=_KEPT)
@@ -71,16 +69,16 @@ class Roll(Sampler):
             self._parts = [without(self._parts[0], evicted)]
         self._note(evicted)
 
-    def since(self, began: str, cursor: int) -> News:
+    def since(self, began: str, cursor: int) -> Changes:
         """Return the changes since a cursor; everything if it is too old or of an earlier process."""
         missed = self._end - cursor
         if began != self._began or not 0 <= missed <= len(self._changes):
             self._join()
-            return News(self._began, self._end, True, list(self._parts))
-        return News(self._began, self._end, False, list(self._changes)[len(self._changes) - missed :])
+            return Changes(self._began, self._end, True, list(self._parts))
+        return Changes(self._began, self._end, False, list(self._changes)[len(self._changes) - missed :])
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
-        raise EmptyBufferError("a roll only listens")
+        raise EmptyBufferError("a log of changes is not drawn from")
 
     def state_dict(self) -> dict[str, Any]:
         return {}
