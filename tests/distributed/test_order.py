@@ -199,8 +199,10 @@ def synthetic(chance: np.random.Generator, rank: int, first: int, count: int) ->
     return Additions(ids, chance.choice([0, 1, 7, 400, 70_000], count), np.zeros(count, np.int64), names=names)
 
 
-def test_many_trajectories_are_those_of_a_plain_list(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("few", [100, 1 << 20])
+def test_many_trajectories_are_those_of_a_plain_list(monkeypatch: pytest.MonkeyPatch, few: int) -> None:
     """Ids, lengths and copies among thousands of trajectories, whose marks are often equal by chance."""
+    monkeypatch.setattr("trajstore.distributed.compact_table._FEW", few)
     for module in ("compact_table", "run_index"):
         marks = f"trajstore.distributed.{module}.marks_of"
         monkeypatch.setattr(marks, lambda names: (1 + (names & 15)).astype(np.uint32))

@@ -13,8 +13,9 @@ from trajstore._core.sampling.base import Drawn
 from trajstore.distributed.server import MOST_STORES
 
 _PAGE_BITS = 16
+_FEW = 1 << 20
 _BLOCK = 16
-"""Trajectories between two cumulative counts of samples; a search adds up the lengths in between."""
+"""Trajectories between two sums of samples in tables of more than :data:`_FEW`, to be added up in a search."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +30,7 @@ class CompactTable:
         starts: position of the first trajectory of each page, and the number of trajectories, ``[pages + 1]``.
         lower: lower bits of the ids, uint16, ``[n]``.
         samples: transitions of each trajectory, in the smallest dtype that holds all, ``[n]``.
-        before: samples before every 16th trajectory, and of all, ``[ceil(n / 16) + 1]``.
+        before: samples before every trajectory, or every 16th of many, and of all.
         marks: 32 bits of each UUID, ``[n]``; equal ones may be copies of one trajectory. 0 = unknown.
     """
 
@@ -63,6 +64,10 @@ class CompactTable:
 
     def __len__(self) -> int:
         return len(self.lower)
+
+    @property
+    def _step(self) -> int:
+        return _step(len(self))
 
     @property
     def total_samples(self) -> int:
@@ -103,10 +108,12 @@ class CompactTable:
     def rows(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Return for each sample, given by its number, the position of its trajectory and its row in it."""
         block = np.searchsorted(self.before, places, side="right") - 1
+        rest = places - self.before[block]
+        if self._step == 1:
+            return block, rest
         positions = block * _BLOCK
         inside = np.minimum(positions[:, None] + np.arange(_BLOCK), len(self) - 1)
         ends = np.cumsum(self.samples[inside], axis=1, dtype=np.int64)
-        rest = places - self.before[block]
         passed = np.count_nonzero(ends <= rest[:, None], axis=1)
         at = np.arange(len(places))
         rest -= np.where(passed, ends[at, passed - 1], 0)
@@ -119,8 +126,8 @@ class CompactTable:
 
     def samples_before(self, position: int) -> int:
         """Return the number of samples of the trajectories before a position."""
-        block = position // _BLOCK
-        return int(self.before[block] + self.samples[block * _BLOCK : position].sum(dtype=np.int64))
+        block = position // self._step
+        return int(self.before[block] + self.samples[block * self._step : position].sum(dtype=np.int64))
 
     @property
     def counts(self) -> dict[int, int]:
@@ -173,13 +180,12 @@ class CompactTable:
         marks = np.concatenate([self.marks, fresh.marks])
         if ids[0] > self.ids_at(np.array([len(self) - 1]))[0]:
             same = int(self.pages[-1] == fresh.pages[0])
-            whole = len(self) // _BLOCK
             return CompactTable(
                 np.concatenate([self.pages, fresh.pages[same:]]),
                 np.concatenate([self.starts[:-1], len(self) + fresh.starts[same:]]),
                 np.concatenate([self.lower, fresh.lower]),
                 all_samples,
-                np.concatenate([self.before[:whole], self.before[whole] + _before(all_samples[whole * _BLOCK :])]),
+                _before(all_samples),
                 marks,
             )
         every = np.concatenate([self.ids, ids])
@@ -194,9 +200,13 @@ def marks_of(names: IntArray) -> npt.NDArray[np.uint32]:
     return marks
 
 
+def _step(count: int) -> int:
+    return 1 if count <= _FEW else _BLOCK
+
+
 def _before(samples: npt.NDArray[np.unsignedinteger]) -> IntArray:
-    """Return the samples before every 16th trajectory, and of all."""
+    """Return the samples before every trajectory, or every 16th of many, and of all."""
     if not len(samples):
         return np.zeros(1, np.int64)
-    sums = np.add.reduceat(samples, np.arange(0, len(samples), _BLOCK), dtype=np.int64)
+    sums = np.add.reduceat(samples, np.arange(0, len(samples), _step(len(samples))), dtype=np.int64)
     return np.concatenate([[0], np.cumsum(sums)]).astype(np.int64)
