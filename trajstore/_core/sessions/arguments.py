@@ -151,7 +151,10 @@ class TakesCalls(Generic[Added]):
             check_kind("parent", parent, str, "the id of a call, or None")
             check_kind("metadata", metadata, Mapping, "a dict")
             check_kind("finish_reason", finish_reason, str, "a text")
-            more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": finish_reason or ""})
+            reason = finish_reason or ""
+            more: dict[str, Any] = {"metadata": {}, "finish_reason": reason}
+            if metadata or not (call_id or "").isascii() or not reason.isascii():
+                more = plain({"metadata": dict(metadata or {}), "call": call_id, "finish_reason": reason})
             return {
                 "prompt": prompt,
                 "sampled": sampled,
@@ -236,8 +239,7 @@ class Named:
     """Names session and call in refusals, all of which become :class:`InvalidCallError`."""
 
     def __init__(self, task_id: str, rollout_id: str, call_id: str | None = None) -> None:
-        name = f"session {task_id}/{rollout_id}" + (f", call {call_id}" if call_id else "")
-        self._name = name.encode("utf8", "backslashreplace").decode()  # half of a surrogate pair cannot be printed
+        self._names = task_id, rollout_id, call_id
 
     def __enter__(self) -> None:
         pass
@@ -245,7 +247,10 @@ class Named:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, InvalidCallError | InvalidTrajectoryError):
             made = type(error) if isinstance(error, InvalidCallError) else InvalidCallError
-            raise made(f"{self._name}: {error}") from error
+            task_id, rollout_id, call_id = self._names
+            name = f"session {task_id}/{rollout_id}" + (f", call {call_id}" if call_id else "")
+            name = name.encode("utf8", "backslashreplace").decode()  # half of a surrogate pair cannot be printed
+            raise made(f"{name}: {error}") from error
 
 
 def check_metadata(metadata: Mapping[str, Any]) -> None:
