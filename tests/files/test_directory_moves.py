@@ -50,9 +50,9 @@ def test_a_relative_path_in_a_working_directory_that_was_removed(
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    for opening in (opened, TrajectoryReplayBuffer.open, verify):
+    for call in (opened, TrajectoryReplayBuffer.open, verify):
         with pytest.raises(StoreNotFoundError, match="run: is relative, and the working directory was removed"):
-            opening("run")
+            call("run")
 
 
 def test_a_store_that_is_moved_is_written_where_it_is_now(tmp_path: Path) -> None:
