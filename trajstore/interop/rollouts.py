@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import torch
 
+from trajstore._core.columns.conversion import with_notes
 from trajstore._core.columns.facts import GIVEN, SCORE
 from trajstore._core.columns.schema import dtypes
-from trajstore._core.reading.late import COLUMNS, with_notes
+from trajstore._core.reading.late import COLUMNS
 from trajstore._core.store.facts import FACTS
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError

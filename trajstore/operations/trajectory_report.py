@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from trajstore._core.columns.conversion import with_notes
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.fields import join_name, walk
 from trajstore._core.files.base import Directory
-from trajstore._core.reading.late import with_notes
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.shard_access import ShardAccess, damage_of
 from trajstore._core.store.catalog import Catalog

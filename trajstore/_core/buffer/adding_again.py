@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from trajstore._core.base.clock import microseconds
-from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.conversion import flatten, recorded_of
 from trajstore._core.columns.facts import GIVEN
 from trajstore._core.columns.steps import NothingToStoreError
-from trajstore._core.reading.late import recorded_of
 from trajstore._core.store.facts import FACTS
 from trajstore._core.store.late_values import LateValues, check_names, check_row_names
 from trajstore._core.store.row_notes import Rows

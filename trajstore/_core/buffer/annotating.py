@@ -13,6 +13,7 @@ import torch
 
 from trajstore._core.base.arguments import path_or_url, text
 from trajstore._core.base.clock import microseconds
+from trajstore._core.columns.facts import OVER_FACTS
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.values import as_tensor
 from trajstore._core.files.base import Directory
@@ -21,7 +22,6 @@ from trajstore._core.reading.places import kind_of, nothing_at, rank_of, ranks_o
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.facts import FACTS
 from trajstore._core.store.late_values import (
-    OVER_FACTS,
     LateValues,
     Value,
     check_late_values,

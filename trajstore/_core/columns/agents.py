@@ -1,4 +1,4 @@
-"""Converts rollouts of language-model agents to columns and back. Pure; no I/O."""
+"""Converts rollouts of language-model agents to columns. Pure; no I/O."""
 
 from __future__ import annotations
 
@@ -176,17 +176,3 @@ def check_column(name: str, value: Any, dimensions: Sequence[int]) -> torch.Tens
 def weights_of(metadata: Mapping[str, Any]) -> str:
     """Return the ``model_weights_id`` in a rollout's metadata; empty if there is none."""
     return plain_name("metadata.model_weights_id", metadata.get("model_weights_id", ""))
-
-
-def agent_trajectory(values: Mapping[str, torch.Tensor], document: dict[str, Any]) -> AgentTrajectory:
-    """Return the trajectory of stored columns and a document.
-
-    Raises:
-        TypeError: the document has names that are not fields, or values that are not objects.
-    """
-    reward = document.pop("reward", None)
-    given: dict[str, Any] = {**values, **document}
-    trajectory = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
-    if not isinstance(trajectory.metadata, dict) or not isinstance(trajectory.messages, list):
-        raise TypeError("metadata must be an object, messages a list")
-    return trajectory

@@ -31,6 +31,9 @@ GIVEN, RECORDED = "trajstore.notes", "trajstore.recorded"
 SCORE = "reward_"
 """Prefix of facts that are numbers or bools of ``reward.metadata``."""
 
+OVER_FACTS = ("outcome", "success_rate")
+"""Facts that a value of the same name replaces, besides those of ``reward.metadata``."""
+
 SESSION = "session"
 """Key of ``metadata`` of a row of an agent session: its ``id``, this row's ``path``, and the number of ``paths``."""
 

@@ -8,20 +8,28 @@ were held before have been released.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trajstore._core.base import locks
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.machine_code import packing_kernels as packing
+from trajstore._core.base.types import IntArray
+from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import Block
 from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
-from trajstore._core.files.partial import PartialMap, PartialMaps
+from trajstore._core.files.partial import PartialMap, PartialMaps, fetched
 from trajstore._core.formats.base import ShardManifest, ShardReader
 from trajstore._core.reading.column_interner import ColumnInterner
+from trajstore._core.store.row_location import START_OF, RowLocation
 
 UNAVAILABLE = -1
 """Marks a trajectory that was only in memory and has been evicted; not a slot."""
@@ -114,6 +122,9 @@ class Rows(Protocol):
     def addresses(self) -> Sequence[int] | npt.NDArray[np.int64]:
         """Address of the first row, per column of the schema."""
 
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows ``[start, stop)`` of a column, ``[stop - start, *row_shape]``."""
+
 
 @dataclass(frozen=True, slots=True)
 class MappedShard:
@@ -137,6 +148,64 @@ class MappedShard:
 
     packed: bool = False
     """Whether the columns are packed; ``addresses`` are then those of their descriptions."""
+
+    def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
+        """Return a copy of rows ``[start, stop)``, ``[stop - start, *row_shape]``; within :meth:`fetched`."""
+        spec, width = self.schema.columns[column], self.schema.row_nbytes[column]
+        target = torch.empty((stop - start, *spec.row_shape), dtype=spec.torch_dtype)
+        if self.packed:
+            places = np.array([[target.data_ptr()], [self.addresses[column]], [start], [stop - start]], np.int64)
+            packing.unpack_rows(*places, width)
+        elif spec.axis is Axis.NEXT:
+            addresses, sizes = self._pieces(column, start, stop)
+            kernels.copy_blocks(target.data_ptr() + np.arange(stop - start) * width, addresses, sizes)
+        else:
+            ctypes.memmove(target.data_ptr(), self.addresses[column] + start * width, (stop - start) * width)
+        return target
+
+    def _pieces(self, column: int, start: int, stop: int) -> tuple[IntArray, IntArray]:
+        """Return address and size in bytes of the pieces that rows of a column are in."""
+        address, width = self.addresses[column], self.schema.row_nbytes[column]
+        if self.packed:
+            addresses, sizes = np.ascontiguousarray(packing.pieces_of(address, start, stop).T)
+            return addresses, sizes
+        if self.schema.columns[column].axis is Axis.NEXT:
+            rows = (ctypes.c_int64 * (stop - start)).from_address(address + 8 * start)
+            return np.ctypeslib.as_array(rows), np.full(stop - start, width)
+        return np.array([address + start * width]), np.array([(stop - start) * width])
+
+    def fetched(self, ranges: Sequence[tuple[int, int, int]]) -> AbstractContextManager[None]:
+        """Return a context in which these rows, column, start and stop of each range, can be read."""
+
+        def pieces() -> tuple[IntArray, IntArray]:
+            addresses, sizes = zip(*(self._pieces(*place) for place in ranges), strict=True)
+            return np.concatenate(addresses), np.concatenate(sizes)
+
+        return fetched(self.partial, pieces)
+
+
+def rows_at(reader: ShardReader | Rows, ranges: Sequence[tuple[int, int, int]]) -> list[torch.Tensor]:
+    """Return rows of columns, ``[stop - start, *row_shape]`` each; those of a block in memory are not copied.
+
+    Args:
+        reader: reader of a shard, a mapped shard, or a block in memory.
+        ranges: column, first row and end of each.
+
+    Raises:
+        OSError, CorruptStoreError: the shard is damaged, or cannot be fetched; names file and column.
+        UnsafeContentError: reading would execute code.
+    """
+    with reader.fetched(ranges) if isinstance(reader, MappedShard) and reader.partial else nullcontext():
+        return [reader.rows(*place) for place in ranges]
+
+
+def ranges_of(schema: Schema, extent: Extent, location: RowLocation) -> list[tuple[int, int, int]]:
+    """Return the rows of a trajectory in its table for :func:`rows_at`: those of each column."""
+    ranges = []
+    for number, column in enumerate(schema.columns):
+        start = getattr(location, START_OF[column.axis])
+        ranges.append((number, start, start + extent.rows(column.axis)))
+    return ranges
 
 
 class ShardOpener(Protocol):
@@ -346,25 +415,44 @@ class AddressTable(SlotTable):
         """
         absent = np.unique(slots[self.signature[slots] < 0])
         undecoded = []
-        for slot, in_memory in zip(absent.tolist(), self.are_memory(absent).tolist(), strict=True):
-            if in_memory:  # mapped lazily: most are written without being sampled
-                self._make_resident(slot, self._rows[slot])
+        for slot in absent.tolist():
+            rows = self._open(slot)
+            if rows is None:
+                undecoded.append(slot)
                 continue
+            if isinstance(rows, MappedShard) and rows.extent is not None:
+                on_extent(slot, rows.extent)
+            self._make_resident(slot, rows)
+        if len(absent) and (over := sum(self._maps.values()) - self._map_limit) > 0:
+            self._unmap_oldest(over, frozenset(slots.tolist()))
+        return undecoded
+
+    def rows(self, slot: int) -> Rows | None:
+        """Return the rows of a slot, mapped if necessary but not made resident; None if they cannot be read in place.
+
+        Raises:
+            CorruptStoreError: a file is missing or has changed its size.
+        """
+        rows = self._rows.get(slot)
+        if rows is None:
+            rows = self._open(slot)
+            if (over := sum(self._maps.values()) - self._map_limit) > 0:
+                self._unmap_oldest(over, frozenset((slot,)))
+        return rows
+
+    def _open(self, slot: int) -> Rows | None:
+        rows = self._rows.get(slot)  # those in memory are not resident yet: most are written without being sampled
+        if rows is None:
             source, row = self.shard_of(slot)
             shard = self._sources[source].map_shard(row)
             if shard is None:
-                undecoded.append(slot)
-                continue
+                return None
             self._maps[slot] = shard.maps
             if shard.partial:
                 self.partial[slot] = shard.partial
                 self._homes.update((id(partial_map.home), partial_map.home) for partial_map in shard.partial)
-            if shard.extent is not None:
-                on_extent(slot, shard.extent)
-            self._make_resident(slot, shard)  # last: if interrupted before, the shard is mapped again
-        if len(absent) and (over := sum(self._maps.values()) - self._map_limit) > 0:
-            self._unmap_oldest(over, frozenset(slots.tolist()))
-        return undecoded
+            rows = self._rows[slot] = shard  # last: if interrupted before, the shard is mapped again
+        return rows
 
     def _unmap_oldest(self, maps: int, keep: frozenset[int]) -> None:
         """Unmap the oldest shards, with at least this number of file maps, except slots to ``keep``."""

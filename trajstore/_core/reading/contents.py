@@ -21,14 +21,15 @@ from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.types import Flags, IntArray
-from trajstore._core.columns.conversion import trajectory_of
+from trajstore._core.columns.conversion import trajectory_of, with_notes
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.flat import Block, Copied
 from trajstore._core.columns.schema import Extent, Schema
-from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable
+from trajstore._core.formats.base import ShardReader
+from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, Rows, ranges_of, rows_at
 from trajstore._core.reading.cache import TrajectoryCache
 from trajstore._core.reading.forks import stop_at_forks
-from trajstore._core.reading.late import COLUMNS, with_notes, without_notes
+from trajstore._core.reading.late import COLUMNS, without_notes
 from trajstore._core.reading.late_rows import late_of_batch, late_rows_of
 from trajstore._core.reading.plan import BatchColumns, Late, RowPlan
 from trajstore._core.reading.read_snapshot import ReadSnapshot, snapshot_of
@@ -399,14 +400,13 @@ class Contents:
         ids, counts = (index.at(name, distinct) for name in ("trajectory_id", "num_samples"))
         return partial_ones, which, self._valid_rows.of(ids, counts, read)
 
-    def make_resident(self, positions: IntArray, *, cached: bool = True) -> IntArray:
+    def make_resident(self, positions: IntArray) -> IntArray:
         """Make trajectories readable in place and return their slots; then call :meth:`forget_decoded`.
 
         Needs ``lock``.
 
         Args:
             positions: positions of the trajectories, ``[n]``.
-            cached: whether the cache may keep decoded trajectories.
 
         Raises:
             TrajectoryUnavailableError: one is no longer in memory and was never on disk.
@@ -423,7 +423,7 @@ class Contents:
                 return slots
             undecoded = table.ensure(slots, partial(self._note_extent, positions, slots))
             if undecoded:
-                self._decode(np.unique(positions[np.isin(slots, undecoded)]), cached)
+                self._decode(np.unique(positions[np.isin(slots, undecoded)]))
 
     def schemas(self, positions: IntArray) -> list[Schema]:
         """Return the columns of the trajectory at each position, and note extents that the index lacks.
@@ -445,7 +445,7 @@ class Contents:
         self._send_home([n for n in self._decoded if self.cache is None or n not in self.cache])
         self._decoded.clear()
 
-    def _decode(self, positions: IntArray, cached: bool) -> None:
+    def _decode(self, positions: IntArray) -> None:
         """Decode trajectories whose columns cannot be mapped into memory; the cache decides how long they stay."""
         order = np.argsort(self.index.at("slot", positions), kind="stable")
         for position in positions[order].tolist():
@@ -460,7 +460,7 @@ class Contents:
             number = int(self.index.at("trajectory_id", position))
             self._on_disk[number] = location
             self.index.point(np.array([position], np.int64), [RowLocation(slot)])
-            if self.cache is not None and cached:
+            if self.cache is not None:
                 self.cache.put(number, sum(array.nbytes for array in rows.keep))
             self._decoded.append(number)
 
@@ -472,40 +472,49 @@ class Contents:
             CorruptStoreError: a file is missing or damaged.
         """
         with self.lock:
-            positions = np.array([position], np.int64)
-            slots = self.make_resident(positions, cached=False)
-            schema, index = self.addresses.schema(int(slots[0])), self.index
-            plan = plan_runs(self.addresses, index, positions, slots, None)
-            if self._decoded:
-                self.forget_decoded()
-            tensors = plan.read()
-            trajectory = trajectory_of(
-                schema,
-                index.extent(position),
-                tensors,
-                max_episode_length=int(index.at("max_episode_length", position)),
-                model_weights_id=index.texts[int(index.at("weights", position))],
-            )
+            index, location = self.index, self.index.location(position)
+            if location.table == UNAVAILABLE:
+                self._check_available(position)
+            reader, extent = self._reader(location.table)
+            if extent is not None:
+                index.note_extent(position, extent)
+            schema, extent = self.addresses.schema(location.table), index.extent(position)
+            tensors = rows_at(reader, ranges_of(schema, extent, location))
+            if not isinstance(reader, MappedShard):  # views of memory that others see
+                tensors = [tensor.clone() for tensor in tensors]
+            known: dict[str, Any] = {}
+            if schema.kind == "step":
+                known["max_episode_length"] = int(index.at("max_episode_length", position))
+                known["model_weights_id"] = index.texts[int(index.at("weights", position))]
+            trajectory = trajectory_of(schema, extent, tensors, **known)
             if index.row_notes and (rows := self._late_rows_of(position, schema)):
                 trajectory = replace(trajectory, notes=rows)
             if isinstance(trajectory, AgentTrajectory) and (late_values := index.given(position)):
                 return with_notes(trajectory, late_values)
             return trajectory
 
+    def _reader(self, slot: int) -> tuple[Rows | ShardReader, Extent | None]:
+        """Return a reader of a slot's rows, and the extent of its trajectory if the index may lack it."""
+        rows = self.addresses.rows(slot)
+        if rows is not None:
+            return rows, rows.extent if isinstance(rows, MappedShard) else None
+        number, row = self.addresses.shard_of(slot)
+        return self.sources[number].reader(row), self.sources[number].extent(row)
+
     def _late_rows_of(self, position: int, schema: Schema) -> dict[str, torch.Tensor]:
         """Return all per-row values of the trajectory at a position: ``[T, B, ...]``, ``[L]`` or ``[R]``."""
         index, positions = self.index, np.array([position], np.int64)
         names = [COLUMNS + name for name in index.row_notes if index.at(NOTE_ROWS + name, position) != UNAVAILABLE]
-        given = late_rows_of(self.addresses, index, positions, names, np.zeros(0, np.int64))
-        if not given:
-            return {}
-        slots = index.at("slot", positions).astype(np.int64)
-        tensors = plan_runs(self.addresses, index, positions, slots, [], given).read()
-        steps, batch, *_ = index.extent(position)
-        return {
-            name.removeprefix(COLUMNS): rows.reshape(steps, batch, *rows.shape[1:]) if schema.kind == "step" else rows
-            for name, rows in tensors.items()
-        }
+        steps, batch, *_ = extent = index.extent(position)
+        late = {}
+        for values in late_rows_of(self.addresses, index, positions, names, np.zeros(0, np.int64)):
+            slot, start = int(values.slots[0]), int(values.starts[0])
+            number = self.addresses.schema(slot).columns.index(values.column)
+            stop = start + extent.rows(values.column.axis)
+            (rows,) = rows_at(self._reader(slot)[0], [(number, start, stop)])
+            shaped = rows.reshape(steps, batch, *rows.shape[1:]) if schema.kind == "step" else rows
+            late[values.name.removeprefix(COLUMNS)] = shaped
+        return late
 
     def texts_of(self, fact: str, positions: npt.NDArray[np.intp]) -> list[str]:
         """Return a fact that is a text, of the trajectory at each position; empty if it has none."""

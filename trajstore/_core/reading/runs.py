@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -36,8 +35,7 @@ class Run:
     Attributes:
         specs: variants of the column; dtypes and axes may differ.
         which: index of each trajectory's variant in ``specs``, ``[n]``.
-        sources: address of each trajectory's first row, ``[n]``; on ``Axis.NEXT`` of the address of this row, of packed
-            columns of their description.
+        sources: address of each trajectory's first row, ``[n]``; of packed columns of their description.
         counts: number of rows of each trajectory, ``[n]``.
         starts: first row of each trajectory in packed columns, ``[n]``; -1 in others.
         keep: additional memory that some of the rows are in.
@@ -58,23 +56,16 @@ class Run:
         return sizes
 
     def pieces(self) -> tuple[IntArray, IntArray]:
-        """Return address and size in bytes of pieces of the rows: of each trajectory's, of each row, or packed ones."""
-        if self.specs[0].axis is not Axis.NEXT:
-            inside = self.starts >= 0
-            if not inside.any():
-                return self.sources, self.sizes
-            ends = self.starts + self.counts
-            each = zip(self.sources[inside].tolist(), self.starts[inside].tolist(), ends[inside].tolist(), strict=True)
-            stored = np.concatenate([packing.pieces_of(*place) for place in each])
-            outside = np.stack([self.sources, self.sizes], axis=1)[~inside]
-            addresses, sizes = np.ascontiguousarray(np.concatenate([stored, outside]).T)
-            return addresses, sizes
-        addresses = [
-            np.frombuffer((ctypes.c_int64 * count).from_address(source), np.int64)
-            for source, count in zip(self.sources.tolist(), self.counts.tolist(), strict=True)
-        ]
-        rows = np.concatenate(addresses)
-        return rows, np.full(len(rows), self.specs[0].row_nbytes)
+        """Return address and size in bytes of pieces of the rows: of each trajectory's, or packed ones."""
+        inside = self.starts >= 0
+        if not inside.any():
+            return self.sources, self.sizes
+        ends = self.starts + self.counts
+        each = zip(self.sources[inside].tolist(), self.starts[inside].tolist(), ends[inside].tolist(), strict=True)
+        stored = np.concatenate([packing.pieces_of(*place) for place in each])
+        outside = np.stack([self.sources, self.sizes], axis=1)[~inside]
+        addresses, sizes = np.ascontiguousarray(np.concatenate([stored, outside]).T)
+        return addresses, sizes
 
     def copy(self, begins: IntArray, total: int) -> torch.Tensor:
         """Return one tensor ``[total, *row_shape]``, zero where no trajectory has a row.
@@ -109,7 +100,7 @@ class Run:
 
 
 class RunPlan(HeldRows):
-    """The copy of whole columns of trajectories; read any number of times, then :meth:`end`.
+    """The copy of whole columns of trajectories; copied any number of times, then :meth:`end`.
 
     Attributes:
         columns: by name.
@@ -126,31 +117,6 @@ class RunPlan(HeldRows):
         none = np.zeros(0, np.int64)
         pieces = [(none, none), *(run.pieces() for run in self.columns.values())]
         return np.concatenate([addresses for addresses, _ in pieces]), np.concatenate([sizes for _, sizes in pieces])
-
-    def read(self) -> dict[str, torch.Tensor]:
-        """Return the columns of a single trajectory, ``[rows, *row_shape]`` by name; callable once.
-
-        Raises:
-            OSError, CorruptStoreError: rows could not be fetched; names the file.
-        """
-        tensors, targets, pieces = {}, [np.zeros(0, np.int64)], [np.zeros((2, 0), np.int64)]
-        packed: list[tuple[Run, torch.Tensor]] = []
-        for name, run in self.columns.items():
-            spec = run.specs[0]
-            tensors[name] = torch.empty((int(run.counts[0]), *spec.row_shape), dtype=spec.torch_dtype)
-            if run.starts[0] >= 0:
-                packed.append((run, tensors[name]))
-                continue
-            pieces.append(np.stack(run.pieces()))
-            sizes = pieces[-1][1]
-            targets.append(tensors[name].data_ptr() + np.cumsum(sizes) - sizes)
-        with self.fetched(self.pieces):
-            kernels.copy_blocks(np.concatenate(targets), *np.concatenate(pieces, axis=1))
-            for run, tensor in packed:
-                target = np.array([tensor.data_ptr()], np.int64)
-                packing.unpack_rows(target, run.sources, run.starts, run.counts, tensor.itemsize)
-        self.end()
-        return tensors
 
 
 def plan_runs(
@@ -217,8 +183,7 @@ def plan_runs(
                 on_axis[spec.axis] = index.at(START_OF[spec.axis], positions), extents.rows(spec.axis)
             starts, counts = on_axis[spec.axis]
             run.specs[kind] = spec
-            width = 8 if spec.axis is Axis.NEXT else schema.row_nbytes[place]
-            run.sources[mine] = first[:, place] + np.where(packed[mine], 0, starts[mine] * width)
+            run.sources[mine] = first[:, place] + np.where(packed[mine], 0, starts[mine] * schema.row_nbytes[place])
             run.counts[mine] = counts[mine]
             run.starts[mine] = np.where(packed[mine], starts[mine], -1)
     for column_rows in given:

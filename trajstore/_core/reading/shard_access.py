@@ -18,7 +18,7 @@ from trajstore._core.formats.base import ShardManifest, ShardReader, rows_from_b
 from trajstore._core.formats.checksums import check_file
 from trajstore._core.formats.frames import FramesReader
 from trajstore._core.formats.packed import is_packed
-from trajstore._core.reading.address_table import MappedShard
+from trajstore._core.reading.address_table import MappedShard, ranges_of, rows_at
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryEntry, TrajectoryIndex
 from trajstore._core.store.row_location import START_OF, RowLocation
@@ -91,7 +91,7 @@ class ShardAccess:
         return trajectory_of(
             Schema(schema.kind, columns),
             entry.extent,
-            tensors,
+            list(tensors.values()),
             max_episode_length=entry.max_episode_length,
             model_weights_id=entry.model_weights_id,
         )
@@ -124,28 +124,8 @@ class ShardAccess:
         return self._maps[name]
 
 
-def rows_of(reader: ShardReader | Block, schema: Schema, extent: Extent, location: RowLocation) -> list[torch.Tensor]:
-    """Return the rows of one trajectory, decoded, column by column: ``[rows, *row_shape]``.
-
-    Args:
-        reader: reader of the shard, or a block in memory.
-        schema: the trajectory's columns.
-        extent: the trajectory's row counts.
-        location: first rows; its table is ignored.
-
-    Raises:
-        CorruptStoreError: the shard is damaged; names file and column.
-        UnsafeContentError: reading would execute code.
-    """
-    starts = [location.first(column.axis) for column in schema.columns]
-    return [
-        reader.rows(number, start, start + extent.rows(column.axis))
-        for number, (column, start) in enumerate(zip(schema.columns, starts, strict=True))
-    ]
-
-
 def decoded(reader: ShardReader, schema: Schema, extent: Extent, location: RowLocation) -> MappedShard:
-    """Return one trajectory in memory, ``keep`` has its arrays; rows stored once stay so. See :func:`rows_of`."""
+    """Return one trajectory in memory, ``keep`` has its arrays; rows stored once stay so."""
     once = schema.stored_once
     starts = [location.first(column.axis) for column in schema.columns]
     stops = [start + extent.rows(column.axis) for start, column in zip(starts, schema.columns, strict=True)]
@@ -163,7 +143,7 @@ def flat_of(
     reader: ShardReader | Block, schema: Schema, extent: Extent, location: RowLocation, entry: TrajectoryEntry
 ) -> FlatTrajectory:
     """Return one decoded trajectory as columns; ``extent`` may be more complete than the entry's."""
-    tensors = tuple(rows_of(reader, schema, extent, location))
+    tensors = tuple(rows_at(reader, ranges_of(schema, extent, location)))
     known = entry.num_samples, entry.max_episode_length, entry.model_weights_id, entry.versions
     return FlatTrajectory(schema, extent, tensors, *known)
 

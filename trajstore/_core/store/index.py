@@ -316,8 +316,8 @@ class TrajectoryIndex:
         Raises:
             TrajectoryUnavailableError: it is not in the index.
         """
-        position = self.find(trajectory_id)
-        if position is None:
+        position = int(self.find_many([trajectory_id])[0])
+        if position < 0:
             ids = self["trajectory_id"]
             other = len(ids) and (int(ids[0]) >= ID_LIMIT) != (trajectory_id >= ID_LIMIT)
             hint = f"; {spelling_hint(trajectory_id)}" if other else ""
@@ -346,7 +346,7 @@ class TrajectoryIndex:
 
     def location(self, position: int) -> RowLocation:
         """Return the row location of the trajectory at a position."""
-        return RowLocation(*(int(array[position]) for array in self.by_position(self.table, *STARTS)))
+        return RowLocation(*(int(self.at(name, position)) for name in (self.table, *STARTS)))
 
     def point(self, positions: npt.NDArray[np.int64], locations: Sequence[RowLocation] | IntArray) -> None:
         """Change the locations of trajectories; ``locations`` has a row for each position.

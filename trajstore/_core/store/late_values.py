@@ -8,7 +8,7 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trajstore._core.columns.facts import SCORE
+from trajstore._core.columns.facts import OVER_FACTS, SCORE
 from trajstore._core.columns.limits import RANGES, shown
 from trajstore._core.store.log_records import natural
 from trajstore._core.store.row_notes import RowShard, is_rows, rows_in_words
@@ -20,9 +20,6 @@ Value = float | str | None
 MOST_NAMES = 64
 MOST_TEXT = 4096
 """Maximum characters of a text value."""
-
-OVER_FACTS = ("outcome", "success_rate")
-"""Facts that a value of the same name replaces, besides those of ``reward.metadata``."""
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 

@@ -270,8 +270,7 @@ def encode_trajectory(flat: FlatTrajectory, trajectory_id: int, suffix: str) -> 
         if column.name not in (DOCUMENT, VALID):
             rows = extent.rows(column.axis)
             values[column.name] = tensor.reshape(rows // extent.batch, extent.batch, *column.row_shape)
-    tensors = {column.name: tensor for column, tensor in zip(schema.columns, flat.tensors, strict=True)}
-    leaves = trajectory_of(schema, extent, tensors) if extent.document else Trajectory()
+    leaves = trajectory_of(schema, extent, flat.tensors) if extent.document else Trajectory()
     for path, leaf in walk({name: getattr(leaves, name) for name in (*RLINF_FIELDS, *DICT_FIELDS)}):
         if len(path) > 1 or (leaf is not None and path[0] in RLINF_FIELDS):
             values.setdefault(join_name(path), leaf)

@@ -90,6 +90,8 @@ def id_from(field: str, value: Any) -> int:
     Raises:
         ConfigurationError: it is neither.
     """
+    if type(value) is int and abs(value) <= INT64_MAX:
+        return value
     if not isinstance(value, str):
         return whole(field, value, -INT64_MAX)
     number = parsed_id(value)

@@ -24,7 +24,8 @@ from trajstore._core.files.base import Buffer, Directory
 from trajstore._core.formats import get_format
 from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
-from trajstore._core.reading.shard_access import damage_of, reader_of, rows_of
+from trajstore._core.reading.address_table import ranges_of, rows_at
+from trajstore._core.reading.shard_access import damage_of, reader_of
 from trajstore._core.store.additions import label_at
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
@@ -373,5 +374,5 @@ class _OpenShard:
 
     def columns(self, entry: _Entry) -> list[memoryview]:
         """Return the rows of a trajectory, column by column."""
-        rows = rows_of(self._reader, self.manifest.schema, entry.extent, entry.location)
+        rows = rows_at(self._reader, ranges_of(self.manifest.schema, entry.extent, entry.location))
         return [raw_bytes(tensor.contiguous()) for tensor in rows]
