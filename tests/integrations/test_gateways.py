@@ -16,11 +16,12 @@ import pytest
 
 from tests.pages import blocks, section
 from tests.support.engine import engine, tokens_of
+from trainer_hooks.integrations import nemo_gym
 from trainer_hooks.integrations.gateway import restored, shortened, task_of
 from trainer_hooks.integrations.nemo_gym import TokenStore
 from trainer_hooks.integrations.rllm import SessionTraceStore
 from trajstore import Reward, TrajectoryReplayBuffer
-from trajstore.errors import CallConflictError, InvalidCallError, StoreClosedError
+from trajstore.errors import CallConflictError, InvalidCallError, StoreClosedError, StoreLockedError
 
 
 @pytest.fixture
@@ -299,6 +300,59 @@ def test_calls_from_many_threads_are_all_there(buffer: TrajectoryReplayBuffer) -
         list(pool.map(store.append, entries))
     found = [entry for rollout in ("0-0", "1-0", "2-0") for entry in store.read_entries(rollout)]
     assert sorted(found, key=lambda entry: int(entry.model_call_id)) == entries
+
+
+@pytest.mark.usefixtures("gym")
+def test_a_rollout_has_one_sink_and_the_next_one_after_that_lets_go(buffer: TrajectoryReplayBuffer) -> None:
+    buffer.flush()
+    one, other = (TokenStore(buffer._sink.writer.directory.path) for _ in range(2))
+
+    async def run() -> None:
+        await one.put(ENTRY)
+        second = replace(ENTRY, model_call_id="d", prompt_token_ids=[1, 2, 3, 4, 5])
+        for late in (
+            other.begin_call("7-0", "d"),
+            other.put(second),
+            other.freeze("7-0"),
+            other.mark_incomplete("7-0"),
+        ):
+            with pytest.raises(StoreLockedError, match="session 7/7-0 is open in process"):
+                await late
+        assert other.read_entries("7-0") == [ENTRY]
+        await other.put(replace(ENTRY, rollout_id="7-1"))  # others are not affected
+        await one.put(ENTRY)
+        await one.close()
+        await other.put(second)
+        found = await other.freeze("7-0")
+        assert (found.entries, found.incomplete) == ((ENTRY, second), False)
+        with pytest.raises(StoreClosedError):
+            await one.put(second)
+        await other.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("gym")
+def test_gateways_forget_rollouts_that_are_over(
+    buffer: TrajectoryReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nemo_gym, "_MOST_RETIRED", 2)
+    tokens, traces = TokenStore(buffer), SessionTraceStore(buffer)
+
+    async def run() -> None:
+        for number in range(4):
+            await tokens.put(replace(ENTRY, rollout_id=f"7-{number}"))
+            tokens.finish(f"7-{number}", 1.0)
+            await traces.store_trace(f"t{number}", f"8-{number}", made_trace(number, [1], []))
+            assert (await traces.get_trace(f"t{number}"))["trace_id"] == f"t{number}"  # type: ignore[index]
+            traces.finish(f"8-{number}", 1.0)
+        assert list(tokens._retired) == ["7-2", "7-3"]
+        assert traces._trace_ids == {}
+        with pytest.raises(RuntimeError, match="is retired"):
+            await tokens.put(replace(ENTRY, rollout_id="7-3"))
+
+    asyncio.run(run())
+    assert len(buffer) == 8
 
 
 # -- without a gateway --------------------------------------------------------------------------------

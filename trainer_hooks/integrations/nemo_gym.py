@@ -5,6 +5,7 @@ Written for NeMo Gym 0.5, whose interfaces are in ``nemo_gym.token_id_capture.pr
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer_hooks.integrations.gateway import Gateway, is_exact
@@ -13,6 +14,9 @@ from trajstore.errors import CallConflictError, SessionFinishedError
 
 if TYPE_CHECKING:
     from nemo_gym.token_id_capture import TokenCaptureSnapshot, TokenEntry
+
+_MOST_RETIRED = 100_000
+"""Rollouts that are over and still known, so that late entries of them are refused."""
 
 NEMO_GYM = "nemo_gym"
 """Key of a call's ``metadata`` with the fields of its entry that a call has not."""
@@ -24,7 +28,7 @@ class TokenStore(Gateway):
     As ``token_id_capture.sink`` with ``sink_kwargs: {store: PATH}``, or for ``install_token_sink`` and
     ``install_token_source``. All calls of a rollout go to one process, which also freezes it. A frozen rollout becomes
     rollouts of the store by :meth:`finish`; ``drop`` without it discards the entries. After either it takes no further
-    entries, until :meth:`delete` or the end of the process.
+    entries, until :meth:`delete`, the end of the process, or 100,000 later rollouts.
 
     Args:
         store: path of the store, or the buffer that writes it, if that is in this process.
@@ -33,7 +37,7 @@ class TokenStore(Gateway):
 
     def __init__(self, store: Any, **options: Any) -> None:
         super().__init__(store, **options)
-        self._retired: dict[str, tuple[str, int]] = {}  # the last snapshots of rollouts that are over
+        self._retired: OrderedDict[str, tuple[str, int]] = OrderedDict()  # the last snapshots of rollouts that are over
 
     async def put(self, entry: TokenEntry) -> None:
         """Return when an entry is durable. The same entry again does nothing.
@@ -96,19 +100,26 @@ class TokenStore(Gateway):
         return await self.waited(self._drop, rollout_id, snapshot_id, version)
 
     def _drop(self, rollout_id: str, snapshot_id: str, version: int) -> bool:
-        if rollout_id not in self._retired:
+        last = self._retired.get(rollout_id)
+        if last is None:
             session = self.session(rollout_id)
-            if session.state != "frozen" or _snapshot(session) != (snapshot_id, version):
+            last = _snapshot(session)
+            if session.state != "frozen" or last != (snapshot_id, version):
                 return False
-            self._retired[rollout_id] = snapshot_id, version
+            self._retire(rollout_id, last)
             session.discard()
-        return self._retired[rollout_id] == (snapshot_id, version)
+        return last == (snapshot_id, version)
+
+    def _retire(self, rollout_id: str, snapshot: tuple[str, int]) -> None:
+        self._retired[rollout_id] = snapshot
+        while len(self._retired) > _MOST_RETIRED:
+            self._retired.popitem(last=False)
 
     def finish(self, rollout_id: str, *arguments: Any, **options: Any) -> list[int]:
         """Make rollouts of a rollout's entries; see :meth:`Gateway.finish`."""
         session = self.session(rollout_id)
         ids = super().finish(rollout_id, *arguments, **options)
-        self._retired[rollout_id] = _snapshot(session)
+        self._retire(rollout_id, _snapshot(session))
         return ids
 
     def delete(self, rollout_id: str) -> None:

@@ -37,7 +37,7 @@ class SessionTraceStore(Gateway):
 
     def __init__(self, store: Any, **options: Any) -> None:
         super().__init__(store, **options)
-        self._session_of: dict[str, str] = {}  # by trace
+        self._trace_ids: dict[str, set[str]] = {}  # of the sessions that are not over
 
     async def store_trace(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         """Return when a trace is durable. The same trace again does nothing.
@@ -66,7 +66,7 @@ class SessionTraceStore(Gateway):
                 finish_reason=data.get("finish_reason") or "",
                 metadata=metadata,
             )
-        self._session_of[trace_id] = session_id
+        self._trace_ids.setdefault(session_id, set()).add(trace_id)
 
     async def get_trace(self, trace_id: str) -> dict[str, Any] | None:
         """Return a trace, or None."""
@@ -74,11 +74,11 @@ class SessionTraceStore(Gateway):
         return await self.waited(self._trace, trace_id)
 
     def _trace(self, trace_id: str) -> dict[str, Any] | None:
-        if trace_id not in self._session_of:  # of before a restart
-            for info in self._sessions.listed():
-                self._session_of |= dict.fromkeys(self._traces(info.rollout_id), info.rollout_id)
-        found = self._traces(self._session_of.get(trace_id, "")).get(trace_id)
-        return None if found is None else _trace_of(found)
+        known = [session_id for session_id, ids in self._trace_ids.copy().items() if trace_id in ids]
+        for session_id in known or [info.rollout_id for info in self._sessions.listed()]:  # of before a restart
+            if (found := self._traces(session_id).get(trace_id)) is not None:
+                return _trace_of(found)
+        return None
 
     async def get_session_traces(
         self, session_id: str, since: float | None = None, limit: int | None = None
@@ -105,10 +105,15 @@ class SessionTraceStore(Gateway):
         return await self.waited(self._delete, session_id)
 
     def _delete(self, session_id: str) -> int:
+        self._trace_ids.pop(session_id, None)
         traces = self._traces(session_id)
-        for trace_id in traces:
-            self._session_of.pop(trace_id, None)
         return len(traces) if self.discard(session_id) else 0
+
+    def finish(self, rollout_id: str, *arguments: Any, **options: Any) -> list[int]:
+        """Make rollouts of a session's traces; see :meth:`Gateway.finish`."""
+        ids = super().finish(rollout_id, *arguments, **options)
+        self._trace_ids.pop(rollout_id, None)
+        return ids
 
     async def list_sessions(self, since: float | None = None, limit: int | None = None) -> list[dict[str, Any]]:
         """Return the sessions that have traces, the newest first, with their number and times.
