@@ -347,6 +347,8 @@ def test_gateways_forget_rollouts_that_are_over(
             assert (await traces.get_trace(f"t{number}"))["trace_id"] == f"t{number}"  # type: ignore[index]
             traces.finish(f"8-{number}", 1.0)
         assert list(tokens._retired) == ["7-2", "7-3"]
+        tokens.delete("7-2")  # its rollouts stay, and its id can be used again
+        await tokens.put(replace(ENTRY, rollout_id="7-2"))
         assert traces._trace_ids == {}
         with pytest.raises(RuntimeError, match="is retired"):
             await tokens.put(replace(ENTRY, rollout_id="7-3"))

@@ -124,8 +124,8 @@ class TokenStore(Gateway):
 
     def delete(self, rollout_id: str) -> None:
         """Discard the entries of a rollout, frozen or not; its id can be used again."""
-        self.discard(rollout_id)
         self._retired.pop(rollout_id, None)
+        self.discard(rollout_id)
 
     def read_entries(self, rollout_id: str) -> list[TokenEntry]:
         """Return the entries of a rollout, in the order in which they were put; none after :meth:`drop`."""
