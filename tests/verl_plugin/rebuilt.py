@@ -16,7 +16,8 @@ from .witness import LossRow
 
 SAVES_HUGGING_FACE = "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 
-Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], float]
+Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], list[float]]
+"""Tokens, masks and old log-probs of a row, by which rows are ordered."""
 
 
 def store_of(folder: Path) -> Path:
@@ -69,36 +70,26 @@ def check_rows(inputs: StepInputs, update: Sequence[int], advantages: torch.Tens
     tensors = inputs.tensors
     width = tensors["response_mask"].shape[1]
 
-    def rebuilt(place: int) -> tuple[Key, torch.Tensor, torch.Tensor]:
+    def key_of(tokens: torch.Tensor, mask: torch.Tensor, exp_mask: torch.Tensor, old: torch.Tensor) -> Key:
+        return tuple(tokens.tolist()), tuple(mask.tolist()), tuple(exp_mask.tolist()), old.tolist()
+
+    def rebuilt(place: int) -> tuple[Key, torch.Tensor, torch.Tensor, torch.Tensor]:
         attended = tensors["attention_mask"][place] != 0
-        length = int(attended[-width:].sum())
-        response = slice(0, length)
-        masks = (tensors["response_mask"][place, response], tensors["exp_mask"][place, -width:][response])
-        known = tensors["old_known"][place, response]
-        old = tensors["old_log_probs"][place, response]
-        return key_of(tensors["input_ids"][place][attended], *masks, advantages[place, response]), old, known
+        response = slice(0, int(attended[-width:].sum()))
+        mask, exp_mask = tensors["response_mask"][place, response], tensors["exp_mask"][place, -width:][response]
+        old, known = tensors["old_log_probs"][place, response], tensors["old_known"][place, response]
+        key = key_of(tensors["input_ids"][place][attended], mask, exp_mask, old)
+        return key, old, known, advantages[place, response][mask != 0]
 
-    def key_of(tokens: torch.Tensor, mask: torch.Tensor, exp_mask: torch.Tensor, advantage: torch.Tensor) -> Key:
-        trained = advantage[mask != 0].tolist()
-        return tuple(tokens.tolist()), tuple(mask.tolist()), tuple(exp_mask.tolist()), round(trained[0], 3)
+    def trained(row: LossRow) -> tuple[Key, torch.Tensor, torch.Tensor]:
+        exp_mask = row.exp_mask[: row.response.numel()]
+        key = key_of(torch.tensor(row.tokens), row.response_mask, exp_mask, row.old_log_probs)
+        return key, row.old_log_probs, row.advantages[row.response_mask != 0]
 
-    of_store = sorted((rebuilt(place) for place in update), key=lambda row: (row[0], row[1].tolist()))
-    of_loss = sorted(
-        (
-            (
-                key_of(
-                    torch.tensor(row.tokens),
-                    row.response_mask,
-                    row.exp_mask[: row.response.numel()],
-                    row.advantages,
-                ),
-                row.old_log_probs,
-            )
-            for row in seen
-        ),
-        key=lambda row: (row[0], row[1].tolist()),
-    )
-    assert [key for key, _, _ in of_store] == [key for key, _ in of_loss]
-    for (_, old, known), (_, wanted) in zip(of_store, of_loss, strict=True):
+    of_store = sorted(map(rebuilt, update), key=lambda row: row[0])
+    of_loss = sorted(map(trained, seen), key=lambda row: row[0])
+    assert [row[0][:3] for row in of_store] == [row[0][:3] for row in of_loss]
+    for (_, old, known, advantage), (_, wanted, given) in zip(of_store, of_loss, strict=True):
         assert known.any()
         assert old[known].equal(wanted[known])
+        torch.testing.assert_close(advantage[0], given[0], atol=1e-3, rtol=0.0)

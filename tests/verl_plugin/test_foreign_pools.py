@@ -91,7 +91,7 @@ def test_the_rows_of_agentevolver_are_trained_on(
         f"{OPTION}in_turns=true",  # so that every history is drawn
         f"data.train_batch_size={len(rows)}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={len(rows)}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={2 * len(rows)}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={GROUP * len(rows)}",  # one for each mini-batch
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={2 * len(rows)}",
         "data.max_prompt_length=256",
         f"data.max_response_length={80 if kind == 'linear_think' else 300}",
