@@ -25,27 +25,29 @@ class Fault:
     wrong: str
 
     def put_in(self) -> None:
-        """Break this process.
+        """Break this process."""
+        made: dict[str, object] = {}
+        module, target, name = self._place()
+        exec(compile(f"from __future__ import annotations\n{self.source()}", self.where, "exec"), vars(module), made)
+        setattr(target, name, made[name])
+
+    def source(self) -> str:
+        """Return the broken source.
 
         Raises:
             ValueError: the function has no such text, or has it several times.
         """
-        module_name, _, qualified = self.where.partition(":")
-        module = importlib.import_module(module_name)
-        owner, _, name = qualified.rpartition(".")
-        target = getattr(module, owner) if owner else module
+        _, target, name = self._place()
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(target, name))))
         if source.count(self.right) != 1:
             raise ValueError(f"{self.where}: has {source.count(self.right)} times {self.right!r}")
-        made: dict[str, object] = {}
-        exec(
-            compile(
-                "from __future__ import annotations\n" + source.replace(self.right, self.wrong), self.where, "exec"
-            ),
-            vars(module),
-            made,
-        )
-        setattr(target, name, made[name])
+        return source.replace(self.right, self.wrong)
+
+    def _place(self) -> tuple[object, object, str]:
+        module_name, _, qualified = self.where.partition(":")
+        module = importlib.import_module(module_name)
+        owner, _, name = qualified.rpartition(".")
+        return module, getattr(module, owner) if owner else module, name
 
 
 _LOCAL = "trajstore._core.files.local:LocalDirectory"
@@ -113,5 +115,47 @@ FAULTS = (
         "trajstore._core.base.interrupts:WaitList.wake",
         "list(gates.values())",
         "list(gates.values())[1:]",
+    ),
+    Fault(
+        "values that wait replace later ones",
+        "trajstore._core.writing.writer:StoreWriter.annotate",
+        "self.inbox.record()",
+        "self.inbox.look()",
+    ),
+    Fault(
+        "values of a trajectory evicted meanwhile are not dropped",
+        "trajstore._core.writing.inbox:Inbox._take",
+        "except TrajectoryUnavailableError:\n            continue",
+        "except TrajectoryUnavailableError:\n            raise",
+    ),
+    Fault(
+        "values are taken in twice",
+        "trajstore._core.writing.inbox:Inbox._take",
+        "if name in catalog.notes.sources:",
+        "if False:",
+    ),
+    Fault(
+        "a folder made by a killed writer is not synced",
+        f"{_LOCAL}._make_folders",
+        "if present and above in self._durable:",
+        "if present:",
+    ),
+    Fault(
+        "a removed pin comes back",
+        "trajstore._core.writing.opening:open_store",
+        "directory.settle(PINS_FOLDER)",
+        "pass",
+    ),
+    Fault(
+        "a torn record of a killed writer is written after",
+        "trajstore._core.writing.opening:open_store",
+        "or catalog.segment_torn or",
+        "or",
+    ),
+    Fault(
+        "an eviction returns before it is in the log",
+        "trajstore._core.files.local:LocalDirectory.append",
+        "os.fdatasync(descriptor)",
+        "None if b'evict' in bytes(memoryview(data)) else os.fdatasync(descriptor)",
     ),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, Fault
 
 RUNS = 40
 FOUND_EARLY = ("files are not synced", "the name of a log segment is not synced", "flush returns one commit early")
@@ -33,6 +33,11 @@ def test_a_seed_repeats_a_run_step_by_step() -> None:
     assert first == second
 
 
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_the_text_of_a_known_fault_is_in_the_store(fault: Fault) -> None:
+    assert fault.wrong in fault.source()
+
+
 @pytest.mark.parametrize("name", FOUND_EARLY)
 def test_a_known_fault_is_found(name: str) -> None:
     done = simulated("--seed", "0", "--runs", "200", "--fault", name, "--until-failure", "--json")
@@ -43,7 +48,7 @@ def test_a_known_fault_is_found(name: str) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_every_known_fault_is_found(fault: object) -> None:
-    done = simulated("--seed", "20000", "--runs", "2000", "--fault", fault.name, "--until-failure", "--json")  # type: ignore[attr-defined]
+def test_every_known_fault_is_found(fault: Fault) -> None:
+    done = simulated("--seed", "20000", "--runs", "2000", "--fault", fault.name, "--until-failure", "--json")
     (report,) = [json.loads(line) for line in done.stdout.splitlines()]
     assert report["failed"]

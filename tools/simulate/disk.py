@@ -32,10 +32,10 @@ class Disk(Recorder):
         root: an existing folder.
         ops: what its files were made by.
         tasks: of the world.
-        fails: whether a call of this name fails now.
+        fails: returns the part of the call of this name that is done before it fails; None if it does not fail.
     """
 
-    def __init__(self, root: Path, ops: list[Op], tasks: Tasks, fails: Callable[[str], bool]) -> None:
+    def __init__(self, root: Path, ops: list[Op], tasks: Tasks, fails: Callable[[str], float | None]) -> None:
         super().__init__(root, ops)
         self._tasks, self._fails = tasks, fails
         self._owners: dict[int, int] = {}
@@ -51,8 +51,11 @@ class Disk(Recorder):
                 return real(*arguments, **keywords)
             if task is not None:
                 self._tasks.point(name)
-                if name in _FAIL and self._concerns(arguments) and self._fails(name):
-                    self._tasks.note(f"FAILS {name}")
+                if name in _FAIL and self._concerns(arguments) and (part := self._fails(name)) is not None:
+                    self._tasks.note(f"FAILS {name} after {part}")
+                    if name == "writev":
+                        first = memoryview(arguments[1][0]).cast("B")
+                        call(arguments[0], [first[: int(part * len(first))]])
                     raise OSError(_FAIL[name], os.strerror(_FAIL[name]))
             result = call(*arguments, **keywords)
             if name == "open" and task is not None:

@@ -334,6 +334,10 @@ def entered(tasks: Tasks) -> Iterator[None]:
     def sleep(seconds: float) -> None:
         tasks.wait("sleep", seconds)
 
+    def clock() -> float:
+        tasks.point("clock")
+        return tasks.now
+
     with contextlib.ExitStack() as stack:
         replaced: list[tuple[Any, str, Any]] = [
             (threading, "Lock", lock),
@@ -345,11 +349,11 @@ def entered(tasks: Tasks) -> Iterator[None]:
             (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
             (queue, "time", lambda: tasks.now),
             (pools, "_global_shutdown_lock", lock()),
-            (time, "monotonic", lambda: tasks.now),
-            (time, "perf_counter", lambda: tasks.now),
-            (time, "time", lambda: tasks.now),
-            (time, "time_ns", lambda: int(tasks.now * 1e9)),
-            (time, "monotonic_ns", lambda: int(tasks.now * 1e9)),
+            (time, "monotonic", clock),
+            (time, "perf_counter", clock),
+            (time, "time", clock),
+            (time, "time_ns", lambda: int(clock() * 1e9)),
+            (time, "monotonic_ns", lambda: int(clock() * 1e9)),
             (time, "sleep", sleep),
         ]
         for owner, name, value in replaced:

@@ -136,21 +136,23 @@ class World:
     @property
     def is_faulty(self) -> bool:
         """Whether the disk may fail now, or could have a moment ago."""
-        return self.plan.faults and self._fault_from <= self.tasks.step
+        return bool(self.plan.faults) and self._fault_from <= self.tasks.step
 
-    def _fails(self, name: str) -> bool:
+    def _fails(self, name: str) -> float | None:
         task = self.tasks.mine
-        within = self.plan.faults and self._fault_from <= self.tasks.step < self._fault_from + 150
-        return bool(within and task and task.process and self._faults.random() < 0.1)
+        within = self._fault_from <= self.tasks.step < self._fault_from + 300
+        if not (within and task and task.process and self._faults.random() < self.plan.faults):
+            return None
+        return self._faults.choice((0.0, 0.0, 0.5, 1.0))
 
     def _at_step(self, step: int) -> None:
         waits = self._driver is not None and self._driver.waits_for == _CLIENTS
         if self._crash_at and step >= self._crash_at and self._living and waits:
             self._crash_at = 0
-            self.tasks.note(f"CRASH: {self.plan.crash}")
-            self._crashed = self.plan.crash
+            self.tasks.note(f"CRASH: {self._coming}")
+            self._crashed = self._coming
             for process in list(self._living):
-                if self.plan.crash != "kill" or process == self._writer_process:
+                if self._coming != "kill" or process == self._writer_process:
                     self._kill(process)
 
     def _kill(self, process: int) -> None:
@@ -220,9 +222,8 @@ class World:
         for life in range(self.plan.lives):
             last = life == self.plan.lives - 1
             self._crashed = ""
-            self._crash_at = (
-                0 if last or self.plan.crash == "none" else self.tasks.step + self.chance.randrange(20, 2500)
-            )
+            self._coming = "none" if last else self.plan.crashes[life]
+            self._crash_at = 0 if self._coming == "none" else self.tasks.step + self.chance.randrange(20, 2500)
             self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
             self._start_writer()
             if life == 0 or self._was != "kill":
@@ -239,7 +240,7 @@ class World:
         self.disk._compare()
         self.end("")
 
-    _was = ""
+    _was = _coming = ""
 
     def _look(self, *, last: bool) -> None:
         """Compare the store with the model; nobody writes.
@@ -328,6 +329,7 @@ class World:
             for _ in range(self.plan.writers):
                 client = Writer(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
                 client.buffer, client.keys, client.alone = buffer, self.keys, gate.alone
+                client.fresh = self.plan.fresh
                 clients.append(client)
 
             def use(client: Writer) -> None:
