@@ -34,6 +34,9 @@ class Model:
         used: ids that were given out, and are not to be given out again.
         points: ids that each saved point holds, by step.
         saving: the step of a point that is being saved, and what it will hold.
+        pins: ids that each pin holds, by name.
+        pinning: names of pins that are being set or removed.
+        mirrored: ids that were evicted, and those that were not, of which it is known that the mirror knows.
         ever: keys of all trajectories so far, by id.
         begun: keys of all additions so far.
         going: the step that a rollback under way goes back to, and its ids.
@@ -48,6 +51,9 @@ class Model:
     given: list[Given] = field(default_factory=list)
     points: dict[int, frozenset[int]] = field(default_factory=dict)
     saving: tuple[int, frozenset[int]] | None = None
+    pins: dict[str, frozenset[int]] = field(default_factory=dict)
+    pinning: set[str] = field(default_factory=set)
+    mirrored: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
     used: set[int] = field(default_factory=set)
     ever: dict[int, int] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -94,6 +100,12 @@ class Model:
     def head(self) -> frozenset[int]:
         """Ids of all trajectories that no eviction has touched."""
         return frozenset(self.keys.keys() - self.evicting)
+
+    def lose_node(self) -> None:
+        """The store is gone with its machine; what the mirror had by then is restored."""
+        self.evicted, self.durable = set(self.mirrored[0]), set(self.mirrored[1]) & self.keys.keys()
+        self.points, self.saving, self.going, self.pins, self.pinning = {}, None, None, {}, set()
+        self.values_are_known = False
 
     def check_read(self, number: int, key: int) -> None:
         """A trajectory was read."""
@@ -143,6 +155,20 @@ class Model:
         """Return a new moment."""
         self.moment += 1
         return self.moment
+
+    def check_pins(self, found: Mapping[str, Iterable[int]]) -> None:
+        """Pins were listed when no call was under way but those that a crash has ended."""
+        self.pins |= {name: frozenset(found[name]) for name in self.pinning & found.keys()}
+        self.pinning.clear()
+        for name, ids in self.pins.items():
+            if name not in found:
+                raise BrokenPromiseError(f"a pin is there: {name} is not among {sorted(found)}")
+            if set(found[name]) != ids:
+                raise BrokenPromiseError(
+                    f"a pin holds what it held: {name} has {sorted(found[name])}, not {sorted(ids)}"
+                )
+        if found.keys() - self.pins.keys():
+            raise BrokenPromiseError(f"a removed pin stays away: {sorted(found.keys() - self.pins.keys())}")
 
     def check_points(self, found: Mapping[int, Iterable[int]]) -> None:
         """Saved points were listed when no call was under way but one that a crash has ended."""

@@ -6,19 +6,23 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.witness import check_batch, check_trajectory, witness
 from tools.simulate.judge import BrokenPromiseError, Given, Model
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore import Mirror, Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.errors import EmptyBufferError, StoreNotFoundError, StoreWriteError, TrajectoryUnavailableError
+from trajstore.loader import ReplayLoader
+from trajstore.samplers import EpochSampler, Recency, WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
 WRITES = {"add": 30, "add_many": 8, "flush": 15, "evict": 8, "get": 10, "sample": 8, "listed": 6, "give": 8}
-WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2}
-READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3}
+WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2, "pin": 3, "unpin": 3}
+WRITES |= {"whole": 3, "load": 3, "mirrored": 8}
+READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2}
 
 
 _LONG = 0.9
@@ -36,12 +40,15 @@ class Plan:
         annotators: processes that give late values.
         calls: of each client in a life.
         lives: how often the writer begins.
-        crashes: what ends each life but the last: ``"none"``, ``"kill"`` (the writer), ``"kill all"`` or ``"power"``.
+        crashes: what ends each life but the last: ``"none"``, ``"kill"`` (the writer), ``"kill all"``, ``"power"`` or
+            ``"node"`` (the store is gone, and is restored from its mirror).
         faults: which part of the disk's calls fails for a while; 0 for none.
         fresh: how often a call is of the newest trajectories.
         weights: of the writing clients' calls.
         options: of the writer.
         cache: whether the buffer caches.
+        mirror: whether the store has a mirror.
+        unreadable: whether memory that was given back cannot be read.
     """
 
     form: str
@@ -56,6 +63,8 @@ class Plan:
     weights: dict[str, int]
     options: dict[str, float]
     cache: bool
+    mirror: bool
+    unreadable: bool
 
 
 def plan(chance: random.Random) -> Plan:
@@ -69,6 +78,10 @@ def plan(chance: random.Random) -> Plan:
     if faults:
         kept.pop("back", None)  # one that fails half-way asks for the store to be opened again
     lives = chance.choice((1, 2, 2, 3))
+    mirror = not faults and chance.random() < 0.15
+    if not mirror:
+        kept.pop("mirrored", None)
+    crashes = ("kill", "kill all", "node", "node") if mirror else ("none", "kill", "kill", "kill all", "power", "power")
     return Plan(
         form=chance.choice(("pt", "pkl")),
         writers=chance.choice((1, 1, 2, 3)),
@@ -76,7 +89,7 @@ def plan(chance: random.Random) -> Plan:
         annotators=chance.choice((0, 0, 1, 2)),
         calls=chance.choice((4, 8, 16)),
         lives=lives,
-        crashes=tuple(chance.choice(("none", "kill", "kill", "kill all", "power", "power")) for _ in range(lives - 1)),
+        crashes=tuple(chance.choice(crashes) for _ in range(lives - 1)),
         faults=faults,
         fresh=chance.choice((0.0, 0.5, 0.9)),
         weights=kept,
@@ -86,6 +99,8 @@ def plan(chance: random.Random) -> Plan:
             "shard_bytes": chance.choice((1 << 12, 1 << 14, 1 << 20)),
         },
         cache=chance.random() < 0.5,
+        mirror=mirror,
+        unreadable=chance.random() < 0.3,
     )
 
 
@@ -150,12 +165,32 @@ class Client:
 
     def sample(self) -> None:
         """Draw rows."""
+        sampler = self.chance.choice((None, EpochSampler(), WeightedSampler([Recency(8)])))
+        self._drawn(lambda: check_batch(self.buffer.sample(self.chance.choice((1, 8, 64)), sampler=sampler)).tolist())
+
+    def whole(self) -> None:
+        """Draw trajectories."""
+        self._drawn(lambda: map(check, self.buffer.sample_trajectories(3)))
+
+    def load(self) -> None:
+        """Draw batches ahead."""
+
+        def read() -> list[int]:
+            with closing(ReplayLoader(self.buffer, 8, prefetch=2, timeout=1.0)) as loader:
+                return [key for _ in range(3) for key in check_batch(next(loader)).tolist()]
+
+        if len(self.buffer):
+            with contextlib.suppress(TimeoutError):  # everything was evicted meanwhile
+                self._drawn(read, ahead=True)
+
+    def _drawn(self, read: Callable[[], Iterable[int]], *, ahead: bool = False) -> None:
+        """Compare keys that were drawn; ``ahead``: before some of them were evicted."""
         gone = {self.model.keys[one] for one in self.model.evicted if one in self.model.keys}
         try:
-            keys = set(check_batch(self.buffer.sample(self.chance.choice((1, 8, 64)))).tolist())
+            keys = set(read())
         except EmptyBufferError:
             return
-        if self.is_current and gone & keys:
+        if self.is_current and not ahead and gone & keys:
             raise BrokenPromiseError(f"what was evicted is not drawn: {sorted(gone & keys)}")
         unknown = keys - self.model.begun
         if unknown:
@@ -256,6 +291,33 @@ class Writer(Client):
                 finally:  # a failed one has changed all or nothing
                     self.model.arrived(self.buffer.trajectory_ids.tolist())
 
+    def pin(self) -> None:
+        """Pin the store; other clients wait, so what the pin holds is certain."""
+        with self.alone():
+            if not self.model.evicting - self.model.evicted:
+                name, ids = f"pin-{next(self.keys)}", self.model.head
+                self.model.pinning.add(name)
+                self.buffer.points.pin(name)
+                self.model.durable |= ids
+                self.model.pins[name] = ids
+                self.model.pinning.remove(name)
+
+    def unpin(self) -> None:
+        """Remove a pin."""
+        if self.model.pins:
+            name = self.chance.choice(sorted(self.model.pins))
+            self.model.pinning.add(name)
+            del self.model.pins[name]
+            self.buffer.points.remove(name)
+            self.model.pinning.remove(name)
+
+    def mirrored(self) -> None:
+        """Wait for the mirror; other clients wait, so what it has is certain."""
+        with self.alone():
+            gone, there = frozenset(self.model.evicted), self.model.head
+            if self.buffer.mirror.wait(timeout=30.0):
+                self.model.mirrored = gone, there
+
     def checkpoint(self) -> None:
         """Save a checkpoint and read it."""
         must, gone = set(self.model.durable), set(self.model.evicted)
@@ -329,7 +391,7 @@ class Annotator(Client):
     def run(self, calls: int) -> None:
         """Give values to trajectories that are durable."""
         for _ in range(calls):
-            time.sleep(self.chance.choice((0.0, 0.001, 0.05)))
+            time.sleep(self.chance.choice((0.0, 0.0002, 0.001, 0.003)))  # a step takes 1 µs
             durable = sorted(self.model.durable - self.model.evicting)
             if durable:
                 chosen = self.chance.sample(durable, min(len(durable), 2))
@@ -349,4 +411,5 @@ def opened(folder: Path, chosen: Plan) -> TrajectoryReplayBuffer:
         cache_size=3,
         retention=Retention(),
         writer=WriterOptions(**chosen.options),  # type: ignore[arg-type]
+        mirror=Mirror(folder / "mirror", interval=0.01, close_timeout=0.0) if chosen.mirror else None,
     )

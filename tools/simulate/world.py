@@ -33,13 +33,16 @@ from tools.simulate.judge import Model
 from tools.simulate.schedule import Choice, Given, strategy
 from tools.simulate.tasks import Task, Tasks, entered
 from tools.simulate.work import Annotator, Plan, Writer, check, opened, plan
+from tools.threads.released import released_is_unreadable
 from trajstore import Reader, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.opening import open_directory
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.saved_points import Snapshot
 from trajstore._core.writing.inbox import waiting
-from trajstore.errors import StoreWriteError
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError
+from trajstore.mirror import restore
 from trajstore.operations.verify import verify
 
 MOST_STEPS = 60_000
@@ -181,6 +184,7 @@ class World:
             return uuid.UUID(int=numbers.getrandbits(128), version=4)
 
         with (
+            released_is_unreadable() if self.plan.unreadable else contextlib.nullcontext(),
             entered(self.tasks),
             mock.patch.object(os, "urandom", numbers.randbytes),
             mock.patch.object(uuid, "uuid4", new_uuid),
@@ -230,17 +234,37 @@ class World:
                 self._start_others()
             while self._writer_process in self._living or (last and self._living):
                 self.tasks.wait(_CLIENTS)
-            if self._crashed in ("kill all", "power"):
+            if self._crashed in ("kill all", "power", "node"):
                 while self._living:
                     self.tasks.wait(_CLIENTS)
             if self._crashed == "power":
                 self.disk.lose_power(random.Random(f"power/{self.seed}/{life}"))
+            if self._crashed == "node":
+                self._lose_node()
             self._was = self._crashed
             self._look(last=last)
         self.disk._compare()
         self.end("")
 
     _was = _coming = ""
+
+    def _lose_node(self) -> None:
+        """Remove the store, and restore it from its mirror, where there is one yet; the first restore may be killed."""
+        store, mirror = self.folder / "store", self.folder / "mirror"
+        shutil.rmtree(store, ignore_errors=True)
+        self.model.lose_node()
+        with contextlib.suppress(StoreNotFoundError):
+            TrajectoryReplayBuffer.open(mirror).close()
+            self._crashed, self._coming = "", "kill"
+            self._crash_at = self.tasks.step + self.chance.randrange(20, 600)
+            self._writer_process = self._process(lambda: restore(mirror, store), "restore")
+            while self._writer_process in self._living:
+                self.tasks.wait(_CLIENTS)
+            self._crash_at = 0
+            if self._crashed:
+                with contextlib.suppress(ConfigurationError):  # it was complete; else it is found to be absent
+                    restore(mirror, store)
+        self._crashed = "node"
 
     def _look(self, *, last: bool) -> None:
         """Compare the store with the model; nobody writes.
@@ -265,14 +289,13 @@ class World:
                     for one in self.model.keys
                 }
             )
-        points = {
-            head.step or 0: [one for begin, end in head.ids.tolist() for one in range(begin, end + 1)]
-            for head in catalog.points()
-        }
+        points = {head.step or 0: ids_in(head) for head in catalog.points()}
         for step in points if last else ():
             with TrajectoryReplayBuffer.open(store, pin=f"step-{step}") as reader:
                 points[step] = reader.trajectory_ids.tolist()
         self.model.check_points(points)
+        pins = {head.name: ids_in(head) for head in catalog.pins.heads.values() if head.kind == "pin"}
+        self.model.check_pins(pins)
         report = verify(store) if last or self._crashed else None
         if report and report.problems:
             raise AssertionError(f"a store is sound: {[(one.file, one.message) for one in report.problems[:3]]}")
@@ -356,6 +379,11 @@ class World:
             buffer.close()
 
         self._writer_process = self._process(run, "writer")
+
+
+def ids_in(head: Snapshot) -> list[int]:
+    """Return the ids that a snapshot names."""
+    return [one for begin, end in head.ids.tolist() for one in range(begin, end + 1)]
 
 
 class Gate:
