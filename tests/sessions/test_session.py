@@ -47,12 +47,16 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": float("nan")}]}, r"messages\[0\].role: nan has no equal in JSON"),
     ({"metadata": {"a": object()}}, "metadata.a: a object has no equal in JSON"),
     ({"policy_version": 1.5}, "policy_version"),
+    ({"metadata": {"long": "x" * 2000}}, r"has 2,\d\d\d bytes of tokens, messages and metadata, at most 2,000"),
     ({"call_id": "\ud800"}, r"call \\ud800: .*half of a surrogate pair"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), BAD)
-def test_bad_calls_are_refused_whole(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_bad_calls_are_refused_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr("trajstore._core.sessions.records.LONGEST", 2000)
     with opened(tmp_path) as buffer:
         session = buffer.session("task", "bad")
         session.add_call([1, 2], [3, 4], call_id="first")
@@ -159,12 +163,6 @@ def test_a_finished_session_is_frozen(tmp_path: Path) -> None:
         session = buffer.session("task", "done")
         session.add_call([1], [2])
         assert buffer.session("task", "done") is session
-        with pytest.raises(errors.InvalidCallError, match=r"reward: 1\.0, must be a Reward or None"):
-            session.finish(1.0)
-        with pytest.raises(errors.InvalidCallError, match="the key 'session' is the session's own"):
-            session.finish(metadata={"session": 1})
-        with pytest.raises(errors.InvalidCallError, match="outcome: inf"):
-            session.finish(Reward(outcome=float("inf")))
         ids = session.finish(Reward(outcome=1.0), metadata={"judge": "x"})
         assert session.finish(Reward(outcome=1.0), metadata={"judge": "x"}) == ids
         assert len(buffer) == 1
@@ -173,6 +171,35 @@ def test_a_finished_session_is_frozen(tmp_path: Path) -> None:
                 late()
         assert buffer.session("task", "done") is not session  # a new one
         assert buffer.get(ids[0]).metadata["judge"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("finish", "message"),
+    [
+        ({"reward": 1.0}, r"reward: 1\.0, must be a Reward or None"),
+        ({"reward": FaultPlan(0, "EIO")}, "reward: .* must be a Reward or None"),
+        ({"reward": Reward}, "reward: .* must be a Reward or None"),
+        ({"reward": Reward(outcome=float("inf"))}, "outcome: inf"),
+        ({"metadata": {"session": 1}}, "the key 'session' is the session's own"),
+        ({"metadata": {"long": "x" * 1000}}, r"has 1,\d\d\d bytes .* at most 1,000"),
+    ],
+)
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_bad_end_is_refused_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: dict[str, Any], message: str, writes: bool
+) -> None:
+    monkeypatch.setattr("trajstore._core.sessions.records.LONGEST", 1000)
+    with opened(tmp_path) as buffer, Sessions(tmp_path) as other:
+        session = (buffer if writes else other).session("task", "bad")
+        session.add_call([1], [2])
+        with pytest.raises(errors.InvalidCallError, match=message) as error:
+            session.finish(**finish)
+        assert "session task/bad" in str(error.value)
+        assert session.state == "open"
+        session.add_call([1, 2], [3])
+        session.finish(Reward(outcome=1.0))
+        buffer.flush()
+        assert len(buffer) == 1
 
 
 def test_an_open_session_keeps_its_fields(tmp_path: Path) -> None:

@@ -51,9 +51,6 @@ class BufferSessions(Sessions):
         self._damaged: set[str] = set()
         self._told = ""
 
-    def _check_rows(self, session: Session, tree: CallTree, finish: Mapping[str, Any]) -> None:
-        flatten_all(path_rows(session.id, tree, session.fields, finish))
-
     def _add_rows(self, session: Session) -> list[int]:
         super()._add_rows(session)
         if session.state != "finished":

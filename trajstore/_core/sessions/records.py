@@ -17,7 +17,7 @@ import orjson
 
 from trajstore._core.columns.document import encode_document
 from trajstore._core.sessions.tree import Call, Tokens
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, InvalidCallError
 
 CALLS_FOLDER = "calls"
 SUFFIX = ".calls"
@@ -45,8 +45,14 @@ class Record:
 
 
 def frame(fields: Mapping[str, Any], *arrays: bytes) -> bytes:
-    """Return the frame of a record."""
+    """Return the frame of a record.
+
+    Raises:
+        InvalidCallError: it is too long.
+    """
     payload = b"".join((orjson.dumps(fields), b"\n", *arrays))
+    if len(payload) > LONGEST:
+        raise InvalidCallError(f"has {len(payload):,} bytes of tokens, messages and metadata, at most {LONGEST:,}")
     return _HEAD.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,12 +12,15 @@ import numpy as np
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import check_kind, text
 from trajstore._core.base.clock import microseconds
+from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.limits import shown
 from trajstore._core.sessions.arguments import Named, TakesCalls, check_metadata
 from trajstore._core.sessions.journal import CallJournal, Entry
 from trajstore._core.sessions.records import encode_call, frame, plain
+from trajstore._core.sessions.rows import path_rows
 from trajstore._core.sessions.tree import Call, CallTree, Tokens
 from trajstore.errors import CallConflictError, InvalidCallError, SessionFinishedError
+from trajstore.trajectory import Reward
 
 
 class Session(TakesCalls[Call]):
@@ -42,7 +44,6 @@ class Session(TakesCalls[Call]):
         session_id: str,
         fields: Mapping[str, Any],
         add_rows: Callable[[Session], list[int]],
-        check_rows: Callable[[Session, CallTree, Mapping[str, Any]], None],
         calls: Sequence[Call] = (),
         state: str = "open",
         finish: Mapping[str, Any] = MappingProxyType({}),
@@ -55,7 +56,6 @@ class Session(TakesCalls[Call]):
         self._journal = journal
         self._number = number
         self._add_rows = add_rows
-        self._check_rows = check_rows
         self._lock = locks.lock("Session._lock")
         self._tree = CallTree(calls)
         self._state = state
@@ -189,7 +189,7 @@ class Session(TakesCalls[Call]):
         with Named(self.task_id, self.rollout_id):
             check_kind("metadata", metadata, Mapping, "a dict")
             check_kind("is_terminated", is_terminated, bool | np.bool_, "True, False or None")
-            if reward is not None and not dataclasses.is_dataclass(reward):
+            if not isinstance(reward, Reward | None):
                 raise InvalidCallError(f"reward: {shown(reward)}, must be a Reward or None")
             given = plain(
                 {
@@ -290,7 +290,8 @@ class Session(TakesCalls[Call]):
                     raise SessionFinishedError(f"{self!r}: was {self._state}, so it cannot be {state}")
                 fields: dict[str, Any] = {"s": self._number, "at": microseconds()}
                 if finish is not None:
-                    self._check_rows(self, self._tree, finish)
+                    for row in path_rows(self.id, self._tree, self.fields, finish):
+                        flatten(row)  # refuses what the store would refuse
                 entry = Entry(frame(fields | ({"state": state} if finish is None else {"finish": finish})))
                 self._pending.append((entry, self._state))
                 self._state, self._finish = state, dict(finish or {})

@@ -21,7 +21,7 @@ from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.journal import CallJournal
 from trajstore._core.sessions.records import encode_call, frame
 from trajstore._core.sessions.session import Session
-from trajstore._core.sessions.tree import Call, CallTree
+from trajstore._core.sessions.tree import Call
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.opening import check_not_mirror
 from trajstore.errors import (
@@ -120,7 +120,7 @@ class Sessions(OpensSessions[Session]):
         number = journal.next_number()
         begin = {"open": session_id, "s": number, "turn": 0, "at": microseconds(), "fields": fields}
         journal.append(frame(begin))
-        return Session(journal, number, session_id, fields, self._add_rows, self._check_rows)
+        return Session(journal, number, session_id, fields, self._add_rows)
 
     def _continued(self, found: Recorded, fields: dict[str, Any]) -> Session:
         """Copy an open session of a process that ended to the own journal."""
@@ -139,7 +139,7 @@ class Sessions(OpensSessions[Session]):
         journal.append(b"".join((*records, frame({"s": number, "whole": 1}))))
         with suppress(OSError):  # a full disk: the later turn counts
             file.move(found)
-        return Session(journal, number, found.id, found.fields, self._add_rows, self._check_rows, calls, state)
+        return Session(journal, number, found.id, found.fields, self._add_rows, calls, state)
 
     def _tidy(self, *, closing: bool = False) -> None:
         """Delete journals that nothing needs and no other process has; the caller holds the locks.
@@ -193,9 +193,6 @@ class Sessions(OpensSessions[Session]):
             if self._known.get((session.task_id, session.rollout_id)) is session:
                 del self._known[session.task_id, session.rollout_id]
         return []
-
-    def _check_rows(self, session: Session, tree: CallTree, finish: Mapping[str, Any]) -> None:
-        """Refuse a session whose rollouts the store would refuse."""
 
     def close(self) -> None:
         """Release the journal. Open sessions stay; any process can open and continue them."""
