@@ -180,6 +180,7 @@ def test_a_finished_session_is_frozen(tmp_path: Path) -> None:
         ({"reward": FaultPlan(0, "EIO")}, "reward: .* must be a Reward or None"),
         ({"reward": Reward}, "reward: .* must be a Reward or None"),
         ({"reward": Reward(outcome=float("inf"))}, "outcome: inf"),
+        ({"reward": Reward(outcome="good")}, "outcome"),  # type: ignore[arg-type]
         ({"metadata": {"session": 1}}, "the key 'session' is the session's own"),
         ({"metadata": {"long": "x" * 1000}}, r"has 1,\d\d\d bytes .* at most 1,000"),
     ],
