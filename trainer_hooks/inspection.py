@@ -37,9 +37,9 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     """Return a report on a store's pool, and a mask of its trajectories over the index.
 
     Returns:
-        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``, and
-        ``others``: trajectories that are not in the pool; and the mask. None if the store has no pool, or a
-        trainer's recorded rollouts, all of which the other figures then cover.
+        ``trajectories``, ``tasks``, ``demonstrations``, ``difficulties`` (tasks by successes), ``skipped_tasks``,
+        ``others``: trajectories that are not in the pool, and ``recorded``: whether these are a trainer's rollouts, so
+        that the mask covers all. None if the store has no pool.
 
     Raises:
         CorruptStoreError: the pool's point cannot be decoded.
@@ -49,8 +49,6 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     access = ShardAccess(catalog)
     try:
         recovered = recover(_Documents(catalog, access), _entry)
-        if recovered.among_others:
-            return None
     finally:
         access.close()
     live = [entry.trajectory_id for entry in recovered.state.all_entries()]
@@ -61,8 +59,9 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
         "difficulties": {str(key): count for key, count in sorted(recovered.state.buckets.sizes().items())},
         "skipped_tasks": len(recovered.state.skip),
         "others": len(catalog.index) - len(live),
+        "recorded": recovered.among_others,
     }
-    return report, np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
+    return report, recovered.among_others | np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
 
 
 def is_of_a_pool(catalog: Catalog) -> bool:

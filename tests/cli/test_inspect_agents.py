@@ -110,6 +110,7 @@ def test_a_pools_store_is_told_as_a_pool(run: Run, tmp_path: Path) -> None:
         "difficulties": {"2": 2},
         "skipped_tasks": 1,
         "others": 0,
+        "recorded": False,
     }
     assert (report["agents"]["rollouts"], report["agents"]["tasks"], report["measured"]) == (4, 2, 0)
     assert report["policy"]["versions"] == {"min": 2, "max": 3}

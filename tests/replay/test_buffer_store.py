@@ -285,7 +285,9 @@ def test_a_pool_chooses_among_recorded_rollouts(tmp_path: Path) -> None:
             assert shown.pool is not None
             assert (len(shown), shown.pool.overview()["histories"]) == (5, 3), "all rollouts are shown"
         report = inspect(tmp_path)
-        assert (report["kind"], report["trajectories"], report["pool"]) == ("store", 5, None)
+        pool = {name: report["pool"][name] for name in ("trajectories", "tasks", "others", "recorded")}
+        assert pool == {"trajectories": 3, "tasks": 2, "others": 2, "recorded": True}
+        assert (report["kind"], report["trajectories"], report["agents"]["rollouts"]) == ("store", 5, 5)
         buffer.points.save(1000, {})
         with pytest.raises(StoreNotFoundError, match="without an experience pool"):
             again.load_state_dict({**state, "point": buffer.points.saved[-1].name})

@@ -130,7 +130,10 @@ def _kind(report: dict[str, Any]) -> str:
         names = listed(part["path"].rstrip("/").rpartition("/")[2] for part in report["parts"])
         kinds = dict.fromkeys(_kind(part) for part in report["parts"])
         return f"folder with {names} ({', '.join(kinds)})"
-    return "experience pool" if report.get("pool") else KINDS[report["kind"]]
+    pool = report.get("pool") or {"recorded": None}
+    return {None: KINDS[report["kind"]], False: "experience pool", True: "rollouts with an experience pool"}[
+        pool["recorded"]
+    ]
 
 
 def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:

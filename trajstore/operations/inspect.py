@@ -59,8 +59,8 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         or None), ``saved_points``, ``aside`` (heads set aside by rollbacks), ``pins`` (names),
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
-        agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (only for an
-        experience pool's store, whose figures then cover the pool's trajectories), ``measured`` (number of step
+        agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (of a store with
+        an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts), ``measured`` (number of step
         trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these that cannot be),
         ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
