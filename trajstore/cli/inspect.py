@@ -130,10 +130,10 @@ def _kind(report: dict[str, Any]) -> str:
         names = listed(part["path"].rstrip("/").rpartition("/")[2] for part in report["parts"])
         kinds = dict.fromkeys(_kind(part) for part in report["parts"])
         return f"folder with {names} ({', '.join(kinds)})"
-    pool = report.get("pool") or {"recorded": None}
-    return {None: KINDS[report["kind"]], False: "experience pool", True: "rollouts with an experience pool"}[
-        pool["recorded"]
-    ]
+    pool = report.get("pool")
+    if pool is None:
+        return KINDS[report["kind"]]
+    return "rollouts with an experience pool" if pool["recorded"] else "experience pool"
 
 
 def _leaves(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -60,9 +60,9 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (of a store with
-        an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts), ``measured`` (number of step
-        trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these that cannot be),
-        ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
+        an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts), ``measured``
+        (number of step trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these
+        that cannot be), ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
         A folder has ``parts`` (one report each), the figures of all stores together, and ``run_points`` (saved points
         by step, with the ranks that lack each). Of checkpoints named ``step_N`` or ``global_step_N``, only
