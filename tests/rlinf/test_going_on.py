@@ -51,7 +51,8 @@ def test_it_knows_how_many_bytes_it_has(shared_fixtures: Path, tmp_path: Path, t
 def test_rewriting_ends_whatever_the_index_says_of_bytes(
     shared_fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(TrajectoryIndex, "note_nbytes", lambda *given: None)
+    fill = TrajectoryIndex.fill
+    monkeypatch.setattr(TrajectoryIndex, "fill", lambda *at, nbytes=0, **values: fill(*at, **values))
     convert(shared_fixtures / "rlinf" / "auto_save_pt", tmp_path / "store")
     with writer_to(tmp_path / "store") as buffer:
         buffer.evict([0])

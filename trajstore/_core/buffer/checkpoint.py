@@ -363,10 +363,10 @@ def _loose_groups(snapshot: ReadSnapshot, loose: Sequence[int]) -> Iterator[tupl
         groups: dict[Schema, Loose] = {}
         for at, flat in portion:
             groups.setdefault(flat.schema, []).append((at, flat))
-            index.note_extent(at, flat.extent)
-            index.note_nbytes(at, flat.nbytes)
+            index.fill_extent(at, flat.extent)
+            index.fill(at, nbytes=flat.nbytes)
             if flat.versions is None and flat.schema.kind == "step" and (versions := versions_of(flat)) is not None:
-                index.note_versions(at, versions)
+                index.fill(at, version_low=versions[0], version_high=versions[1])
         for group in groups.values():
             yield group, label_at(index, np.array([at for at, _ in group]))
 

@@ -60,7 +60,7 @@ class LocalDirectory(Directory):
         self, path: Path, where: str | None = None, *, root: HeldFolder | None = None, staged: bool = False
     ) -> None:
         self.path = path
-        self._root = root or HeldFolder(path, where)
+        self.root = root or HeldFolder(path, where)
         self._mutex = locks.lock("LocalDirectory._mutex")
         self._known: set[str] = set()  # subfolders that existed
         self._durable: set[str] = set()  # those of them whose names are durable
@@ -71,36 +71,31 @@ class LocalDirectory(Directory):
         self._pid = os.getpid()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return LocalDirectory, (self.path, self._root.where)
+        return LocalDirectory, (self.path, self.root.where)
 
     @property
     def url(self) -> str:
         return str(self.path)
 
-    @property
-    def root(self) -> HeldFolder:
-        """The folder, held by its descriptor."""
-        return self._root
-
     def exists(self) -> bool:
-        return self._root.is_there()
+        return self.root.is_there()
 
     def create(self, folders: Sequence[str] = ()) -> None:
-        self._root.make()
+        self.root.make()
         for folder in folders:
-            self._root.make_folder(check_name(folder, one_part=True))
+            self.root.make_folder(check_name(folder, one_part=True))
         self._sync([""])
         with self._mutex:
             self._known.update(folders)
 
     def inner(self, name: str) -> Directory:
-        return LocalDirectory(self.path / name, root=self._root.inner(check_name(name)))
+        return LocalDirectory(self.path / name, root=self.root.inner(check_name(name)))
 
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        descriptor = self._root.open(check_name(name), os.O_RDONLY)
-        with self._root.naming(name), open(descriptor, "rb", buffering=0) as file:
+        descriptor = self.root.open(check_name(name), os.O_RDONLY)
+        with self.root.naming(name), open(descriptor, "rb", buffering=0) as file:
             self._check_plausible(descriptor, name)
             file.seek(offset)
             return file.readall()
@@ -118,13 +113,13 @@ class LocalDirectory(Directory):
                     raise CorruptStoreError(f"{self.url}/{name}: has {size:,} bytes, most of which were never written")
 
     def size(self, name: str) -> int:
-        return self._root.stat(check_name(name)).st_size
+        return self.root.stat(check_name(name)).st_size
 
     def names(self, below: str = "") -> list[str]:
         return sorted(name for name, _ in self._files(below))
 
     def sizes_of(self, names: Sequence[str], below: str) -> npt.NDArray[np.int64]:
-        return self._root.sizes(names)
+        return self.root.sizes(names)
 
     def sizes(self, below: str = "") -> dict[str, int]:
         found: dict[str, int] = {}
@@ -157,18 +152,18 @@ class LocalDirectory(Directory):
     def _entries(self, folder: str) -> Iterator[os.DirEntry[str]]:
         """Yield a folder's entries; none if the folder is absent."""
         try:
-            descriptor = self._root.open_folder(folder)
+            descriptor = self.root.open_folder(folder)
         except (FileNotFoundError, NotADirectoryError):
             return
         try:
-            with self._root.naming(folder), os.scandir(descriptor) as entries:
+            with self.root.naming(folder), os.scandir(descriptor) as entries:
                 yield from entries
         finally:
             os.close(descriptor)
 
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         try:
-            with self._root.opened(check_name(name), os.O_RDONLY) as descriptor:
+            with self.root.opened(check_name(name), os.O_RDONLY) as descriptor:
                 file_size = os.fstat(descriptor).st_size
                 if size is not None and file_size != size:
                     raise CorruptStoreError(
@@ -176,7 +171,7 @@ class LocalDirectory(Directory):
                     )
                 return FileMap(descriptor, file_size, sequential=sequential)
         except FileNotFoundError as error:
-            fate = self._root.fate()
+            fate = self.root.fate()
             if fate is None and os.getpid() != self._pid:
                 fate = "this process was forked, and its parent may have let go of it since"
             reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
@@ -185,7 +180,7 @@ class LocalDirectory(Directory):
     # -- writing -----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        self._root.check()
+        self.root.check()
         with self._mutex:
             known = sorted(self._known)
         for folder in known:
@@ -194,8 +189,8 @@ class LocalDirectory(Directory):
             self._lock.check()
 
     def _check_folder(self, folder: str) -> None:
-        if not self._root.has_folder(folder):
-            text = f"the folder was removed while the directory was open (it was {self._root.where}); put it back"
+        if not self.root.has_folder(folder):
+            text = f"the folder was removed while the directory was open (it was {self.root.where}); put it back"
             raise FileNotFoundError(errno.ENOENT, text, f"{self.url}/{folder}")
 
     def publish(self, files: Sequence[EncodedFile]) -> None:
@@ -205,16 +200,16 @@ class LocalDirectory(Directory):
         try:
             for file in files:
                 written.append(file.name + TEMPORARY_SUFFIX)
-                with self._root.opened(written[-1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
+                with self.root.opened(written[-1], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
                     write_all(descriptor, file.pieces)
                     os.fsync(descriptor)
             for temporary, name in zip(written, names, strict=True):
-                self._root.rename(temporary, name)
+                self.root.rename(temporary, name)
                 self._segments.pop(name, None)
         except BaseException:
             for temporary in written:
                 with contextlib.suppress(OSError):
-                    self._root.unlink(temporary)
+                    self.root.unlink(temporary)
             raise
         self._sync(folders)
 
@@ -226,7 +221,7 @@ class LocalDirectory(Directory):
         copies = []
         for old, new, size in files:
             try:
-                os.link(check_name(old), new, src_dir_fd=source._root.number, dst_dir_fd=self._root.number)
+                os.link(check_name(old), new, src_dir_fd=source.root.number, dst_dir_fd=self.root.number)
             except OSError:  # another file system, or one without links; copying reports an absent file
                 copies.append((old, new, size))
         super().bring(source, copies)
@@ -245,7 +240,7 @@ class LocalDirectory(Directory):
             absent = []
             above = folder
             while above:
-                present = self._root.has_folder(above)
+                present = self.root.has_folder(above)
                 if present and above in self._durable:
                     break
                 if not present:
@@ -256,7 +251,7 @@ class LocalDirectory(Directory):
             for made in reversed(absent):
                 if made in self._known:
                     self._check_folder(made)
-                self._root.make_folder(made)
+                self.root.make_folder(made)
             if folder:
                 with self._mutex:
                     self._known.add(folder.partition("/")[0])
@@ -269,7 +264,7 @@ class LocalDirectory(Directory):
             return
         durable = set[str]()
         for folder in folders:
-            self._root.sync(folder)
+            self.root.sync(folder)
             if folder and "/" not in folder:
                 durable.add(folder)
         with self._mutex:
@@ -278,7 +273,7 @@ class LocalDirectory(Directory):
     def sync_staged(self) -> None:
         """Make the names of all files durable that were written while the directory was staged."""
         folders, self._staged = self._staged or (), None
-        self._sync(folder for folder in folders if not folder or self._root.has_folder(folder))
+        self._sync(folder for folder in folders if not folder or self.root.has_folder(folder))
 
     # -- the log -----------------------------------------------------------------------------------
 
@@ -288,7 +283,7 @@ class LocalDirectory(Directory):
         known = self._segments.get(name)
         # The first append makes the segment's name durable: its maker may have been killed before.
         folders = self._make_folders([name]) if known is None else []
-        with self._root.opened(name, os.O_WRONLY | (os.O_CREAT if known is None else 0)) as descriptor:
+        with self.root.opened(name, os.O_WRONLY | (os.O_CREAT if known is None else 0)) as descriptor:
             self._sync(folders)
             end = self._uncut.get(name)
             if end is None:
@@ -314,7 +309,7 @@ class LocalDirectory(Directory):
 
     def clear_failed_appends(self) -> None:
         for name, end in list(self._uncut.items()):
-            with self._root.opened(name, os.O_WRONLY) as descriptor:
+            with self.root.opened(name, os.O_WRONLY) as descriptor:
                 self._cut(descriptor, name, end)
 
     def _cut(self, descriptor: int, name: str, end: int) -> None:
@@ -330,27 +325,27 @@ class LocalDirectory(Directory):
         folders: set[str] = set()
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self._root.unlink(check_name(name))
+                self.root.unlink(check_name(name))
             self._segments.pop(name, None)
             folders.add(name.rpartition("/")[0])
         for folder in sorted(folders, reverse=True):  # a zarr group's folder after those of its arrays
             if "/" in folder:
                 with contextlib.suppress(OSError):
-                    self._root.remove_folder(folder)  # the folder of a multi-file shard; fails while it has files
+                    self.root.remove_folder(folder)  # the folder of a multi-file shard; fails while it has files
         if durable:
             for folder in sorted(folders):
                 with contextlib.suppress(FileNotFoundError):  # absent, or removed just now
-                    self._root.sync(folder)
+                    self.root.sync(folder)
 
     def settle(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._root.sync(check_name(folder))
+            self.root.sync(check_name(folder))
 
     # -- locks and leases --------------------------------------------------------------------------
 
     def lock_writer(self, *, brief: bool = False) -> WriterLock:
         self.create()
-        self._lock = LocalWriterLock(self._root, brief=brief)
+        self._lock = LocalWriterLock(self.root, brief=brief)
         return self._lock
 
     def is_written(self) -> bool:
@@ -361,17 +356,17 @@ class LocalDirectory(Directory):
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         try:
-            self._root.stat(LOCK_NAME)
+            self.root.stat(LOCK_NAME)
         except (FileNotFoundError, CorruptStoreError):
             return ReaderLease()  # never written in place (a checkpoint, a foreign directory)
         try:
-            return LocalReaderLease(self._root, generation)
+            return LocalReaderLease(self.root, generation)
         except OSError as error:  # a read-only file system, where no writer evicts either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
             return ReaderLease()
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
-        readers = (read_lease(self._root, name, tidy) for name in self.names(READERS_FOLDER))
+        readers = (read_lease(self.root, name, tidy) for name in self.names(READERS_FOLDER))
         return [reader for reader in readers if reader is not None]
 
 

@@ -38,79 +38,6 @@ _MEMORY = -1
 _FEWEST, _SPARE_COLUMNS = 64, 8
 
 
-class SlotTable:
-    """Allocates slot numbers below its length, reusing freed ones first."""
-
-    def __init__(self) -> None:
-        self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._refcounts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._count = 0
-        self._free: list[int] = []
-        """Unreferenced numbers. Ending copies extend it without ``Contents.lock``; extend and pop are atomic."""
-
-    def __len__(self) -> int:
-        return self._count
-
-    def add_shards(
-        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
-    ) -> npt.NDArray[np.intp]:
-        """Return one slot per shard of a source.
-
-        Args:
-            source: number of the source.
-            rows: rows of the shards in the source's table.
-            entries: reference count of each shard: entries stored in it, even if read from memory.
-        """
-        slots = np.arange(self._count, self._count + len(rows))
-        self._reserve(self._count + len(rows))
-        self._count += len(rows)
-        self._source[slots], self._row[slots], self._refcounts[slots] = source, rows, entries
-        return slots
-
-    def add_shard(self, source: int, row: int, entries: int) -> int:
-        """Return a slot for one more shard, see :meth:`add_shards`."""
-        if self._free:
-            slot = self._free.pop()
-        else:
-            self._reserve(self._count + 1)
-            slot, self._count = self._count, self._count + 1
-        self._source[slot], self._row[slot], self._refcounts[slot] = source, row, entries
-        return slot
-
-    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the slots in memory; False for :data:`UNAVAILABLE`."""
-        mask: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
-        return mask
-
-    def shard_of(self, slot: int) -> tuple[int, int]:
-        """Return source number and row of a slot on disk."""
-        return int(self._source[slot]), int(self._row[slot])
-
-    def shards_of(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
-        """Return [N, 2] source numbers and rows of slots; UNAVAILABLE twice for those in memory."""
-        places = np.stack([self._source[slots], self._row[slots]], axis=1)
-        places[places[:, 0] == _MEMORY] = UNAVAILABLE
-        return places
-
-    def emptied(self, slots: npt.NDArray[np.intp]) -> list[int]:
-        """Decrement the reference counts of these slots, once per occurrence; return those without references."""
-        left, counts = np.unique(slots, return_counts=True)
-        self._refcounts[left] -= counts
-        emptied: list[int] = left[self._refcounts[left] == 0].tolist()
-        return emptied
-
-    def _reserve(self, count: int) -> None:
-        """Grow the arrays to hold this many slots."""
-        have = len(self._source)
-        if count <= have:
-            return
-        for name in ("_source", "_row", "_refcounts"):
-            grown = np.zeros(max(count, 2 * have, _FEWEST), np.int32)
-            grown[:have] = getattr(self, name)
-            setattr(self, name, grown)
-
-
 class Rows(Protocol):
     """Rows that can be read in place for as long as this object lives."""
 
@@ -285,8 +212,10 @@ class RunningCopies:
         self._lock.release()
 
 
-class AddressTable(SlotTable):
-    """Maps and unmaps slots. Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
+class AddressTable:
+    """Allocates slots, reusing freed ones first; maps and unmaps them.
+
+    Guarded by ``Contents.lock``, except ``copies``, which has its own lock.
 
     Args:
         map_limit: maximum number of mapped files; a single batch may exceed it.
@@ -303,7 +232,12 @@ class AddressTable(SlotTable):
     """
 
     def __init__(self, map_limit: int) -> None:
-        super().__init__()
+        self._source: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._row: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._refcounts: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._count = 0
+        self._free: list[int] = []
+        """Unreferenced numbers. Ending copies extend it without ``Contents.lock``; extend and pop are atomic."""
         self.columns = ColumnInterner()
         self.first: npt.NDArray[np.int64] = np.zeros((0, 0), np.int64)
         self.axes: npt.NDArray[np.int8] = np.zeros((0, 0), np.int8)
@@ -327,13 +261,59 @@ class AddressTable(SlotTable):
         self._sources.append(source)
         return len(self._sources) - 1
 
+    def __len__(self) -> int:
+        return self._count
+
+    def add_shards(
+        self, source: int, rows: npt.NDArray[np.intp], entries: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Return one slot per shard of a source.
+
+        Args:
+            source: number of the source.
+            rows: rows of the shards in the source's table.
+            entries: reference count of each shard: entries stored in it, even if read from memory.
+        """
+        slots = np.arange(self._count, self._count + len(rows))
+        self._reserve(self._count + len(rows))
+        self._count += len(rows)
+        self._source[slots], self._row[slots], self._refcounts[slots] = source, rows, entries
+        return slots
+
+    def add_shard(self, source: int, row: int, entries: int) -> int:
+        """Return a slot for one more shard, see :meth:`add_shards`."""
+        if self._free:
+            slot = self._free.pop()
+        else:
+            self._reserve(self._count + 1)
+            slot, self._count = self._count, self._count + 1
+        self._source[slot], self._row[slot], self._refcounts[slot] = source, row, entries
+        return slot
+
+    def are_memory(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the slots in memory; False for :data:`UNAVAILABLE`."""
+        mask: npt.NDArray[np.bool_] = (slots >= 0) & (self._source[slots] == _MEMORY)
+        return mask
+
+    def shard_of(self, slot: int) -> tuple[int, int]:
+        """Return source number and row of a slot on disk."""
+        return int(self._source[slot]), int(self._row[slot])
+
+    def shards_of(self, slots: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
+        """Return [N, 2] source numbers and rows of slots; UNAVAILABLE twice for those in memory."""
+        places = np.stack([self._source[slots], self._row[slots]], axis=1)
+        places[places[:, 0] == _MEMORY] = UNAVAILABLE
+        return places
+
     def leave(self, slots: npt.NDArray[np.intp]) -> None:
         """Decrement the reference counts of these slots, once per occurrence.
 
         Unreferenced slots are freed: shards are unmapped (a map would hold the disk space of a deleted file), memory is
         released.
         """
-        for slot in self.emptied(slots):
+        left, counts = np.unique(slots, return_counts=True)
+        self._refcounts[left] -= counts
+        for slot in left[self._refcounts[left] == 0].tolist():
             self.copies.let_go(self._unmap(slot), slot)
 
     def add_memory(self, rows: Rows, entries: int) -> int:
@@ -355,7 +335,11 @@ class AddressTable(SlotTable):
         return rows
 
     def _reserve(self, count: int) -> None:
-        super()._reserve(count)
+        """Grow the arrays to hold this many slots, and all columns."""
+        for name in ("_source", "_row", "_refcounts") if count > len(self._source) else ():
+            grown, array = np.zeros(max(count, 2 * len(self.signature), _FEWEST), np.int32), getattr(self, name)
+            grown[: len(array)] = array
+            setattr(self, name, grown)
         slots, columns = len(self._source), len(self.columns.specs)
         have, width = self.first.shape
         if slots <= have and columns <= width:

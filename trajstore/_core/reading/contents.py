@@ -236,7 +236,7 @@ class Contents:
             if not here.any():
                 return
             positions = self.index.find_many(columns["trajectory_id"][here])
-            self.index.note_committed(positions, columns["committed"][here])
+            self.index.fill(positions, committed=columns["committed"][here])
             slots = self._slots_of(source, columns["shard"][here])
             locations = np.stack([slots, *[columns[name][here] for name in STARTS]], axis=1)
             numbers, kept = columns["trajectory_id"][here].tolist(), np.zeros(len(positions), np.bool_)
@@ -437,7 +437,7 @@ class Contents:
 
     def _note_extent(self, positions: IntArray, slots: IntArray, slot: int, extent: Extent) -> None:
         """Record the extent of the single trajectory in a slot."""
-        self.index.note_extent(positions[slots == slot], extent)
+        self.index.fill_extent(positions[slots == slot], extent)
 
     def forget_decoded(self) -> None:
         """Release decoded trajectories that the cache does not keep, once running copies end."""
@@ -453,7 +453,7 @@ class Contents:
             source = self.sources[number]
             extent = source.extent(row)
             if extent is not None:
-                self.index.note_extent(position, extent)
+                self.index.fill_extent(position, extent)
             location, schema = self.index.location(position), source.manifest(row).schema
             rows = decoded(source.reader(row), schema, self.index.extent(position), location)
             slot = self.addresses.add_memory(rows, 1)
@@ -477,7 +477,7 @@ class Contents:
                 self._check_available(position)
             reader, extent = self._reader(location.table)
             if extent is not None:
-                index.note_extent(position, extent)
+                index.fill_extent(position, extent)
             schema, extent = self.addresses.schema(location.table), index.extent(position)
             tensors = rows_at(reader, ranges_of(schema, extent, location))
             if not isinstance(reader, MappedShard):  # views of memory that others see

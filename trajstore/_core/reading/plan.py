@@ -307,7 +307,7 @@ class BatchColumns:
         if known >= 0 or self._undecoded[0] == slot:
             return known if known >= 0 else self._undecoded[1]
         # The needed slots are resident, so only this one can turn out to have extra rows.
-        if table.ensure(np.append(needed, slot), lambda _, extent: index.note_extent(position, extent)):
+        if table.ensure(np.append(needed, slot), lambda _, extent: index.fill_extent(position, extent)):
             self._undecoded = slot, table.columns.of(table.schema(slot)).signature
             return self._undecoded[1]
         return int(table.signature[slot])

@@ -417,7 +417,7 @@ class Catalog(Committed):
         if len(unpinned):
             self.pinned.drop(self.pinned.first + unpinned)
             # A reader of the pin shows this generation, so they are unneeded only from the next one on.
-            self.lifetimes.note(self.needed_shards(), self.generation + 1)
+            self.shards.need(self.needed_shards(), self.generation + 1)
 
 
 class ReadersCatalog(Catalog):

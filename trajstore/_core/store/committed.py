@@ -48,7 +48,7 @@ from trajstore._core.store.sealed import (
     metadata_json,
     seal,
 )
-from trajstore._core.store.shard_table import Lifetimes, ShardTable
+from trajstore._core.store.shard_table import ShardTable
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -135,7 +135,6 @@ class Committed:
         self.snapshot_bytes = 0
         self.log_bytes = 0
         self._schemas: list[Schema] = []
-        self.lifetimes = Lifetimes()
 
     @property
     def newest_time(self) -> int:
@@ -280,10 +279,8 @@ class Committed:
 
     def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
         """Add the shard of a commit of this generation; return its row."""
-        row = self.shards.add(number, manifest)
-        self.lifetimes.add(row, generation)
         self.next_shard = max(self.next_shard, number + 1)
-        return row
+        return self.shards.add(number, manifest, generation)
 
     def evict(self, ranges: npt.NDArray[np.int64]) -> int:
         """Evict live entries in inclusive id ranges ``[n, 2]``; return their bytes.
@@ -437,7 +434,7 @@ class Committed:
                 "lost, or a writer that had lost the store to another one made it; remove it with points.remove"
             )
         order = np.argsort(index["trajectory_id"], kind="stable")
-        index.replace(index.take(order))
+        index.adopt(index.take(order))
         notes = self.values_of(head)
         notes.lay_over(index)
         return index, notes
@@ -565,8 +562,8 @@ class Committed:
 
     def unneeded(self) -> npt.NDArray[np.intp]:
         """Return the shards without live or pinned trajectories whose files still exist."""
-        self.lifetimes.note(self.needed_shards(), self.generation)
-        return self.lifetimes.waiting()
+        self.shards.need(self.needed_shards(), self.generation)
+        return self.shards.unneeded()
 
 
 def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> Iterator[Fault]:

@@ -193,9 +193,6 @@ class TrajectoryIndex:
         for name in list(self._waiting):
             self._array(name)
 
-    def _has(self, name: str) -> bool:
-        return name in self._arrays or name in self._waiting
-
     @property
     def total_samples(self) -> int:
         """Samples of all kept entries."""
@@ -364,27 +361,19 @@ class TrajectoryIndex:
             self._arrays |= {name: self._arrays[name].copy() for name in (self.table, *_HOMES)}
             self._lent = _Lent()
 
-    def note_extent(self, positions: Positions, extent: Extent) -> None:
+    def fill(self, positions: Positions, **values: IntArray | int) -> None:
+        """Set columns of trajectories that were unknown when they were added: of RLinf's index, or commit times."""
+        for name, value in values.items():
+            self._arrays[name][positions] = value
+
+    def fill_extent(self, positions: Positions, extent: Extent) -> None:
         """Set the extra rows and the document of a trajectory, which RLinf's index lacks."""
         self._own_locations()
-        self._arrays["extra"][positions] = extent.extra
-        self._arrays["document"][positions] = extent.document
-
-    def note_nbytes(self, positions: Positions, nbytes: IntArray | int) -> None:
-        """Set the bytes of the columns of trajectories, which RLinf's index lacks."""
-        self._arrays["nbytes"][positions] = nbytes
-
-    def note_committed(self, positions: Positions, times: IntArray) -> None:
-        """Set the commit times of trajectories."""
-        self._arrays["committed"][positions] = times
-
-    def note_versions(self, position: int, versions: tuple[int, int]) -> None:
-        """Set lowest and highest policy version of a trajectory, which RLinf's index lacks."""
-        self._arrays["version_low"][position], self._arrays["version_high"][position] = versions
+        self.fill(positions, extra=extent.extra, document=extent.document)
 
     def fact(self, name: str) -> npt.NDArray[Any]:
         """Return a fact of all kept entries, oldest first; late values replace original ones."""
-        column = self[name] if self._has(name) else unknown(name, len(self))
+        column = self[name] if name in self._arrays or name in self._waiting else unknown(name, len(self))
         if NOTE + name not in self._arrays:
             return column
         given = self[NOTE + name]
@@ -502,7 +491,8 @@ class TrajectoryIndex:
         keep = np.ones(self.end, np.bool_)
         keep[: self.first] = False
         keep[positions] = False
-        self.replace(self.take(np.flatnonzero(keep)))
+        self.adopt(self.take(np.flatnonzero(keep)))
+        self._shed_texts()
 
     def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
         """Return an index of the other entries; later changes are not shared."""
@@ -518,16 +508,6 @@ class TrajectoryIndex:
     def unpacked(self, positions: slice | npt.NDArray[np.integer[Any]]) -> dict[str, npt.NDArray[Any]]:
         """Return the already unpacked columns at some positions."""
         return {name: self.at(name, positions) for name in (SAMPLES, *self._arrays)}
-
-    def replace(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Replace all entries by these; the texts stay."""
-        self.revision += 1
-        self.first = self.end = 0
-        self._ascending, self.may_be_partial = True, False
-        self._arrays, self._waiting = self._empty(), {}
-        self.before, self._lender_ids = np.zeros(1, np.int64), None
-        self.append(columns)
-        self._shed_texts()
 
     def slice(self, start: int, stop: int) -> TrajectoryIndex:
         """Return an index of the entries ``start <= i < stop`` (counted from the oldest kept).
@@ -567,13 +547,14 @@ class TrajectoryIndex:
         return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))
 
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Replace all entries by these, without copying the arrays.
+        """Replace all entries by these, without copying the arrays; the texts stay.
 
         Raises:
             CorruptStoreError: the number of samples is too large.
         """
         if columns[SAMPLES].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
+        self.revision += 1
         self._arrays, self._waiting, self._lender_ids = dict(columns), {}, None
         self.first, self.end = 0, len(columns["trajectory_id"])
         self.may_be_partial = _are_partial(columns)

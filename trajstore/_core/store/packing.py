@@ -139,7 +139,7 @@ class StringTable:
     """
 
     def __init__(self) -> None:
-        self._lock = locks.lock("StringTable._lock")
+        self._lock = locks.rlock("StringTable._lock")
         self._blob = bytearray()
         self._ends = np.zeros(16, np.int64)
         self._count = 0
@@ -155,20 +155,17 @@ class StringTable:
     def add(self, text: str) -> int:
         """Return the number of ``text``; a recent one is not stored again."""
         with self._lock:
-            return self._add(text)
-
-    def _add(self, text: str) -> int:
-        number = self._recent.get(text)
-        if number is None:
-            if len(self._recent) >= _RECENT:
-                self._recent.clear()
-            self._blob += text.encode()
-            if self._count == len(self._ends):
-                self._ends = np.concatenate([self._ends, np.zeros_like(self._ends)])
-            self._ends[self._count] = len(self._blob)
-            number = self._recent[text] = self._count
-            self._count += 1
-        return number
+            number = self._recent.get(text)
+            if number is None:
+                if len(self._recent) >= _RECENT:
+                    self._recent.clear()
+                self._blob += text.encode()
+                if self._count == len(self._ends):
+                    self._ends = np.concatenate([self._ends, np.zeros_like(self._ends)])
+                self._ends[self._count] = len(self._blob)
+                number = self._recent[text] = self._count
+                self._count += 1
+            return number
 
     def texts(self, start: int = 0) -> list[str]:
         """Return the strings from this number on."""
@@ -187,26 +184,22 @@ class StringTable:
 
         If there are many, existing strings are stored again, which is cheaper than a lookup.
         """
-        with self._lock:
-            return self._extend(other, numbers)
-
-    def _extend(self, other: StringTable, numbers: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int32]:
         wanted, inverse = np.unique(numbers, return_inverse=True)
         if len(wanted) <= _RECENT:
-            added = [number if number < 0 else self._add(other[number]) for number in wanted.tolist()]
+            added = [number if number < 0 else self.add(other[number]) for number in wanted.tolist()]
             return np.array(added, np.int32)[inverse]
         named = wanted >= 0
         last = other._ends[wanted[named]]
         first = np.where(wanted[named] > 0, other._ends[wanted[named] - 1], 0)
-        lengths, before = last - first, len(self._blob)
+        lengths, begin = last - first, int(first.min())
         ends = np.cumsum(lengths)
-        begin = int(first.min())
         blob = bytes(other._blob[begin : int(last.max())])  # a copy: another thread's add to ``other`` resizes its blob
         places = np.repeat(first - begin - ends + lengths, lengths) + np.arange(ends[-1])
-        self._blob += np.frombuffer(blob, np.uint8)[places].tobytes()
-        self._ends = np.concatenate([self._ends[: self._count], before + ends])
-        numbered: npt.NDArray[np.int32] = np.where(named, self._count - 1 + np.cumsum(named), -1).astype(np.int32)
-        self._count += len(ends)
+        with self._lock:
+            self._ends = np.concatenate([self._ends[: self._count], len(self._blob) + ends])
+            self._blob += np.frombuffer(blob, np.uint8)[places].tobytes()
+            numbered: npt.NDArray[np.int32] = np.where(named, self._count - 1 + np.cumsum(named), -1).astype(np.int32)
+            self._count += len(ends)
         return numbered[inverse]
 
     def _check_text(self) -> None:

@@ -174,7 +174,7 @@ class SalvagedCatalog(Catalog):
                 self._warn(f"{self.directory.url}/{detail}; no readable commit names it").uncounted = True
         for index in (self.index, self.pinned):
             _, order = np.unique(index["trajectory_id"], return_index=True)
-            index.replace(index.take(index.first + order))
+            index.adopt(index.take(index.first + order))
         self.notes.lay_over(self.index)
 
     def _take_shard(self, number: int, files: Sequence[str]) -> None:
@@ -249,7 +249,7 @@ class SalvagedCatalog(Catalog):
         self._take_shards()
         times = self.index["committed"]  # they never decrease, and those of labels may
         later = np.where(times < 0, times, np.maximum.accumulate(times)) if len(times) else times
-        self.index.note_committed(np.arange(self.index.first, self.index.end), later)
+        self.index.fill(slice(self.index.first, self.index.end), committed=later)
         if newest is not None:
             try:
                 self.notes = self.values_of(newest)

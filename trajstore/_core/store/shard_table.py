@@ -2,8 +2,8 @@
 
 Shards of one format and schema differ only in numbers (file sizes, offsets, checksums). These are stored as arrays per
 *family*, and a manifest is built only when a shard is opened. A hundred thousand shards take a few megabytes this way.
-``Lifetimes`` has the generations in which shards are visible, and so which readers need their files. Both are
-guarded like the catalog they belong to.
+It also has the generations in which shards are visible, and so which readers need their files. Guarded like the
+catalog it belongs to.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ from trajstore._core.store.packing import declared_rows, pack, unpack
 from trajstore.errors import CorruptStoreError
 
 ABSENT = -1
+
+NEEDED = np.iinfo(np.int64).max
+"""Value for shards that are still needed."""
+
 _NAME = "{name}"
 _SHARD_NAME = "shard_{0:08d}"
 
@@ -64,7 +68,11 @@ class _Family:
 
 
 class ShardTable:
-    """All shards of one directory, by row. Rows are assigned in order and never change."""
+    """All shards of one directory, by row. Rows are assigned in order and never change.
+
+    A shard lives from the generation that added it to the first that does not need it. Those in a snapshot count as
+    always present; those unneeded when a writer opens, as unneeded from the next generation on.
+    """
 
     def __init__(self) -> None:
         self.schemas: list[Schema] = []
@@ -74,6 +82,9 @@ class ShardTable:
         self._numbers = np.zeros(0, np.int64)
         self._family = np.zeros(0, np.int32)
         self._row = np.zeros(0, np.int32)
+        self._born = np.zeros(0, np.int64)
+        self._unneeded = np.zeros(0, np.int64)
+        self._removed = np.zeros(0, np.bool_)
         self._count = 0
 
     def __len__(self) -> int:
@@ -97,8 +108,8 @@ class ShardTable:
             self.schemas.append(schema)
         return number
 
-    def add(self, number: int, manifest: ShardManifest) -> int:
-        """Add the shard with this number and return its row."""
+    def add(self, number: int, manifest: ShardManifest, generation: int = 0) -> int:
+        """Add the shard with this number, by a commit of this generation, and return its row."""
         name = shard_name(number)
         schema = self.number_of_schema(manifest.schema)
         names = tuple(file.name.replace(name, _NAME) for file in manifest.files)
@@ -119,17 +130,44 @@ class ShardTable:
                 "nbytes": manifest.nbytes,
             }
         )
-        self._reserve(self._count + 1)
+        if self._count == len(self._numbers):
+            self._grow(max(2 * self._count, 16))
         self._numbers[self._count], self._family[self._count], self._row[self._count] = number, family, row
+        self._born[self._count] = generation
         self._count += 1
         return self._count - 1
 
-    def _reserve(self, capacity: int) -> None:
-        if capacity > len(self._numbers):
-            extra = max(capacity, 2 * len(self._numbers), 16) - len(self._numbers)
-            self._numbers = np.concatenate([self._numbers, np.zeros(extra, np.int64)])
-            self._family = np.concatenate([self._family, np.zeros(extra, np.int32)])
-            self._row = np.concatenate([self._row, np.zeros(extra, np.int32)])
+    def _grow(self, capacity: int) -> None:
+        """Grow the arrays to hold this many shards."""
+        for name in ("_numbers", "_family", "_row", "_born", "_removed"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros(capacity - len(array), array.dtype)]))
+        self._unneeded = np.concatenate([self._unneeded, np.full(capacity - len(self._unneeded), NEEDED)])
+
+    # -- lifetimes --------------------------------------------------------------------------------
+
+    def need(self, needed: npt.NDArray[np.bool_], generation: int) -> None:
+        """Set which shards are needed; the others count as unneeded from this generation on."""
+        unneeded = self._unneeded[: self._count]
+        unneeded[~needed & (unneeded == NEEDED)] = generation
+
+    def unneeded(self) -> npt.NDArray[np.intp]:
+        """Return the rows of unneeded shards whose files were not deleted."""
+        return np.flatnonzero((self._unneeded != NEEDED) & ~self._removed)
+
+    def held(self, rows: npt.NDArray[np.intp], reader: Reader) -> npt.NDArray[np.bool_]:
+        """Return, per shard, whether a reader may see it.
+
+        At generation g it sees the shards added at or before g and still needed at g.
+        """
+        after = self._unneeded[rows] > reader.generation
+        return after & (self._born[rows] <= reader.generation) if reader.settled else after
+
+    def remove(self, rows: npt.NDArray[np.intp]) -> None:
+        """Mark the files of shards as deleted."""
+        self._removed[rows] = True
+
+    # -- shards -----------------------------------------------------------------------------------
 
     def number(self, row: int) -> int:
         """Return the number of the shard in a row of the table."""
@@ -308,6 +346,8 @@ class ShardTable:
             raise CorruptStoreError(f"not a shard table: {error}") from error
         table._count = len(table._numbers)
         table._check_rows()
+        table._born, table._removed = np.zeros(table._count, np.int64), np.zeros(table._count, np.bool_)
+        table._unneeded = np.full(table._count, NEEDED)
         return table
 
     def _add_family(self, item: Any, most: int) -> None:
@@ -368,52 +408,3 @@ class ShardTable:
             raise CorruptStoreError("shard table: a family that is not there")
         if np.any(self._row >= counts[self._family]) or self._numbers.min() < 0:
             raise CorruptStoreError("shard table: a row that is not there")
-
-
-NEEDED = np.iinfo(np.int64).max
-"""Value for shards that are still needed."""
-
-
-class Lifetimes:
-    """Per shard (row of the shard table): the generation that added it, and the first that does not need it.
-
-    A reader at generation g sees the shards added at or before g and still needed at g. Shards older than this object
-    count as always present; shards unneeded when a writer opens, as unneeded from the next generation on.
-    """
-
-    def __init__(self) -> None:
-        self._born: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._unneeded: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        self._removed: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-
-    def add(self, row: int, generation: int) -> None:
-        """Set the generation that added a shard."""
-        self._reach(row + 1)
-        self._born[row] = generation
-
-    def note(self, needed: npt.NDArray[np.bool_], generation: int) -> None:
-        """Set the needed shards; others count as unneeded from this generation on."""
-        self._reach(len(needed))
-        self._unneeded[np.flatnonzero(~needed & (self._unneeded[: len(needed)] == NEEDED))] = generation
-
-    def waiting(self) -> npt.NDArray[np.intp]:
-        """Return the unneeded shards that were not removed."""
-        return np.flatnonzero((self._unneeded != NEEDED) & ~self._removed)
-
-    def held(self, rows: npt.NDArray[np.intp], reader: Reader) -> npt.NDArray[np.bool_]:
-        """Return, per shard, whether a reader may see it."""
-        after = self._unneeded[rows] > reader.generation
-        return after & (self._born[rows] <= reader.generation) if reader.settled else after
-
-    def remove(self, rows: Sequence[int] | npt.NDArray[np.intp]) -> None:
-        """Mark the files of shards as deleted."""
-        self._removed[rows] = True
-
-    def _reach(self, count: int) -> None:
-        have = len(self._born)
-        if count <= have:
-            return
-        more = max(count, 2 * have, 64) - have
-        self._born = np.concatenate([self._born, np.zeros(more, np.int64)])
-        self._unneeded = np.concatenate([self._unneeded, np.full(more, NEEDED)])
-        self._removed = np.concatenate([self._removed, np.zeros(more, np.bool_)])

@@ -83,7 +83,7 @@ class Garbage:
         self._told: set[str] = set()
         self._leftovers = self._find_leftovers(catalog)
         # A reader of this generation may show a snapshot that was removed since; removals make no generation.
-        catalog.lifetimes.note(catalog.needed_shards(), catalog.generation + 1)
+        catalog.shards.need(catalog.needed_shards(), catalog.generation + 1)
 
     def _find_leftovers(self, catalog: Catalog) -> list[str]:
         """Delete unreadable leftovers of an interrupted writer; return files that readers may still use."""
@@ -142,14 +142,14 @@ class Garbage:
         held = np.zeros(len(rows), np.bool_)
         holding: list[Reader] = []
         for reader in readers:
-            by_reader = catalog.lifetimes.held(rows, reader)
+            by_reader = catalog.shards.held(rows, reader)
             if by_reader.any():
                 held |= by_reader
                 holding.append(reader)
         going = rows[~held]
         if len(going):
             _remove(self._directory, catalog.shards.files(going.tolist()))
-            catalog.lifetimes.remove(going)
+            catalog.shards.remove(going)
         if holding:
             self.held_bytes = int(catalog.shards.nbytes()[rows[held]].sum())
             self._tell(catalog, holding)
