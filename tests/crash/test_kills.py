@@ -1,4 +1,4 @@
-"""Short campaigns of kills, freezes and lost nodes; long ones have the marker campaign. See docs/crash-testing.md."""
+"""Short campaigns of kills and freezes; long ones have the marker campaign. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -18,10 +18,6 @@ from tools.crash.campaign import run_campaign
 from tools.crash.forked import forking
 from tools.crash.frozen.campaign import run_campaign as freeze
 from tools.crash.journal import KEEP, Journal, Promises, read_journal
-from tools.crash.node.campaign import run as lose_nodes
-from tools.crash.node.campaign import s3
-from tools.crash.resume.campaign import MOMENTS
-from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore._core.base.types import IntArray
 from trajstore._core.sampling.base import Additions
@@ -76,39 +72,6 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     assert promises.gone_rightly(1, [2])
     assert promises.gone_rightly(0, range(2, KEEP + 1))
     assert not promises.gone_rightly(2, range(3, KEEP + 2))
-
-
-# -- around the checkpoints of a loop --
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=LONG)])
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kills: int) -> None:
-    result = kill_around_checkpoints(tmp_path, kills=kills, seed=2)
-    assert result.problems == []
-    assert result.counts["kills"] == kills
-    assert result.counts["steps compared"] > 0
-    assert kills < 100 or all(result.counts[f"killed {moment}"] for moment in MOMENTS)
-
-
-# -- a node is lost with its disk, and its store is restored from the mirror --
-
-
-def test_nothing_on_the_mirror_is_lost_with_the_node(tmp_path: Path) -> None:
-    result = lose_nodes(tmp_path, str(tmp_path / "mirrors"), {}, rounds=2, seed=3)
-    assert result.problems == []
-    assert result.counts["nodes lost"] == 2
-    assert result.counts["compared in all"] > 0
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(7200)
-def test_nothing_on_a_mirror_in_s3_is_lost_in_a_long_campaign(tmp_path: Path) -> None:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto.server")
-    with s3() as (url, options):
-        result = lose_nodes(tmp_path, url, options, rounds=60, seed=4)
-    assert result.problems == []
-    assert result.counts["nodes lost"] == 60
 
 
 # -- frozen writers that lose their store --

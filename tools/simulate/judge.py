@@ -40,6 +40,7 @@ class Model:
         ever: keys of all trajectories so far, by id.
         begun: keys of all additions so far.
         going: the step that a rollback under way goes back to, and its ids.
+        is_restored: from a mirror; what saved points and pins it has is not known until they are listed.
         values_are_known: until a rollback, which brings back earlier late values.
     """
 
@@ -59,6 +60,7 @@ class Model:
     begun: set[int] = field(default_factory=set)
     going: tuple[int, frozenset[int]] | None = None
     values_are_known: bool = True
+    is_restored: bool = False
     _before: tuple[set[int], set[int], set[int]] = field(default_factory=lambda: (set(), set(), set()))
     moment: int = 0
 
@@ -105,7 +107,7 @@ class Model:
         """The store is gone with its machine; what the mirror had by then is restored."""
         self.evicted, self.durable = set(self.mirrored[0]), set(self.mirrored[1]) & self.keys.keys()
         self.points, self.saving, self.going, self.pins, self.pinning = {}, None, None, {}, set()
-        self.values_are_known = False
+        self.values_are_known, self.is_restored = False, True
 
     def check_read(self, number: int, key: int) -> None:
         """A trajectory was read."""
@@ -158,7 +160,8 @@ class Model:
 
     def check_pins(self, found: Mapping[str, Iterable[int]]) -> None:
         """Pins were listed when no call was under way but those that a crash has ended."""
-        self.pins |= {name: frozenset(found[name]) for name in self.pinning & found.keys()}
+        unknown = found.keys() if self.is_restored else self.pinning & found.keys()
+        self.pins |= {name: frozenset(found[name]) for name in unknown}
         self.pinning.clear()
         for name, ids in self.pins.items():
             if name not in found:
@@ -172,6 +175,8 @@ class Model:
 
     def check_points(self, found: Mapping[int, Iterable[int]]) -> None:
         """Saved points were listed when no call was under way but one that a crash has ended."""
+        if self.is_restored:
+            self.points = {step: frozenset(ids) for step, ids in found.items()}
         self._check_saving(found)
         for step, ids in self.points.items():
             if step not in found:

@@ -30,10 +30,10 @@ from tools.powerloss.filesystem import Op
 from tools.simulate import work
 from tools.simulate.disk import Disk, waiting_flock
 from tools.simulate.judge import Model
+from tools.simulate.released import released_is_unreadable
 from tools.simulate.schedule import Choice, Given, strategy
 from tools.simulate.tasks import Task, Tasks, entered
 from tools.simulate.work import Annotator, Plan, Writer, check, opened, plan
-from tools.threads.released import released_is_unreadable
 from trajstore import Reader, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.opening import open_directory
@@ -296,6 +296,7 @@ class World:
         self.model.check_points(points)
         pins = {head.name: ids_in(head) for head in catalog.pins.heads.values() if head.kind == "pin"}
         self.model.check_pins(pins)
+        self.model.is_restored = False
         report = verify(store) if last or self._crashed else None
         if report and report.problems:
             raise AssertionError(f"a store is sound: {[(one.file, one.message) for one in report.problems[:3]]}")

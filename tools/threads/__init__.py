@@ -1,1 +1,0 @@
-"""Threads of one process that read while what they read is replaced and given back. See docs/crash-testing.md."""
