@@ -114,7 +114,7 @@ def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
         annotate(path, 0, {"race": 0.5})
         (ahead,) = (path / "inbox").iterdir()
         ahead.rename(ahead.with_name("09" + ahead.name[2:]))  # given by a clock that is ahead
-        with pytest.raises(ConfigurationError, match="race: a text, but the values of this name are numbers here"):
+        with pytest.raises(ConfigurationError, match=r"race: a text, .*numbers here"):
             annotate(path, 0, {"race": "good"})
         annotate(path, 1, {"late": "x", "n": 1})
         annotate(path, 1, {"late": None})
@@ -234,7 +234,7 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
     message = "advantages: a number, but the values of this name are rows of float32 in rank 1 of the run"
     with pytest.raises(ConfigurationError, match=message):
         annotate(tmp_path, ["0/0", "2/0"], {"advantages": 1, "score": 1})
-    with pytest.raises(ConfigurationError, match="score: a text, but the values of this name are numbers in rank 1"):
+    with pytest.raises(ConfigurationError, match=r"score: a text, .*numbers in rank 1"):
         annotate(tmp_path, "2/0", {"score": "high"})
     annotate(tmp_path / "rank_2", 0, {"advantages": 1})  # no check across ranks
     annotate(tmp_path, "2/0", {"advantages": 2, "score": 2})
@@ -344,7 +344,7 @@ def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Pa
         annotate(writer, 0, {"tag": "x"})
         writer.points.save(1)
         annotate(writer, 0, {"tag": None})
-        with pytest.raises(ConfigurationError, match="tag: a number, but the values of this name are texts here; take"):
+        with pytest.raises(ConfigurationError, match=r"tag: a number, .*texts here"):
             annotate(writer, 0, {"tag": 1})
         writer.save_checkpoint(tmp_path / "checkpoint")
         writer.points.rollback(1)

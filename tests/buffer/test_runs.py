@@ -179,7 +179,7 @@ def test_a_job_killed_in_its_first_step_starts_again(tmp_path: Path) -> None:
     with (
         open_rank(run, 0) as buffer,
         open_rank(run, 1),
-        pytest.raises(StoreNotFoundError, match="nothing was ever added to rank_0, rank_1, so a store was lost"),
+        pytest.raises(StoreNotFoundError, match=r"rank_0, rank_1.*lost"),
     ):
         _choose(buffer, None, RANKS)
 

@@ -773,7 +773,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
     kill_before.append("save_point")
-    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'shared': the store was released before it was saved"):
+    with pytest.raises(StoreWriteError, match=r"^store rank_1 of 'shared': .*released"):
         handle.points.save(2, {"step": 2})
     assert [(point.step, point.lacking) for point in handle.points.saved] == [(1, ()), (2, (1,))]
     with pytest.raises(StoreNotFoundError, match=r"step 2 is incomplete.*rank_1; complete are: 1"):

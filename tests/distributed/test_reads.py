@@ -216,7 +216,7 @@ def test_what_does_not_fit_is_refused() -> None:
         united([first, Part.of({**rows(4), "picture": torch.zeros(4, 7, 5, dtype=torch.uint8)})], at, None)
     with pytest.raises(ConfigurationError, match=r"out\['half'\]"):
         united([first, first], at, {**rows(8), "half": torch.zeros(8, 3)})
-    with pytest.raises(StoreError, match="returned 3 of 4 rows: all machines must have the same trajstore"):
+    with pytest.raises(StoreError, match=r"3 of 4 rows.*same trajstore"):
         united([Part.unpacked(pack(rows(3), 2)), first], at, None)
 
 

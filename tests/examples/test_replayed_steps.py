@@ -256,7 +256,7 @@ def test_each_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_steps_that_cannot_be_rebuilt_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     made_inputs(run)
-    with pytest.raises(TrajectoryUnavailableError, match=r"1 row of step 8 are of rollouts in no store, first row 5"):
+    with pytest.raises(TrajectoryUnavailableError, match=r"1 row of step 8 .*row 5"):
         step_inputs(run, 8)
     for arguments, message in (
         ([str(run), "9"], "has no step 9"),

@@ -55,9 +55,7 @@ def test_the_state_of_another_store_is_refused_and_a_copy_accepted(tmp_path: Pat
         fill(tmp_path / place, range(10)).close()
     state, expected = interrupted(reader(tmp_path / "here"), OF_LOADERS[name]())
     other = ReplayLoader(reader(tmp_path / "there"), 8, sampler=OF_LOADERS[name]())
-    with pytest.raises(
-        ConfigurationError, match=r"replay buffer belongs to other trajectories: 10 of 10 ids .* \(id 0: "
-    ):
+    with pytest.raises(ConfigurationError, match=r"replay buffer.*10 of 10 ids .*id 0"):
         other.load_state_dict(state)
     copy_store(tmp_path / "here", tmp_path / "copy")
     reader(tmp_path / "here").save_checkpoint(tmp_path / "checkpoint")
@@ -96,7 +94,7 @@ def test_a_store_of_whose_ids_none_is_left(tmp_path: Path, caplog: pytest.LogCap
     with fill(tmp_path / "there", range(10)) as buffer:
         buffer.add_trajectories([block(key) for key in range(4)])
         buffer.evict(list(range(10)))
-        with pytest.raises(ConfigurationError, match="none of the 10 in it is here, and it was saved for store"):
+        with pytest.raises(ConfigurationError, match=r"none of the 10 .*saved for store"):
             ReplayLoader(buffer, 8).load_state_dict(state)
 
 

@@ -243,7 +243,7 @@ def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_pat
 def test_it_waits_until_both_buffers_are_filled() -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
     loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4, timeout=0.05)
-    with pytest.raises(TimeoutError, match=r"filled.*online has 0 of 2 trajectories, demos has 0 of 1 trajectory"):
+    with pytest.raises(TimeoutError, match=r"online has 0 of 2 .*demos has 0 of 1 "):
         next(loader)
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])
@@ -556,7 +556,7 @@ def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(st
         wait_until(lambda: loader.figures()["batches_ready"] == 3)
         buffers[which].close()
         for _ in range(2):
-            with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
+            with pytest.raises(StoreClosedError, match=r"buffer .*closed"):
                 next(loader)
 
 
@@ -564,7 +564,7 @@ def test_a_buffer_that_is_closed_while_a_loader_waits_for_it_ends_the_waiting() 
     buffer = TrajectoryReplayBuffer(seed=0)
     with ReplayLoader(buffer, 8) as loader:
         threading.Timer(0.1, buffer.close).start()
-        with pytest.raises(StoreClosedError, match="the buffer of this loader was closed"):
+        with pytest.raises(StoreClosedError, match=r"buffer .*closed"):
             next(loader)
 
 
@@ -602,7 +602,7 @@ def test_sizes_and_ranks_may_be_whole_numbers_of_other_types(store: Store, tmp_p
 
 def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     buffer = TrajectoryReplayBuffer(seed=None)
-    with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) of a shared store, but the buffer has no seed"):
+    with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) .*no seed"):
         ReplayLoader(buffer, 8, rank=(1, 2))
     with pytest.raises(ConfigurationError, match="the buffer has no seed"):
         ReplayLoader({"a": Share(TrajectoryReplayBuffer(seed=1)), "b": Share(buffer)}, 8, rank=(1, 2))

@@ -166,11 +166,9 @@ def test_what_a_selection_refuses(caplog: pytest.LogCaptureFixture) -> None:
     assert "ids: 1 of 3 are not here: 77" in caplog.text
     drawn = buffer._sampling.draw(2, 0, sampler.selection)
     assert buffer.update_priorities(sampler, drawn, torch.ones(len(drawn))) == 0
-    with pytest.raises(ConfigurationError, match="sampler: it draws with where= or ids=; pass the same ones"):
+    with pytest.raises(ConfigurationError, match=r"sampler: .*where= or ids="):
         buffer.sample_trajectories(2, sampler=sampler)
-    with pytest.raises(
-        ConfigurationError, match="sampler: it draws with where=None and 3 ids; make a sampler for each"
-    ):
+    with pytest.raises(ConfigurationError, match=r"sampler: .*where=None and 3 ids.*a sampler for each"):
         buffer.sample_trajectories(2, sampler=sampler, ids=[0, 1])
     used = EpochSampler(unit="trajectory")
     buffer.sample_trajectories(2, sampler=used)

@@ -94,11 +94,11 @@ def test_a_store_that_has_too_few_rows_or_none_is_named(caplog: pytest.LogCaptur
     assert "demos" not in caplog.text
     with pytest.raises(ConfigurationError, match="rank's part has no rows of demos"):
         ReplayLoader({"online": Share(online), "demos": Share(empty, count=1)}, 8, rank=(1, 8), stores="per_rank")
-    with pytest.raises(ConfigurationError, match="where: has no effect with several buffers; pass it to the Share"):
+    with pytest.raises(ConfigurationError, match=r"where: has no effect.*Share"):
         ReplayLoader(shares, 8, where="task = 'a'")
     with pytest.raises(ConfigurationError, match="count: 3, 4 rows do not add up to 8"):
         ReplayLoader({"online": Share(online, count=3), "demos": Share(empty, count=4)}, 8)
-    with pytest.raises(ConfigurationError, match=r"demos: its weight, 0\.1, leaves it without rows of a batch of 4"):
+    with pytest.raises(ConfigurationError, match=r"demos: .*weight, 0\.1.* batch of 4"):
         ReplayLoader({"online": Share(online, weight=2), "demos": Share(empty, weight=0.1)}, 4)
     huge = {"online": Share(online, weight=1.5e308), "demos": Share(online, weight=0.5e308)}
     with ReplayLoader(huge, 8) as loader:

@@ -175,7 +175,7 @@ def test_a_copy_that_does_not_fit_is_fetched_anew(
     damaged = bytearray(objects.read(shards[1]))
     damaged[len(damaged) // 2] ^= 0x10
     objects.put(shards[1], bytes(damaged))
-    with pytest.raises(CorruptStoreError, match=r"checksum does not fit the content; trajectories 1 are in it"):
+    with pytest.raises(CorruptStoreError, match=r"checksum .*trajectories 1 "):
         read_all()
 
 

@@ -106,7 +106,7 @@ def test_a_record_cut_anywhere_is_dropped_by_name_and_recorded_again(tmp_path: P
         ledger.record(step(2))
     assert file.read_bytes() == whole
     file.write_bytes(whole.replace(b'"step":1', b'"step":3', 1))
-    with pytest.raises(CorruptStoreError, match=r"after-none\.log: the record at byte 0 is damaged; .*strict=False"):
+    with pytest.raises(CorruptStoreError, match=r"after-none\.log: .*byte 0 .*strict=False"):
         read(tmp_path)
     intact = read(tmp_path, strict=False)
     assert [*intact.steps] == [2]
@@ -190,9 +190,7 @@ def test_an_earlier_file_without_its_end_is_damaged(size: int, tmp_path: Path) -
             ledger.record(step(number))
     file = tmp_path / "steps-000001-after-1.log"
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(
-        CorruptStoreError, match=r"after-1\.log: its end is missing: it ends with step 1, and steps-0+2"
-    ):
+    with pytest.raises(CorruptStoreError, match=r"after-1\.log: .*step 1.*steps-0+2"):
         read(tmp_path)
     intact = read(tmp_path, strict=False)
     assert [*intact.steps] == [1, 3]

@@ -116,7 +116,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
 
 def test_a_template_that_changes_earlier_messages_is_refused_with_the_message_that_shows_it() -> None:
     thoughtful = conversation("task", "<think>hm</think>go", "seen", "<think>so</think>take")
-    with pytest.raises(InvalidTrajectoryError, match=r"what the template makes of messages\[:2\] is not the beginning"):
+    with pytest.raises(InvalidTrajectoryError, match=r"template.*messages\[:2\]"):
         rows_of_messages(thoughtful, template_of("qwen3"))
     first, second = rows_of_messages(thoughtful, template_of("qwen3"), "linear_think")
     assert "".join(chr(token) for token in second.input_ids if token > 0).count("<think>") == 1

@@ -38,7 +38,7 @@ def test_rlinf_cannot_take_our_index_for_an_empty_one(store: Path, tmp_path: Pat
 def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
     small(tmp_path / "theirs")
     before = {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()}
-    with pytest.raises(ConfigurationError, match=r"theirs: holds a replay buffer of RLinf.*load_checkpoint this one"):
+    with pytest.raises(ConfigurationError, match=r"theirs: .*RLinf.*load_checkpoint"):
         TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "theirs")
     assert {file.name: file.read_bytes() for file in (tmp_path / "theirs").iterdir()} == before
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "ours", sample_window_size=0) as buffer:

@@ -185,7 +185,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with make(tmp_path / "store") as buffer:
         add(buffer, range(2))
         buffer.points.save(7)
-        with pytest.raises(ConfigurationError, match="saved point of step 7, which is later; go to an earlier one"):
+        with pytest.raises(ConfigurationError, match=r"step 7, .*earlier"):
             buffer.points.save(6)
         with pytest.raises(ConfigurationError, match=r"state\['a'\]\[1\]: a object cannot be saved"):
             buffer.points.save(8, {"a": [1, object()]})

@@ -148,7 +148,7 @@ def test_a_run_that_begins_again_replaces_the_ledger_and_a_step_needs_a_loss(tmp
     with make(tmp_path) as replay:
         do(replay, 1)
         do(replay, 2)
-        with pytest.raises(ConfigurationError, match=r"no loss of step 3 was reported; call the hook's loss_computed"):
+        with pytest.raises(ConfigurationError, match=r"step 3 .*loss_computed"):
             do_step(replay, 3)
         with pytest.raises(ConfigurationError, match="lacks step 9, from which the trainer continues"):
             replay.resume({}, 9)

@@ -66,8 +66,6 @@ def test_a_handle_shows_the_rollouts_of_all_stores(handle: DistributedReplayBuff
 
 
 def test_what_is_no_handle_is_refused() -> None:
-    asking = pytest.raises(
-        ConfigurationError, match=r"handle: .* is a TrajectoryReplayBuffer, must be a handle of stores"
-    )
+    asking = pytest.raises(ConfigurationError, match=r"handle: .*TrajectoryReplayBuffer")
     with asking, serving(TrajectoryReplayBuffer(), port=0):  # type: ignore[arg-type]
         pass

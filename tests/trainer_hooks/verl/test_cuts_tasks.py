@@ -244,7 +244,7 @@ def test_a_dataset_without_a_table() -> None:
 
 @pytest.mark.parametrize("said", [[4, None], [4, 0], [4, -1], [4, 2.5], [4, "four"], [4, "4"], [float("inf")]])
 def test_numbers_of_rollouts_that_are_none_are_named(said: list[Any]) -> None:
-    with pytest.raises(ConfigurationError, match=r"column __rollout_n__: .* must be a whole number of at least 1"):
+    with pytest.raises(ConfigurationError, match=r"column __rollout_n__: .*at least 1"):
         rollout_counts(said)
 
 

@@ -337,7 +337,7 @@ def test_a_replayed_row_never_takes_the_session_of_a_rollout(make_session: MakeS
     session.expect({"u": held})
     joined = session.join(plane.put(rollouts("u", 2)))
     assert len(joined.keys) == len({key.rpartition("_")[0] for key in joined.keys}) == 3
-    with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': sessions from 1000 on are those of replayed rows"):
+    with pytest.raises(ConfigurationError, match=r"row 'u_1000_0': .*1000"):
         session.join(joined)
 
 
