@@ -155,7 +155,9 @@ def test_a_gap_is_closed_by_the_call_itself(tmp_path: Path) -> None:
         with pytest.raises(errors.CallConflictError, match="is not incomplete"):
             session.incomplete("a")
         (number,) = session.finish()
-        assert buffer.get(number).metadata["session"]["incomplete"] == [{"id": "b", "reason": "begun"}]
+        about = buffer.get(number).metadata["session"]
+        assert about["incomplete"] == [{"id": "b", "number": 1, "reason": "begun"}]
+        assert [(call["id"], call["retried"]) for call in about["calls"]] == [("a", "begun")]
 
 
 def test_a_finished_session_is_frozen(tmp_path: Path) -> None:
@@ -240,13 +242,18 @@ def test_the_rows_of_a_session(tmp_path: Path) -> None:
             "path": 0,
             "paths": 2,
             "calls": [
-                {"id": "a", "start": 2, "stop": 3, "policy_version": 3},
-                {"id": "b", "start": 4, "stop": 5, "policy_version": 4, "finish_reason": "stop"},
+                {"id": "a", "number": 0, "start": 2, "stop": 3, "policy_version": 3, "messages": [0, len(MESSAGES)]},
+                {
+                    **{"id": "b", "number": 1, "start": 4, "stop": 5, "policy_version": 4, "finish_reason": "stop"},
+                    "messages": [len(MESSAGES), len(more)],
+                },
             ],
-            "incomplete": [{"id": "d", "reason": "timeout", "metadata": {"status": 504}}],
+            "incomplete": [{"id": "d", "number": 3, "reason": "timeout", "metadata": {"status": 504}}],
         },
     }
-    assert second.metadata["session"]["calls"][1]["metadata"] == {"tool": "search"}
+    assert second.metadata["session"]["calls"][1] == {
+        **{"id": "c", "number": 2, "start": 4, "stop": 5, "policy_version": None, "metadata": {"tool": "search"}}
+    }
     assert table.rows() == [(session.id, 0, 2, 2, 2), (session.id, 1, 2, 2, 1)]
 
 

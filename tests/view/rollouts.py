@@ -81,15 +81,18 @@ def trained_in(store: Path, steps: int, rows: int = 4) -> None:
             )
 
 
-def session_in(store: Path, extra: int = 0) -> None:
-    """Record a session of two paths that share four tokens, one of them without log-probs, and further paths."""
+def session_in(store: Path) -> None:
+    """Record a session of four paths: two samples of a prompt, a retried call, one without log-probs, a new context."""
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "on it"}]
     with writer_to(store) as writer:
         writer.add_trajectories([rollout(0)])
         session = writer.session("task", "it's one")
-        session.add_call([1, 2, 3], [4], [-0.5], call_id="plan", policy_version=3)
-        session.add_call([1, 2, 3, 4, 5, 6], [7, 8], [-0.5, -0.25], call_id=HOSTILE_CALL, policy_version=4)
+        session.add_call([1, 2, 3], [4], [-0.5], call_id="plan", policy_version=3, messages=messages)
+        more = {"policy_version": 4, "finish_reason": "length"}
+        session.add_call([1, 2, 3, 4, 5, 6], [7, 8], [-0.5, -0.25], call_id=HOSTILE_CALL, **more)
         session.add_call([1, 2, 3, 4, 9], [10], call_id="search")
-        for number in range(extra):
-            session.add_call([1, 2, 100 + number], [5], call_id=f"extra-{number}")
+        session.incomplete("again", "timeout")
+        session.add_call([1, 2, 3, 4, 9], [11], call_id="again")
         session.incomplete("lost", "timeout")
+        session.add_call([1, 2, 100, 101], [5], call_id="small")
         session.finish(Reward(outcome=1.0))

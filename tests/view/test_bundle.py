@@ -132,12 +132,12 @@ def test_links_lead_to_a_rollout_and_to_its_group(tmp_path: Path, serve_files: S
     page.until("document.querySelector('main .trouble').textContent.includes('not in this bundle')")
 
 
-def test_a_session_has_its_paths(tmp_path: Path, serve_files: Serve, page: Page) -> None:
+def test_a_session_has_the_calls_of_its_bundled_paths(tmp_path: Path, serve_files: Serve, page: Page) -> None:
     session_in(tmp_path / "store")
-    address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
-    shared = "document.querySelector('[aria-label=\"Other paths\"] td:last-child')?.textContent"
-    opened(page, f"{address}#/trajectory/2", f"{shared} === 'first 4 tokens shared'")
-    clicked(page, ".session p a", f"{ROWS}.join() === '1,2'")
+    address = serve_files(bundled(tmp_path / "store", tmp_path / "out", "--where", "session_path < 2"))
+    opened(page, f"{address}#/trajectory/2", "document.querySelectorAll('.tree a').length === 4")
+    assert "2 of its 4 paths are not shown" in text_of(page, ".of-session details")
+    clicked(page, ".of-session p a", f"{ROWS}.join() === '1,2'")
 
 
 def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serve_files: Serve, page: Page) -> None:

@@ -2,7 +2,7 @@
 
 File names are numbers, so that no recorded text becomes part of a path. ``bundle.json`` has the answers about many
 trajectories, ``data/N.bin`` the answer about the trajectory of row ``N``, ``data/N/C-E-P.bin`` pictures of its column
-``C`` and environment ``E``, several steps per file.
+``C`` and environment ``E``, several steps per file, ``data/session-N.json`` the tree of an agent session.
 """
 
 from __future__ import annotations
@@ -129,12 +129,17 @@ def write_bundle(
                 pictures[name] = [_write_pictures(folder, done, f"data/{number}/{n}", *item) for n, item in drawn]
             done.trajectories += 1
             progress(number + 1, len(shown))
+        sessions = {name: place for place, name in enumerate(table["session"].drop_nulls().unique(maintain_order=True))}
+        for name, place in sessions.items():
+            tree = orjson.dumps(living.session(name, among=set(shown)))
+            _write(folder, done, [(f"data/session-{place}.json", tree)])
         contents = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
         contents |= {
             "rows": [list(row.values()) for row in rows],
             "overview": (told := living.overview(where)),
             "problems": done.problems,
             "pictures": pictures,
+            "sessions": sessions,
         }
         contents["late"] = late
         contents["sampled"] = {

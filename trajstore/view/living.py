@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -34,6 +34,7 @@ from trajstore.view.answers import columns_of, in_order, named_rows, plain, plai
 from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of, pictures_of
+from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import Shown
 from trajstore.view.training import Training, curves, rows_of, steps_of
 
@@ -49,6 +50,8 @@ Answer = dict[str, Any]
 _QUESTIONS = 4
 """Number of queries whose ids are cached."""
 
+MOST_PATHS = 256
+"""Maximum number of rows that are read for a session's tree."""
 
 MOST_GIVEN = 10_000
 """Maximum number of trajectories annotated at once."""
@@ -68,11 +71,18 @@ class State:
         name: unique name of the state, also across restarts of the server.
         trajectories: number of visible trajectories.
         trouble: reason why nothing newer can be shown, or damage found when the store was opened; None if all is well.
+        sessions: number of changes of open sessions so far.
     """
 
     name: str
     trajectories: int
     trouble: str | None = None
+    sessions: int = 0
+
+    @property
+    def moment(self) -> str:
+        """Unique name of the state and of the open sessions."""
+        return f"{self.name}.{self.sessions}"
 
 
 class Living:
@@ -100,6 +110,8 @@ class Living:
         self._kept: tuple[str, str, AnyTrajectory] | None = None
         """Id, state and contents of the block with invalid rows whose frames were read last; of the second thread."""
         self._training = Training()
+        self._open = OpenSessions()
+        """Of the first thread, as the fields above."""
         self._start, self._number = secrets.token_hex(4), 0
         self.state = State(self._name(), len(shown), self._damage())
         """The present state; replaced as a whole, so that any thread may read it."""
@@ -124,8 +136,10 @@ class Living:
 
     def refresh(self) -> State:
         """Show new commits, and return the state."""
+        sessions = self.state.sessions
         try:
             changed = sum(run.refresh() for run in self._runs) > 0
+            sessions += self._open.refresh(() if self._shown.pin else self._directories().values())
             trouble = self._damage()
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
             changed, trouble = False, str(error)
@@ -133,7 +147,7 @@ class Living:
                 logger.warning("%s", trouble)
         if changed or trouble != self.state.trouble:
             self._number += 1
-            self.state = State(self._name(), len(self._shown), trouble)
+        self.state = State(self._name(), len(self._shown), trouble, sessions)
         return self.state
 
     def about(self) -> Answer:
@@ -181,6 +195,31 @@ class Living:
         self.refresh()
         there = ids[np.isin(ids, self.table()["trajectory_id"])]
         return {"ids": [shown_id(number) for number in there.tolist()], "gone": len(ids) - len(there), "state": state}
+
+    def open_sessions(self) -> Answer:
+        """Return the sessions that are not rollouts yet, see :meth:`trajstore.view.session.OpenSessions.listed`."""
+        return {**self._open.listed(), "seen": self.state.sessions}
+
+    def open_session(self, session_id: str) -> Answer | None:
+        """Return the tree of an open session, see :meth:`trajstore.view.session.OpenSessions.tree`.
+
+        Raises:
+            CorruptStoreError: a call is damaged.
+        """
+        found = self._open.tree(session_id)
+        return None if found is None else {**found, "seen": self.state.sessions}
+
+    def open_path(self, session_id: str, call_id: str) -> bytes:
+        """Return the answer about the first path of an open session that has a call, as of :meth:`rollout`.
+
+        Raises:
+            TrajectoryUnavailableError: the session is not open, or has no such call.
+            CorruptStoreError: a call is damaged.
+        """
+        row = self._open.path(session_id, call_id)
+        if row is None:
+            raise TrajectoryUnavailableError(f"session {session_id}: is not open, or has no call {call_id!r}")
+        return self.body(row)
 
     def training(self) -> Answer:
         """Return curves of the training ledgers, see :func:`trajstore.view.training.curves`.
@@ -323,6 +362,41 @@ class Living:
             CorruptStoreError: the trajectory is damaged.
         """
         return self.body(self.get(shown))
+
+    def session(self, session_id: str, own: str = "", among: Collection[str] | None = None) -> Answer:
+        """Return the tree of a session in the store, see :func:`trajstore.view.session.tree_of`.
+
+        Further keys: ``paths`` (number and id of each row that was asked for, at most ``MOST_PATHS`` and ``own``),
+        ``of`` (number of rows that the session says it has), and ``unread`` (reason by id for each unreadable row).
+
+        Args:
+            session_id: its id.
+            own: a row to read in any case, by id as displayed.
+            among: the only rows to read; None: all.
+
+        Raises:
+            TrajectoryUnavailableError: it has no row here.
+        """
+        pl = polars()
+        table = self._shown.query().table().filter(pl.col("session") == session_id).sort("session_path")
+        shown = [shown_id(number) for number in table["trajectory_id"]]
+        paths = [
+            (path, name) for path, name in zip(table["session_path"], shown, strict=True) if not among or name in among
+        ]
+        if not paths:
+            raise TrajectoryUnavailableError(f"session {session_id}: is not open, and no path of it is in the store")
+        paths = [each for place, each in enumerate(paths) if place < MOST_PATHS or each[1] == own]
+        rows, unread = [], {}
+        for _, name in paths:
+            try:
+                row = self.get(name)
+            except (TrajstoreError, OSError) as error:
+                unread[name] = str(error)
+                continue
+            if isinstance(row, AgentTrajectory):
+                rows.append((name, row))
+        answer = {"id": session_id, "paths": paths, "of": table["session_paths"].max(), "unread": unread}
+        return {**answer, **tree_of(rows)}
 
     def get(self, shown: str) -> AnyTrajectory:
         """Return a trajectory; raises the errors of :meth:`rollout`."""

@@ -7,7 +7,7 @@ little-endian.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,11 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from trajstore._core.columns.facts import SESSION, session_of
 from trajstore.attachments import summarized
 from trajstore.operations.statistics import sampled_rows
 from trajstore.operations.trajectory_report import columns_of, token_parts
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
+from trajstore.view.session import first_token, path_of, tokens_of
 
 Answer = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -84,8 +84,7 @@ def answer_of(trajectory: AnyTrajectory, decode: Decode | None) -> bytes:
 
 
 def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
-    columns = columns_of(trajectory)
-    total = max((len(tensor) for name, tensor in columns.items() if not name.startswith("notes.")), default=0)
+    columns, total = columns_of(trajectory), tokens_of(trajectory)
     arrays, left_out = [], []
     for name, tensor in columns.items():
         if tensor.is_complex():
@@ -96,7 +95,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
     arrays += _noted(trajectory, total)
     ids = trajectory.input_ids
     texts = None if ids is None or decode is None else texts_of(ids.tolist(), decode)
-    session, unplaced = _session(trajectory, total)
+    session, unplaced = path_of(trajectory)
     answer = {
         "kind": "agent",
         "query": trajectory.query,
@@ -111,54 +110,6 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
         "left_out": left_out + unplaced,
     }
     return body_of(answer, arrays)
-
-
-def _session(trajectory: AgentTrajectory, total: int) -> tuple[Answer | None, list[str]]:
-    """Return the session that a rollout is a row of, and the calls and gaps that cannot be shown, as text.
-
-    The session is ``{"id", "path", "paths", "calls", "incomplete"}``, None of another rollout. A call is ``{"id",
-    "start", "stop", "version", "trained"}`` in the order of the row: its sampled tokens are ``[start, stop)``, and
-    ``trained`` says whether the loss mask has any of them (None without masks).
-    """
-    found = session_of(trajectory.metadata)
-    if found is None:
-        return None, []
-    recorded = trajectory.metadata[SESSION]
-    mask, first = trajectory.loss_mask, 0
-    if mask is None and (mask := trajectory.response_mask) is not None:
-        first = first_token(len(mask), total, trajectory.response_start)
-    calls, unplaced = [], []
-    for number, call in enumerate(_listed(recorded, "calls")):
-        match call:
-            case {"start": int(start), "stop": int(stop)} if 0 <= start <= stop <= total:
-                version = call.get("policy_version")
-                trained = None if mask is None else bool(mask[max(0, start - first) : max(0, stop - first)].any())
-                named = {"id": str(call.get("id", number)), "version": None if version is None else str(version)}
-                calls.append({**named, "start": start, "stop": stop, "trained": trained})
-            case _:
-                unplaced.append(
-                    f"metadata.{SESSION}.calls[{number}]: not shown, because its start and stop are not among the "
-                    f"{total:,} tokens of the row"
-                )
-    gaps = []
-    for number, gap in enumerate(_listed(recorded, "incomplete")):
-        if isinstance(gap, Mapping):
-            gaps.append({"id": str(gap.get("id")), "reason": str(gap.get("reason"))})
-        else:
-            unplaced.append(f"metadata.{SESSION}.incomplete[{number}]: not shown, because it is no object")
-    return dict(zip(("id", "path", "paths"), found, strict=True)) | {"calls": calls, "incomplete": gaps}, unplaced
-
-
-def _listed(recorded: Mapping[str, Any], name: str) -> Sequence[Any]:
-    values = recorded.get(name)
-    return values if isinstance(values, list | tuple) else ()
-
-
-def first_token(length: int, total: int, response_start: int | None) -> int:
-    """Return the position among ``total`` tokens of the first of ``length`` values; response values start there."""
-    if length == total:
-        return 0
-    return total - length if response_start is None or response_start + length > total else response_start
 
 
 def array_of(tensor: torch.Tensor) -> AnyArray:

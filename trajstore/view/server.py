@@ -126,6 +126,7 @@ class Service:
             "group": self._group,
             "facts": lambda request: self._living.facts(_said(request, "id")),
             "notes": lambda request: self._living.notes(_said(request, "id")),
+            "sessions": lambda _: self._living.open_sessions(),
             "training": lambda _: self._living.training(),
             "step": lambda request: self._living.step(_number(request, "step", 0)),
             "trained": lambda request: self._living.trained(_said(request, "id")),
@@ -134,6 +135,8 @@ class Service:
         return [
             *(Route(f"/api/{name}", self._told(call)) for name, call in handlers.items()),
             Route("/", self._index),
+            Route("/api/session", self._session),
+            Route("/api/path", self._path),
             Route("/api/rollout", self._rollout),
             Route("/api/frames", self._frames),
             Route("/api/sampled", self._sampled),
@@ -176,6 +179,16 @@ class Service:
             version = _number(request, "version", 0, -INT64_MAX) if "version" in request.query_params else None
         return self._living.group(_said(request, "task"), version)
 
+    async def _session(self, request: Request) -> Response:
+        name, row = _said(request, "id"), _said(request, "row")
+        told = await self._ask(lambda: self._living.open_session(name))
+        return _json(told or await self._result(self._reading, lambda: self._living.session(name, row)))
+
+    async def _path(self, request: Request) -> Response:
+        name, call = _said(request, "id"), _said(request, "call")
+        body = await self._ask(lambda: self._living.open_path(name, call))
+        return Response(body, media_type="application/octet-stream")
+
     async def _rollout(self, request: Request) -> Response:
         shown = _said(request, "id")
         return await self._read(lambda: self._living.rollout(shown))
@@ -215,16 +228,23 @@ class Service:
         try:
             while not self._end.done():
                 changed, state = self._changed, self._living.state
-                yield _event(state) if state.name != seen else b": alive\n\n"
-                seen = state.name
+                yield _event(state) if state.moment != seen else b": alive\n\n"
+                seen = state.moment
                 await _within(_ALIVE, changed)
         finally:
             self._watching -= 1
 
 
 def _event(state: State) -> bytes:
-    data = orjson.dumps({"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble})
-    return b"id: " + state.name.encode() + b"\ndata: " + data + b"\n\n"
+    data = orjson.dumps(
+        {
+            "state": state.name,
+            "trajectories": state.trajectories,
+            "trouble": state.trouble,
+            "sessions": state.sessions,
+        }
+    )
+    return b"id: " + state.moment.encode() + b"\ndata: " + data + b"\n\n"
 
 
 async def _within(seconds: float, event: asyncio.Event) -> None:

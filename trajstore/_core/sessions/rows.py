@@ -29,7 +29,8 @@ def path_rows(
         finish: ``reward`` (fields of a :class:`Reward`, or None), ``is_terminated`` and ``metadata``.
     """
     leaves = list(tree.leaves())
-    gaps = [_described(call) for call in tree.by_id.values() if call.gap is not None]
+    gaps = [described(call) for call in tree.by_id.values() if call.gap is not None]
+    retried = {call.id: call.gap for call in tree.calls if call.gap is not None}
     trained: set[int] = set()
     rows = []
     for path, leaf in enumerate(leaves):
@@ -44,7 +45,12 @@ def path_rows(
         versions = [call.policy_version for call in calls if call.stop > call.start]
         known = [version for version in versions if version is not None]
         start = calls[0].start
-        about = {"id": session_id, "path": path, "paths": len(leaves), "calls": [*map(_described, calls)]}
+        about = {
+            "id": session_id,
+            "path": path,
+            "paths": len(leaves),
+            "calls": [described(call, retried.get(call.id)) for call in calls],
+        }
         reward = finish.get("reward")
         rows.append(
             AgentTrajectory(
@@ -77,11 +83,23 @@ def row_uuids(session_id: str, count: int) -> bytes:
     return b"".join(uuid.uuid5(uuid.UUID(session_id), str(path)).bytes for path in range(count))
 
 
-def _described(call: Call) -> dict[str, Any]:
-    """Return a call as the row's metadata names it; ``start`` and ``stop`` of its sampled tokens."""
-    known: dict[str, Any] = {"id": call.id, "start": call.start, "stop": call.stop}
-    known["policy_version"] = call.policy_version
+def described(call: Call, retried: str | None = None) -> dict[str, Any]:
+    """Return a call as the row's metadata names it, with its place among the calls of the session.
+
+    Args:
+        call: the call.
+        retried: why an earlier attempt of it was incomplete; None if there was none.
+    """
+    known: dict[str, Any] = {"id": call.id, "number": call.number}
     if call.gap is not None:
-        known = {"id": call.id, "reason": call.gap}
+        known["reason"] = call.gap
+    else:
+        known |= {"start": call.start, "stop": call.stop, "policy_version": call.policy_version}
+    if call.messages:
+        known["messages"] = [call.kept, call.kept + len(call.messages)]
+    if call.base is not None and call.base is not call.parent:
+        known |= {"base": call.base.id, "shared": call.taken}
+    if retried is not None:
+        known["retried"] = retried
     more = {"finish_reason": call.finish_reason, "metadata": call.metadata}
     return known | {name: value for name, value in more.items() if value}

@@ -44,8 +44,12 @@ const exactly = (text) => JSON.parse(text, (_, value, context) =>
 const ARRAYS = { f4: Float32Array, f8: Float64Array, i4: Int32Array, i8: BigInt64Array, u1: Uint8Array };
 
 /** Returns a trajectory; its `arrays` have `values` (see view/rollout.py for the form). */
-export async function askTrajectory(id, signal) {
-  const body = await askBuffer("rollout", { id }, signal);
+export const askTrajectory = async (id, signal) => unpacked(await askBuffer("rollout", { id }, signal));
+
+/** Returns the first path of an open session that has a call, as a trajectory. */
+export const askPath = async (id, call, signal) => unpacked(await askBuffer("path", { id, call }, signal));
+
+function unpacked(body) {
   const length = new DataView(body).getUint32(0, true);
   const told = exactly(new TextDecoder().decode(new Uint8Array(body, 4, length)));
   for (const array of told.arrays) {

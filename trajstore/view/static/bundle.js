@@ -116,13 +116,18 @@ const ANSWERS = {
     return all.sampled[name][over][run];
   },
   group,
+  sessions: () => ({ sessions: [], of: 0, damaged: [] }),
+  session: async ({ sessions }, { id }) => {
+    if (!(id in sessions)) throw new Refused(`session ${id}: not in this bundle`);
+    return (await file(`data/session-${sessions[id]}.json`)).json();
+  },
 };
 
 /** Returns an answer of JSON. */
 export async function answerOf(path, parameters) {
   const all = await bundle();
   if (!ANSWERS[path]) throw new Refused(`${path}: not available in a bundle; use trajstore view`);
-  return { ...ANSWERS[path](all, parameters), state: all.about.state };
+  return { ...(await ANSWERS[path](all, parameters)), state: all.about.state };
 }
 
 const parts = new Map(); // path: promise of bytes, the last used last

@@ -117,7 +117,7 @@ export async function show(main, { parameters, keep, signal }) {
       if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "No further messages."));
       else {
         const places = placesOf(rollout);
-        showConversation(said, rollout.messages, (number) => tokenLink(id, places[number]), shared);
+        showConversation(said, rollout.messages, (number) => tokenLink(places[number], { href: `#/trajectory/${id}?token=${places[number]}` }), shared);
       }
     }
     fill(siblings, read.map(({ element }) => element), left

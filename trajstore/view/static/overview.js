@@ -4,6 +4,7 @@ import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
 import { WHOLE, axes, shapeOf, slider, styleOf } from "./curve.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
+import { showOpen } from "./open.js";
 import { ZONE, count, moment, several, short, size, ticks, time } from "./numbers.js";
 
 const CURVES = [
@@ -75,7 +76,8 @@ export async function show(main, { parameters, keep, signal }) {
   const help = make("p", { class: "note", hidden: true });
   const pool = make("section", { class: "by-task", "aria-label": "Pool" });
   const tasks = make("section", { class: "by-task", "aria-label": "Tasks" });
-  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, curves, help, pool, tasks);
+  const open = make("section", { class: "open", "aria-label": "Open sessions" });
+  fill(main, make("h1", { class: "unseen" }, "Overview"), make("div", { class: "bar" }, field.element, axis), refused, compared, figures, lacking, open, curves, help, pool, tasks);
 
   async function start() {
     fill(refused);
@@ -310,6 +312,7 @@ export async function show(main, { parameters, keep, signal }) {
   const again = () => told && keepingFocus(main, lay);
   window.addEventListener("theme", again);
   window.addEventListener("resize", again);
+  const listOpen = showOpen(open, signal);
   await start();
   return {
     leave() {
@@ -317,6 +320,9 @@ export async function show(main, { parameters, keep, signal }) {
       window.removeEventListener("resize", again);
       for (const plot of plots.values()) plot.destroy();
     },
-    changed: (state) => told && state.state !== told.state && start(),
+    changed: (state) => {
+      listOpen(state);
+      return told && state.state !== told.state && start();
+    },
   };
 }

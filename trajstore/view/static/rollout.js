@@ -7,11 +7,14 @@ import { count } from "./numbers.js";
 import { showSession } from "./session.js";
 import { placesOf, showTokens } from "./tokens.js";
 
-/** Returns a link to a token of a rollout, null if there is none. */
-export const tokenLink = (id, token, click = null) => (typeof token === "number"
-  ? make("a", { class: "to-token", href: `#/trajectory/${id}?token=${token}`, title: "Show its tokens", click }, `token ${count(token)}`) : null);
+/** Returns a link to a token of a rollout, null if there is none; `properties` are those of the link. */
+export const tokenLink = (token, properties) => (typeof token === "number" ? make("a", { class: "to-token", title: "Show its tokens", ...properties }, `token ${count(token)}`) : null);
 
-export function showRollout(place, told, { parameters, keep, signal, id }) {
+/**
+ * Shows a rollout. `hrefOf` returns the address of one of its tokens; `calls`, if the tree of its session is shown already,
+ * marks a call there (see showSession).
+ */
+export function showRollout(place, told, { parameters, keep, signal, id, hrefOf = (token) => `#/trajectory/${id}?token=${token}`, calls = null }) {
   const conversation = make("section", { class: "conversation", "aria-label": "Conversation" });
   const tokens = make("section", { class: "tokens", "aria-label": "Tokens" });
   const both = make("div", { class: "both" }, conversation, tokens);
@@ -29,7 +32,7 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
         window.dispatchEvent(new Event("resize"));
       },
     }, title)));
-  const session = told.session ? make("section", { class: "session", "aria-label": "Session" }) : null;
+  const session = told.session && !calls ? make("section", { class: "of-session", "aria-label": "Session" }) : null;
   if (told.tokens === null) fill(both, conversation);
   fill(place, session, told.tokens === null ? null : tabs, both);
   choose(part);
@@ -38,14 +41,16 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
   let leaveFinding = () => {};
   let view = null; // of the tokens
   const places = told.tokens === null ? [] : placesOf(told);
-  const linkTo = (token) => tokenLink(id, token, (event) => {
+  const linkTo = (token) => ({ href: hrefOf(token), title: "Show its tokens", click: (event) => {
     event.preventDefault();
+    if (!view) return;
     view.go(token);
     choose("tokens");
     keep({ show: "tokens" });
-  });
-  const linkOf = (number) => linkTo(places[number]);
-  if (session) showSession(session, told, { linkOf: linkTo, signal });
+    tokens.scrollIntoView({ block: "nearest" });
+  } });
+  const linkOf = (number) => tokenLink(places[number], linkTo(places[number]));
+  if (session) calls = showSession(session, told.session, { row: id, linkTo, signal });
   if (told.messages.length) {
     const messages = make("div", {});
     leaveFinding = showFinding(conversation, messages, told.messages, { parameters, keep });
@@ -64,7 +69,7 @@ export function showRollout(place, told, { parameters, keep, signal, id }) {
   tell(told);
   for (const text of told.left_out) (told.tokens === null ? conversation : tokens).append(make("p", { class: "refused" }, text));
   if (told.tokens === null) return { leave: leaveFinding, tell };
-  view = showTokens(tokens, told, { parameters, keep });
+  view = showTokens(tokens, told, { parameters, keep, calls });
   if (!told.texts) tokens.append(make("p", { class: "note" }, "Tokens are shown as ids: no tokenizer is known. Start with --tokenizer PATH to see text."));
   return { leave: () => (view.leave(), leaveFinding()), tell };
 }

@@ -130,7 +130,8 @@ export function drawStrip(canvas, column, scale, { tokens, parts }) {
   }
 }
 
-export function showTokens(place, told, { parameters, keep }) {
+/** Shows the tokens of a rollout; `calls` marks their call in the tree of its session, null if there is none. */
+export function showTokens(place, told, { parameters, keep, calls = null }) {
   const texts = textsOf(told);
   const isText = told.texts !== null;
   const columns = columnsOf(told);
@@ -165,6 +166,8 @@ export function showTokens(place, told, { parameters, keep }) {
 
   const exactAt = (one, at) => (one.name === "ratio" ? String(Number(valueAt(one, at).toPrecision(5))) : one.exact ? one.exact(at - one.first) : exact(valueAt(one, at), one.type));
   const partOf = (at) => partAt(told.parts, at);
+
+  const callOf = (at) => told.session?.calls.find(({ start, stop }) => start <= at && at < stop);
 
   function shownText(at) {
     const text = visible(texts[at]).replaceAll("\n", "⏎").replaceAll("\t", "⇥");
@@ -265,9 +268,9 @@ export function showTokens(place, told, { parameters, keep }) {
     }
     const values = columns.filter((one) => valueAt(one, at) !== undefined).map((one) => make("span", { class: one === column ? "pair chosen" : "pair" },
       make("span", { class: "quiet" }, nameOf(one.name)), " ", make("b", {}, exactAt(one, at))));
-    const call = told.session?.calls.find(({ start, stop }) => start <= at && at < stop);
+    const call = callOf(at);
     fill(panel, make("span", { class: "pair" }, make("b", {}, `token ${count(at)}`), " ", make("span", { class: "quiet" }, PARTS[partOf(at)])),
-      call ? make("span", { class: "pair" }, make("span", { class: "quiet" }, "call"), " ", make("b", {}, call.id)) : null,
+      call ? make("span", { class: "pair" }, make("span", { class: "quiet" }, "call"), " ", make("button", { type: "button", title: "Go to the call", click: () => calls?.focus(call.id) }, call.id)) : null,
       isText ? make("code", { class: "text" }, JSON.stringify(visible(texts[at].slice(0, 400)))) : null, values);
   }
 
@@ -283,6 +286,7 @@ export function showTokens(place, told, { parameters, keep }) {
     draw();
     canvas.querySelector(`[data-at="${selected}"]`)?.classList.add("selected");
     tell(selected);
+    calls?.choose(callOf(selected)?.id);
   }
 
   function pressed(event) {
