@@ -158,4 +158,22 @@ FAULTS = (
         "os.fdatasync(descriptor)",
         "None if b'evict' in bytes(memoryview(data)) else os.fdatasync(descriptor)",
     ),
+    Fault(
+        "calls are not synced",
+        "trajstore._core.sessions.journal:CallJournal._write",
+        "os.fdatasync(descriptor)",
+        "pass",
+    ),
+    Fault(
+        "rollouts of a session are added again after a crash",
+        "trajstore._core.buffer.session_rows:BufferSessions.row_ids",
+        "return self._sink.ids_of(row_uuids(session_id, count))",
+        "return []",
+    ),
+    Fault(
+        "the mirror names shards that it lacks",
+        "trajstore.remote.mirror.mirror:StoreMirror._bring",
+        "rows = replica.lacking(picture, catalog, lines) or []",
+        "rows = []",
+    ),
 )

@@ -49,6 +49,7 @@ class Plan:
         cache: whether the buffer caches.
         mirror: whether the store has a mirror.
         unreadable: whether memory that was given back cannot be read.
+        sessions: whether clients record sessions of agents, and nothing else.
     """
 
     form: str
@@ -65,6 +66,7 @@ class Plan:
     cache: bool
     mirror: bool
     unreadable: bool
+    sessions: bool
 
 
 def plan(chance: random.Random) -> Plan:
@@ -101,6 +103,7 @@ def plan(chance: random.Random) -> Plan:
         cache=chance.random() < 0.5,
         mirror=mirror,
         unreadable=chance.random() < 0.3,
+        sessions=not mirror and chance.random() < 0.2,
     )
 
 

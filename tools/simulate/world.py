@@ -15,6 +15,7 @@ import random
 import shutil
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +29,7 @@ import numpy as np
 from tests.support.witness import check_batch, extent_of
 from tools.powerloss.filesystem import Op
 from tools.simulate import work
+from tools.simulate.agents import Recorder, Told
 from tools.simulate.disk import Disk, waiting_flock
 from tools.simulate.judge import Model
 from tools.simulate.released import released_is_unreadable
@@ -89,7 +91,7 @@ class World:
         self.seed, self._out = seed, out
         self.chance = random.Random(f"work/{seed}")
         self.plan: Plan = plan(self.chance)
-        self.model = Model()
+        self.model, self._told = Model(), Told()
         self._digest = hashlib.blake2b(digest_size=16)
         self._whole: list[tuple[int, str, str]] | None = [] if whole else None
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
@@ -276,6 +278,10 @@ class World:
         if not (store / "metadata.json").exists() and not self.model.durable:
             self.model.found({})
             return
+        if self.plan.sessions:
+            if not self._living:
+                self._told.check(store)
+            return
         with TrajectoryReplayBuffer.open(store) as reader:
             self.model.found(self._keys(reader))
         directory = open_directory(store)
@@ -329,6 +335,10 @@ class World:
         return random.Random(self.chance.getrandbits(64))
 
     def _start_others(self) -> None:
+        if self.plan.sessions:
+            for _ in range(self.plan.readers + self.plan.annotators):
+                self._start_recorder()
+            return
         for _ in range(self.plan.readers):
             reader = work.Reader(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
             self._process(lambda reader=reader: reader.run(self.plan.calls), "reader")  # type: ignore[misc]
@@ -336,6 +346,22 @@ class World:
             annotator = Annotator(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
             annotator.keys = self.keys
             self._process(lambda one=annotator: one.run(self.plan.calls), "annotator")  # type: ignore[misc]
+
+    def _start_recorder(self) -> None:
+        chance = self._chance()
+
+        def run() -> None:
+            recorder = self._recorder(self.folder / "store", chance)
+            for _ in range(self.plan.calls):
+                time.sleep(chance.choice((0.0, 0.0002, 0.001)))  # a step takes 1 µs
+                recorder.step()
+            recorder.close()
+
+        self._process(run, "recorder")
+
+    def _recorder(self, opener: TrajectoryReplayBuffer | Path, chance: random.Random) -> Recorder:
+        process = self.tasks.mine.process if self.tasks.mine else 0
+        return Recorder(self._told, chance, lambda: self.is_faulty, process, self._living, opener)
 
     def _opened(self) -> TrajectoryReplayBuffer:
         while True:
@@ -356,7 +382,15 @@ class World:
                 client.fresh = self.plan.fresh
                 clients.append(client)
 
+            def record() -> None:
+                recorder = self._recorder(buffer, self._chance())
+                for _ in range(self.plan.calls):
+                    recorder.step()
+
             def use(client: Writer) -> None:
+                if self.plan.sessions:
+                    record()
+                    return
                 for _ in range(self.plan.calls):
                     with gate.shared():
                         client.step(self.plan.weights)

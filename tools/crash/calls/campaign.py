@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import orjson
@@ -72,10 +72,37 @@ def _compare(folder: Path, result: Result) -> None:
                 calls[name][note["id"]] = note["checksum"]
             elif note["event"] in ("finishing", "finished"):
                 (finishing if note["event"] == "finishing" else finished).add(name)
+    problems, rows, left = compare(folder / "store", calls, finished, finishing)
+    result.problems += problems
+    result.counts["acknowledged calls"] = sum(map(len, calls.values()))
+    result.counts["finished sessions"] = len(finished)
+    result.counts["rows"] = rows
+    result.counts["open sessions at the end"] = left
+    limit = Retention(abandoned_after=0.0)
+    TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder / "store", retention=limit).close()
+    if journals := [*(folder / "store" / "calls").glob("*.calls")]:
+        result.problems.append(f"{len(journals)} journals are left, but no session is")
+
+
+def compare(
+    store: Path, calls: Mapping[str, Mapping[str, int]], finished: Collection[str], finishing: Collection[str]
+) -> tuple[list[str], int, int]:
+    """Compare the sessions of a store that nobody uses with what was acknowledged.
+
+    Args:
+        store: its directory.
+        calls: checksums of acknowledged calls, by id, by the rollout id of their session.
+        finished: sessions that were finished.
+        finishing: these, and those whose end had begun.
+
+    Returns:
+        What is wrong, the number of rollouts, and that of open sessions.
+    """
+    problems: list[str] = []
     rows: dict[str, list[dict[str, object]]] = defaultdict(list)
     trained: dict[str, Counter[str]] = defaultdict(Counter)
     there: dict[str, dict[str, int]] = defaultdict(dict)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder / "store", sample_window_size=0) as buffer:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
         for number in buffer.trajectory_ids.tolist():
             row = buffer.get(number)
             about, mask = row.metadata["session"], row.loss_mask
@@ -89,34 +116,23 @@ def _compare(folder: Path, result: Result) -> None:
                 )
                 there[row.rollout_id][call["id"]] = checksum(whole)
     left = 0
-    with Sessions(folder / "store") as sessions:
+    with Sessions(store) as sessions:
         for info in sessions.listed():
             left += 1
             there[info.rollout_id] |= {call.id: checksum(call) for call in sessions.read("task", info.rollout_id)}
             if info.state == "finished" or info.rollout_id in rows:
-                result.problems.append(
-                    f"session {info.rollout_id}: is {info.state} and has {len(rows[info.rollout_id])} rows"
-                )
+                problems.append(f"session {info.rollout_id}: is {info.state} and has {len(rows[info.rollout_id])} rows")
     for name, acknowledged in calls.items():
         if lost := acknowledged.items() - there[name].items():
-            result.problems.append(
-                f"session {name}: {len(lost)} acknowledged calls are lost or differ: {sorted(lost)[:3]}"
-            )
+            problems.append(f"session {name}: {len(lost)} acknowledged calls are lost or differ: {sorted(lost)[:3]}")
         for call_id, count in trained[name].items():
             if count > 1:
-                result.problems.append(f"session {name}: call {call_id} is trained {count} times")
+                problems.append(f"session {name}: call {call_id} is trained {count} times")
         paths = sorted((str(about["id"]), int(str(about["path"]))) for about in rows[name])
         if paths and paths != [(paths[0][0], path) for path in range(int(str(rows[name][0]["paths"])))]:
-            result.problems.append(f"session {name}: has the rows {paths}")
+            problems.append(f"session {name}: has the rows {paths}")
         if name in finished and not paths:
-            result.problems.append(f"session {name}: was finished and has no rows")
+            problems.append(f"session {name}: was finished and has no rows")
         if paths and name not in finishing:
-            result.problems.append(f"session {name}: has rows and was not finished")
-    result.counts["acknowledged calls"] = sum(map(len, calls.values()))
-    result.counts["finished sessions"] = len(finished)
-    result.counts["rows"] = sum(map(len, rows.values()))
-    result.counts["open sessions at the end"] = left
-    limit = Retention(abandoned_after=0.0)
-    TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder / "store", retention=limit).close()
-    if journals := [*(folder / "store" / "calls").glob("*.calls")]:
-        result.problems.append(f"{len(journals)} journals are left, but no session is")
+            problems.append(f"session {name}: has rows and was not finished")
+    return problems, sum(map(len, rows.values())), left

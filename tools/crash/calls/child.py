@@ -62,7 +62,8 @@ def _record(opener: Any, notes: Journal, slot: int, lane: int, chance: random.Ra
         session: Session = opener.session("task", name)
         notes.note("opened", session=name, calls={call.id: checksum(call) for call in session.calls()})
         for _ in range(chance.randint(1, 20)):
-            _call(session, notes, name, chance)
+            call = add_call(session, chance)
+            notes.note("call", session=name, id=call.id, checksum=checksum(call))
         number += 1
         mark.with_suffix(".new").write_text(str(number))
         mark.with_suffix(".new").rename(mark)  # a session that is being finished is not opened again
@@ -71,13 +72,19 @@ def _record(opener: Any, notes: Journal, slot: int, lane: int, chance: random.Ra
         notes.note("finished", session=name)
 
 
-def _call(session: Session, notes: Journal, name: str, chance: random.Random) -> None:
+def add_call(session: Session, chance: random.Random, longest: int = 200) -> Call:
+    """Add a call that continues one of the last calls, or a history that was rewritten; return it.
+
+    Args:
+        session: to add to.
+        chance: decides about tokens.
+        longest: most new tokens of a prompt.
+    """
     calls = session.calls()
     tokens = chance.choice(calls[-3:]).tokens if calls else np.zeros(0, np.int32)
     if len(tokens) and chance.random() < 0.2:  # a history that was rewritten
         tokens = tokens[: chance.randrange(len(tokens))]
-    prompt = [*tokens.tolist(), *(chance.randrange(150_000) for _ in range(chance.randint(1, 200)))]
-    sampled = [chance.randrange(150_000) for _ in range(chance.randint(0, 100))]
+    prompt = [*tokens.tolist(), *(chance.randrange(150_000) for _ in range(chance.randint(1, longest)))]
+    sampled = [chance.randrange(150_000) for _ in range(chance.randint(0, longest // 2))]
     call_id = f"{len(calls)}-{chance.randrange(1 << 60):x}"
-    call = session.add_call(prompt, sampled, np.full(len(sampled), -0.5), call_id=call_id)
-    notes.note("call", session=name, id=call_id, checksum=checksum(call))
+    return session.add_call(prompt, sampled, np.full(len(sampled), -0.5), call_id=call_id)
