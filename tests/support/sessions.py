@@ -33,11 +33,13 @@ def session_rows(
             at = calls[at][0]
         ids: list[int] = []
         mask: list[int] = []
+        sampled_mask: list[int] = []
         spans = []
         for number in chain:
             _, prompt, sampled = calls[number]
             ids += [*prompt, *sampled]
             mask += [0] * len(prompt) + [int(number not in trained)] * len(sampled)
+            sampled_mask += [0] * len(prompt) + [1] * len(sampled)
             place = len(ids) - len(sampled), len(ids)
             spans.append({"id": f"call {number}", "start": place[0], "stop": place[1], "policy_version": version})
         trained.update(chain)
@@ -52,7 +54,7 @@ def session_rows(
                 loss_mask=loss_mask,
                 response_start=start,
                 response_mask=loss_mask[start:],
-                rollout_log_probs=-tokens[start:] / 1000 * loss_mask[start:],
+                rollout_log_probs=(-tokens / 1000 * torch.tensor(sampled_mask))[start:],
                 reward=Reward(outcome=outcome),
                 task_id=task_id,
                 rollout_id=rollout_id,

@@ -74,6 +74,24 @@ def test_rows_of_a_session_become_one_rollout_and_come_back() -> None:
     assert whole_sessions(rows)[0].policy_version is None
 
 
+@pytest.mark.parametrize("calls", [BRANCHED, FORKED])
+def test_sessions_make_the_rows_that_these_tests_train_on(tmp_path: Path, calls: list[Call]) -> None:
+    wanted = session_rows(calls, 1.0)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        session = buffer.session("a", "r")
+        for number, (parent, prompt, sampled) in enumerate(calls):
+            history = [] if parent is None else session.calls()[parent].tokens.tolist()
+            log_probs = [-token / 1000 for token in sampled]
+            about: dict[str, Any] = {"call_id": f"call {number}", "policy_version": 1}
+            call = session.add_call([*history, *prompt], sampled, log_probs, **about)
+            assert (call.parent and call.parent.number) == parent
+        made = [buffer.get(number) for number in session.finish(Reward(outcome=1.0))]
+    for row, other in zip(made, wanted, strict=True):
+        other.metadata["session"]["id"] = session.id
+        assert same(replace(row, messages=other.messages), other)  # type: ignore[type-var]
+        assert (row.task_id, row.rollout_id, row.policy_version, row.reward) == ("a", "r", 1, Reward(outcome=1.0))
+
+
 @pytest.mark.parametrize("foreign", ["abc", {"id": 3}, {"id": "x", "path": 2, "paths": 2}, {"id": "", "path": 0}])
 def test_another_session_key_in_metadata_makes_no_session(foreign: Any) -> None:
     rollouts = [build("a", number, metadata={"session": foreign}) for number in range(2)]
