@@ -27,28 +27,6 @@ from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-@settings(max_examples=30, deadline=None)
-@given(values=st.lists(INT64, max_size=20), width=st.sampled_from([None, 0, 3]))
-def test_integers_come_back(values: list[int], width: int | None) -> None:
-    array = np.array(values, np.int64) if width is None else np.array([values] * 1, np.int64).T.repeat(width, axis=1)
-    packed = orjson.loads(orjson.dumps(pack(array)))
-    again = unpack(packed, np.int64, array.ndim)
-    assert again.shape == array.shape
-    assert np.array_equal(again, array)
-    assert again.flags.writeable
-
-
-@settings(max_examples=40, deadline=None)
-@given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=20))
-def test_strings_come_back(texts: list[str]) -> None:
-    table = StringTable()
-    numbers = [table.add(text) for text in texts]
-    again = StringTable.from_json(orjson.loads(orjson.dumps(table.to_json())))
-    assert [again[number] for number in numbers] == texts
-    assert len(again) == len(set(texts))
-    assert again.add("more") in (len(set(texts)), *numbers)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,20 +1,22 @@
-"""Fixtures of the verl plugin's tests."""
+"""Fixtures of the verl plugin's tests: verl's configuration, its data plane in one Ray, and sessions on it."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 try:
     import transfer_queue  # noqa: F401
+
     import verl  # noqa: F401
 except ImportError as error:
     warnings.warn(f"tests of the verl plugin are left out: {error}", stacklevel=1)
-    collect_ignore_glob = ["test_*.py", "plane/*"]
+    collect_ignore_glob = ["test_*.py"]
 
 Compose = Callable[[Sequence[str]], Any]
 """Takes overrides, returns a configuration."""
@@ -47,3 +49,35 @@ def override_verl(compose_verl: Compose) -> Compose:
         return config
 
     return overridden
+
+
+@pytest.fixture(scope="package")  # stops Ray before other tests start theirs
+def _plane() -> Iterator[None]:
+    from tests.trainer_hooks.verl.plane import own_plane  # verl need not be installed
+
+    with own_plane():
+        yield
+
+
+@pytest.fixture
+def data_plane(_plane: None) -> Iterator[None]:
+    """Keep a data plane of verl for the test; empty it afterwards."""
+    from tests.trainer_hooks.verl.plane import empty_plane
+
+    yield
+    empty_plane()
+
+
+@pytest.fixture
+def make_session(data_plane: None, tmp_path: Path) -> Iterator[Any]:
+    from tests.trainer_hooks.verl.plane import new_session
+
+    made = []
+
+    def make(*args: Any, **options: Any) -> Any:
+        made.append(new_session(tmp_path, *args, **options))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()

@@ -12,12 +12,11 @@ import pytest
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from tests.support.waiting import wait_until
+from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane import sessions as plane
-from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
+from tests.trainer_hooks.verl.plane import TASKS, MakeSession, N, rollouts
 from trainer_hooks.metrics import PREFIX
 from trainer_hooks.replay.entry import DEMONSTRATION
 from trainer_hooks.transfer_queue import Row
@@ -28,6 +27,9 @@ from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
 from trainer_hooks.verl.sampler import ReplaySampler
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+
+pytestmark = pytest.mark.usefixtures("data_plane")
 
 # ---- a column that one row lacks ----
 

@@ -12,9 +12,9 @@ import torch
 import transfer_queue as tq
 
 from tests.support.faults import FaultPlan, failing_disk
+from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row, new_prompts
-from tests.trainer_hooks.verl.plane import sessions as plane
-from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
+from tests.trainer_hooks.verl.plane import TASKS, MakeSession, N, rollouts
 from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.config import OnError, OnResume
 from trainer_hooks.verl.dataplane import prompts_under_way
@@ -24,6 +24,8 @@ from trainer_hooks.verl.trained import loss_terms
 from trajstore import TrajectoryReplayBuffer, ledger
 from trajstore.errors import StoreWriteError
 from trajstore.ledger import TrainedStep
+
+pytestmark = pytest.mark.usefixtures("data_plane")
 
 # ---- a disk that is full ----
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transfer_queue as tq
 
+from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane import sessions as plane
-from tests.trainer_hooks.verl.plane.sessions import TASKS, MakeSession, N, rollouts
+from tests.trainer_hooks.verl.plane import TASKS, MakeSession, N, rollouts
 from trainer_hooks.guidance import Guidance
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.replay.rows import rows_of
@@ -24,6 +24,8 @@ from trainer_hooks.verl.offers import OFFER
 from trainer_hooks.verl.sampler import ReplaySampler
 from trainer_hooks.verl.trained import WEIGHTS
 from trainer_hooks.verl.weights import weigh_sessions
+
+pytestmark = pytest.mark.usefixtures("data_plane")
 
 # ---- filtered groups ----
 

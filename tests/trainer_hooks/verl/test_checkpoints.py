@@ -10,7 +10,7 @@ import pytest
 import torch
 import transfer_queue as tq
 
-from tests.trainer_hooks.verl.plane import sessions as plane
+from tests.trainer_hooks.verl import plane
 from trainer_hooks.replay.late_values import TRAINED_STEP
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Recorder
@@ -20,6 +20,8 @@ from trainer_hooks.verl.dataplane import add_rows, write_column
 from trainer_hooks.verl.histories import TRAINING
 from trainer_hooks.verl.reading import RunTokenizer
 from trajstore import TrajectoryReplayBuffer
+
+pytestmark = pytest.mark.usefixtures("data_plane")
 
 
 def start(folder: Path) -> RecorderHandle:

@@ -13,8 +13,8 @@ import ray
 import torch
 import transfer_queue as tq
 
+from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row
-from tests.trainer_hooks.verl.plane import sessions as plane
 from trainer_hooks.replay.late_values import TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
 from trainer_hooks.verl.arrival import VerlRollouts, recorded_rollouts
@@ -25,6 +25,8 @@ from trainer_hooks.verl.reading import RunTokenizer
 from trajstore import TrajectoryReplayBuffer, attached
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
+
+pytestmark = pytest.mark.usefixtures("data_plane")
 
 
 @ray.remote
