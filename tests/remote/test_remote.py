@@ -6,6 +6,7 @@ import multiprocessing
 import socket
 import sys
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any, cast
 
 import fsspec
@@ -15,6 +16,8 @@ import torch
 from tests.stores import add_each, keys_of, writer_to
 from tests.support.directory import DirectoryConformance, publish
 from tests.support.witness import check_batch, witness
+from tools.bench import t33_requests
+from tools.bench.report import Options
 from tools.crash.forked import forking
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory, EncodedFile
@@ -184,3 +187,15 @@ def test_a_buffer_lives_in_an_object_store(
     with TrajectoryReplayBuffer.open(f"{url}-checkpoint", storage_options=storage_options) as loaded:
         assert keys_of(loaded) == {1: 1, 2: 2, 3: 3}
         check_batch(loaded.sample(24))
+
+
+def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path) -> None:
+    pytest.importorskip("moto.server", reason="needs moto[server]")
+    requests = {figure.name: figure.value for figure in t33_requests.figures(Options(tmp_path, scale=0.04))}
+    assert requests == {
+        "a commit": 2.0,
+        "a commit, with retention": 2.0,
+        "an idle refresh of a store": 1.0,
+        "an idle refresh of a run of 8 ranks": 9.0,
+        "reading a whole shard": 1.0,
+    }

@@ -12,7 +12,7 @@ from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
 # Not run, as they start servers.
-NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29")
+NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29", "t33")
 LONG = ("t15", "t21", "t22", "t23", "convert")
 """Start a browser, servers, a separate cluster or many processes, train models, or ask many questions."""
 

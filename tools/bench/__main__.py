@@ -49,6 +49,7 @@ BENCHMARKS = {
     "t30": "space.frames_once",
     "t31": "t31_tokens.figures",
     "t32": "t32_calls.figures",
+    "t33": "t33_requests.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

@@ -56,7 +56,7 @@ class Figure:
         name: the measured quantity.
         value: the number, in ``unit``.
         target: the upper limit, or the lower one with ``at_least``; None without a promise.
-        unit: ``ratio``, ``s``, ``MB`` (10^6 bytes), ``ms``.
+        unit: ``ratio``, ``s``, ``MB`` (10^6 bytes), ``ms``, ``requests``.
         at_least: more is better.
         details: further numbers, by name.
     """

@@ -20,8 +20,9 @@ from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.partial import PartialMaps, Range
 from trajstore._core.files.read_cache import ReadCache
+from trajstore._core.store.sealed import INDEX_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError
-from trajstore.remote.answers import ConflictError, ObjectInfo
+from trajstore.remote.answers import ConflictError
 from trajstore.remote.leases import RemoteReaderLease, RemoteReaders
 from trajstore.remote.lock import RemoteWriterLock, is_held
 from trajstore.remote.object_store import ObjectStore
@@ -41,8 +42,8 @@ Item = TypeVar("Item")
 class RemoteDirectory(Directory):
     """Each file is one object, written with one PUT; each commit is one log segment object.
 
-    Files to be mapped are copied to a local read cache first. They never change, so a cached copy needs only a request
-    for its size and version.
+    Files to be mapped are copied to a local read cache first, whole ones with one request. Copies in a ``cache_dir``
+    need a request for size and version at their next use; those of one process are compared with checksums.
 
     A writer that lost its lock while frozen cannot overwrite the next writer's files: log segments are created only if
     absent, shard numbers belong to one writer, and other objects are replaced or removed only at the version that this
@@ -138,7 +139,7 @@ class RemoteDirectory(Directory):
         return inner
 
     def read(self, name: str, offset: int = 0) -> bytes:
-        return self._objects.read(check_name(name), offset)
+        return self._objects.read(check_name(name), offset, in_parts=name == INDEX_NAME)
 
     def size(self, name: str) -> int:
         return self._objects.info(check_name(name)).size
@@ -152,21 +153,35 @@ class RemoteDirectory(Directory):
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
         return self._objects.listing(check_name(below) if below else "")
 
+    def following(self, name: str) -> list[tuple[str, str]] | None:
+        return self._objects.following(check_name(name))
+
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         url = self._objects.url_of(check_name(name))
         try:
-            info = self._objects.info(name)
-            if size is not None and info.size != size:
-                raise CorruptStoreError(
-                    f"{url}: has {info.size:,} bytes, the index says {size:,}; restore it from a copy"
-                )
-            key = self._key(name, info)
-            return self._cache.map(key, info.size, partial(self._objects.download, name, info.size), sequential)
+            if size is None or self._cache.is_kept:
+                key, there = self._key(name)
+            else:
+                key, there = url, size
+            if there != (there if size is None else size):
+                raise self._cut(url, there, size)
+            try:
+                return self._cache.map(key, there, partial(self._objects.download, name, there), sequential)
+            except OSError as error:
+                if error.errno == errno.EIO and (now := self._objects.info(name).size) != there:
+                    raise self._cut(url, now, there) from error
+                raise
         except FileNotFoundError as error:
             raise self._gone(url) from error
 
-    def _key(self, name: str, info: ObjectInfo) -> str:
-        return f"{self._objects.url_of(name)}\n{info.size}\n{info.version}"
+    def _key(self, name: str) -> tuple[str, int]:
+        """Return the key of the object's copy, with its version, and its size; for copies that outlive a process."""
+        info = self._objects.info(name)
+        return f"{self._objects.url_of(name)}\n{info.size}\n{info.version}", info.size
+
+    @staticmethod
+    def _cut(url: str, nbytes: int, size: int | None) -> CorruptStoreError:
+        return CorruptStoreError(f"{url}: has {nbytes:,} bytes, the index says {size:,}; restore it from a copy")
 
     @property
     def copies_files(self) -> bool:
@@ -174,7 +189,7 @@ class RemoteDirectory(Directory):
 
     def drop_copies(self, names: Iterable[str]) -> bool:
         for name in names:
-            self._cache.drop(self._key(name, self._objects.info(check_name(name))))
+            self._cache.drop(self._key(check_name(name))[0] if self._cache.is_kept else self._objects.url_of(name))
         return True
 
     def _gone(self, url: str) -> CorruptStoreError:

@@ -61,12 +61,18 @@ class ObjectStore:
         """Return an object's URL, for messages."""
         return f"{self.url}{'' if self.url.endswith('/') else '/'}{name}"
 
-    def read(self, name: str, start: int = 0) -> bytes:
-        """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``."""
+    def read(self, name: str, start: int = 0, *, in_parts: bool = False) -> bytes:
+        """Return an object's bytes from ``start`` to its end; empty if it ends before ``start``.
+
+        ``in_parts`` fetches parts of a large object at once, which needs a request for its size.
+        """
         if start and start >= self.info(name).size:
             return b""  # object stores refuse empty ranges
         with self._at(name) as (fs, path):
-            return bytes(fs.cat_file(path, start=start) if start else fs.cat_file(path))
+            if start:
+                return bytes(fs.cat_file(path, start=start))
+            once = {} if in_parts or not self.takes_conditions else {"max_concurrency": 1}
+            return bytes(fs.cat_file(path, **once))
 
     def ranges(self, pieces: Sequence[tuple[str, int, int]]) -> Generator[tuple[int, Buffer], None, None]:
         """Yield the bytes ``[start, stop)`` of objects, ``(name, start, stop)`` each, with their index in ``pieces``.
@@ -152,10 +158,8 @@ class ObjectStore:
         is racy: two concurrent callers can both succeed.
         """
         with self._at(name) as (fs, path):
-            if not self.keeps_create:
-                fs.invalidate_cache()
-                if fs.exists(path):
-                    return False
+            if not self.keeps_create and self.version(name) is not None:
+                return False
             try:
                 if self.takes_conditions:
                     with conflicts(may_be_gone=False):
@@ -169,6 +173,9 @@ class ObjectStore:
     def info(self, name: str) -> ObjectInfo:
         """Return an object's metadata."""
         with self._at(name, fresh=True) as (fs, path):
+            if self.takes_conditions:
+                answer = fs.call_s3("head_object", **_address(path))
+                return info_of({**answer, "size": answer["ContentLength"]})
             info = fs.info(path)
             if info["type"] != "file":
                 raise FileNotFoundError(errno.ENOENT, f"is a {info['type']}")
@@ -220,6 +227,8 @@ class ObjectStore:
         """Return an object's version, for :meth:`put_if`; None if it is absent."""
         with self._at(name, fresh=True) as (fs, path):
             try:
+                if self.takes_conditions:
+                    return str(fs.call_s3("head_object", **_address(path))["ETag"])
                 return str(fs.info(path).get("ETag", ""))
             except FileNotFoundError:
                 return None
@@ -265,7 +274,11 @@ class ObjectStore:
     def _find(self, below: str) -> dict[str, Any]:
         with self._at(below, fresh=True) as (fs, folder):
             try:
-                objects = fs.find(folder.rstrip("/"), detail=True)
+                if self.takes_conditions:
+                    pages = _pages(fs, f"{folder.rstrip('/')}/")
+                    objects = {path: info for page, bucket in pages for path, info in _objects(page, bucket)}
+                else:
+                    objects = fs.find(folder.rstrip("/"), detail=True)
             except FileNotFoundError:  # the bucket is absent
                 return {}
         prefix = f"{folder}/" if below else folder
@@ -276,7 +289,16 @@ class ObjectStore:
         """Return the names of the objects and of the folders directly below a folder, each sorted."""
         with self._at(below, fresh=True) as (fs, folder):
             try:
-                entries = fs.ls(folder.rstrip("/"), detail=True)
+                if self.takes_conditions:
+                    pages = list(_pages(fs, f"{folder.rstrip('/')}/", Delimiter="/"))
+                    entries = [{"name": path, "type": "file"} for page in pages for path, _ in _objects(*page)]
+                    entries += [
+                        {"name": f"{bucket}/{item['Prefix']}", "type": "directory"}
+                        for page, bucket in pages
+                        for item in page.get("CommonPrefixes", ())
+                    ]
+                else:
+                    entries = fs.ls(folder.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return [], []
         prefix = f"{folder}/" if below else folder
@@ -286,6 +308,15 @@ class ObjectStore:
             if path.startswith(prefix) and item["type"] in kinds:
                 kinds[item["type"]].append(path[len(folder) - len(below) :])
         return sorted(kinds["file"]), sorted(kinds["directory"])
+
+    def following(self, name: str) -> list[tuple[str, str]] | None:
+        """Return names and versions of the two objects after a name, or fewer; None elsewhere than on S3."""
+        if not self.takes_conditions:
+            return None
+        with self._at("") as (fs, folder):
+            start = _address(folder + name)["Key"]
+            page, bucket = next(_pages(fs, folder, StartAfter=start, MaxKeys=2))
+            return [(path[len(folder) :], info["ETag"]) for path, info in _objects(page, bucket)]
 
     def any(self) -> bool:
         """Return whether any object exists."""
@@ -345,6 +376,29 @@ class ObjectStore:
 
 
 OWN_OPTIONS = "trajstore's own are cache_dir, cache_bytes, range_reads, lock_ttl, lease_ttl, others the backend's"
+
+
+def _address(path: str) -> dict[str, str]:
+    """Return bucket and key of a path."""
+    bucket, _, key = path.partition("/")
+    return {"Bucket": bucket, "Key": key}
+
+
+def _pages(fs: Any, folder: str, **more: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield S3's pages of a listing of a folder, each with the bucket: one request each, also for an empty folder."""
+    bucket, _, prefix = folder.partition("/")
+    while True:
+        page = fs.call_s3("list_objects_v2", Bucket=bucket, Prefix=prefix, **more)
+        yield page, bucket
+        if not page.get("IsTruncated"):
+            return
+        more["ContinuationToken"] = page["NextContinuationToken"]
+
+
+def _objects(page: dict[str, Any], bucket: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and metadata of each object of a page."""
+    for item in page.get("Contents", ()):
+        yield f"{bucket}/{item['Key']}", {**item, "size": item["Size"]}
 
 
 def _by_filesystem(

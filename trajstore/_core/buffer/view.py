@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAP_LIMIT = 16384
+_AT_ONCE = 16  # requests
 
 _UNLIMITED = Retention()
 
@@ -246,8 +248,15 @@ class View(CommitListener):
 
     def request_if_changed(self) -> LoadRequest | None:
         """Return what to load again; None without a load, or without new commits and ranks."""
-        changed = self._half_followed or any(source.changed() for source in self.loaded()) or self._has_joined()
+        changed = self._half_followed or self._has_changed() or self._has_joined()
         return self.request if changed else None
+
+    def _has_changed(self) -> bool:
+        loaded = self.loaded()
+        if len(loaded) < 2 or self.request is None or not self.request.directory.copies_files:
+            return any(source.changed() for source in loaded)
+        with ThreadPoolExecutor(min(_AT_ONCE, len(loaded)), "trajstore-refresh") as pool:  # a request each
+            return any(list(pool.map(lambda source: source.changed(), loaded)))
 
     def _has_joined(self) -> bool:
         """Return whether the loaded run has new ranks, with none missing below them."""
@@ -335,8 +344,8 @@ class View(CommitListener):
                 self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
             self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
 
-    def to_evict(self) -> Sequence[int]:
-        return self.expire(self._committed)
+    def to_evict(self, newest: int | None = None) -> Sequence[int]:
+        return self.expire(self._committed if newest is None else newest)
 
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""

@@ -193,6 +193,13 @@ class Directory(ABC):
         Both are empty if the folder is absent.
         """
 
+    def following(self, name: str) -> list[tuple[str, str]] | None:
+        """Return names and versions of the two files that follow a name in the order of all names below, or fewer.
+
+        None where that takes more than one request, or versions are unknown.
+        """
+        return None
+
     @abstractmethod
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         """Return a file mapped into memory. Remote: fetched into the read cache first.

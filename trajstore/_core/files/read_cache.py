@@ -100,6 +100,11 @@ class ReadCache:
                 os.unlink(path)
             total -= size
 
+    @property
+    def is_kept(self) -> bool:
+        """Whether copies stay for later processes."""
+        return self._folder is not None
+
     def drop(self, key: str) -> None:
         """Remove a copy, if present."""
         with contextlib.suppress(FileNotFoundError):

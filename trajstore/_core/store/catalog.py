@@ -22,7 +22,14 @@ from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json
-from trajstore._core.store.log_records import LOG_FOLDER, LogTail, decode_lines, natural, segment_generation
+from trajstore._core.store.log_records import (
+    LOG_FOLDER,
+    LogTail,
+    decode_lines,
+    natural,
+    segment_generation,
+    segment_name,
+)
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.packing import declared_rows
 from trajstore._core.store.saved_points import Pins, Snapshot, pin_name
@@ -79,6 +86,8 @@ class Catalog(Committed):
         self.segment_torn = 0
         self.index_damage = ""
         """Damage of the index file, where its copy was read; empty if there is none."""
+        self._seen_metadata = ""
+        """Version of a ``metadata.json`` that reports no commits beyond those loaded."""
         self.told_ids = 0
         """Next id according to ``metadata.json``, which was read before the log."""
 
@@ -140,7 +149,20 @@ class Catalog(Committed):
         return self.generation != before
 
     def behind(self) -> bool:
-        """Return whether there are new commits; changes nothing, so other threads may keep reading."""
+        """Return whether there are new commits; changes nothing, so other threads may keep reading.
+
+        In an object store one listing shows whether a log segment is newer, or ``metadata.json`` another one, as after
+        a snapshot.
+        """
+        after = self.directory.following(segment_name(self.generation))
+        if after and after[0] == (METADATA_NAME, self._seen_metadata):
+            return False
+        behind = self._is_behind()
+        if after and not behind and after[0][0] == METADATA_NAME:
+            self._seen_metadata = after[0][1]
+        return behind
+
+    def _is_behind(self) -> bool:
         if self.metadata()["generation"] > self.generation:
             return True
         segments = self._segments()

@@ -243,6 +243,8 @@ class CommitLog:
         """
         if commits:
             self._append(partial(self._addition, commits))
+            if not self.directory.can_append:
+                self.garbage.collect(self.catalog, soon=True)
             self._taken_in.difference_update(shards[0].number for shards in commits)
 
     def _addition(self, commits: Sequence[Sequence[ShardDraft]]) -> tuple[bytes, Apply]:
@@ -251,15 +253,27 @@ class CommitLog:
         lines, entries = add_lines(catalog, commits, microseconds())
         if entries:
             listener.make_room(catalog.index, np.concatenate([added.columns["trajectory_id"] for added in entries]))
+        going: list[Evicted] = []
+        if entries and not self.directory.can_append:  # each append is a request: retention takes none of its own
+            newest = int(entries[-1].columns["trajectory_id"][-1])
+            if ids := listener.to_evict(newest):
+                going = [Evicted(id_ranges(np.sort(np.array(ids, np.int64))))]
+                lines += evict_line(catalog.generation + len(entries) + 1, going[0].ranges.tolist())
 
         def apply() -> Sequence[Change]:
             for shards, added in zip(commits, entries, strict=True):
                 catalog.add([(shard.number, shard.manifest) for shard in shards], added)
                 catalog.generation += 1
                 self._taken_in.add(shards[0].number)
-            return entries
+            self._apply_evictions(going)
+            return [*entries, *going]
 
         return lines, apply
+
+    def _apply_evictions(self, evictions: Sequence[Evicted]) -> None:
+        for evicted in evictions:
+            self.evicted_bytes += self.catalog.evict(evicted.ranges)
+            self.catalog.generation += 1
 
     def keep_house(self) -> None:
         """Apply retention, and write the index if the log has grown enough.
@@ -305,11 +319,10 @@ class CommitLog:
         evicted = Evicted(id_ranges(np.sort(np.array(ids, np.int64))))
 
         def apply() -> Sequence[Change]:
-            self.evicted_bytes += catalog.evict(evicted.ranges)
-            catalog.generation += 1
+            self._apply_evictions([evicted])
             return [evicted]
 
-        self._append(lambda: (evict_line(catalog, evicted.ranges.tolist()), apply), retry)
+        self._append(lambda: (evict_line(catalog.generation + 1, evicted.ranges.tolist()), apply), retry)
         self.garbage.collect(catalog)
 
     def annotate(self, update: LateValues) -> None:

@@ -38,8 +38,8 @@ class CommitListener:
     def changed(self, changes: Sequence[Change]) -> None:
         """These changes are durable, as the log's catalog has applied them."""
 
-    def to_evict(self) -> Sequence[int]:
-        """Return the ids that the retention policy evicts now."""
+    def to_evict(self, newest: int | None = None) -> Sequence[int]:
+        """Return the ids that the retention policy evicts now, or once all ids up to ``newest`` are committed."""
         return ()
 
     def forget(self, ids: Sequence[int]) -> None:
@@ -82,9 +82,9 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
     return b"".join(lines), entries
 
 
-def evict_line(catalog: Catalog, ranges: Sequence[Sequence[int]]) -> bytes:
-    """Return the log line that evicts inclusive ranges of ids."""
-    return encode_line({"generation": catalog.generation + 1, "operation": "evict", "ids": ranges})
+def evict_line(generation: int, ranges: Sequence[Sequence[int]]) -> bytes:
+    """Return the log line that evicts inclusive ranges of ids, the commit of this generation."""
+    return encode_line({"generation": generation, "operation": "evict", "ids": ranges})
 
 
 def annotate_line(catalog: Catalog, update: LateValues) -> bytes:

@@ -63,6 +63,9 @@ def check_unused(directory: Directory) -> None:
         )
 
 
+_COLLECT_EVERY = 60.0  # seconds between deletions of evicted shards from an object store
+
+
 class Garbage:
     """Deletes shards that no live or pinned trajectory and no reader needs. Only for the writer.
 
@@ -78,6 +81,7 @@ class Garbage:
         """Whether a collection was skipped because of ``holds``."""
         self.held_bytes = 0
         """Bytes of the shards that only readers need, at the last check."""
+        self._soon_from = time.monotonic() + _COLLECT_EVERY
         self._directory = directory
         self._opened = catalog.generation
         self._told: set[str] = set()
@@ -117,11 +121,18 @@ class Garbage:
         """Whether some files are kept for readers only."""
         return bool(self.held_bytes or self._leftovers)
 
-    def collect(self, catalog: Catalog) -> None:
+    def collect(self, catalog: Catalog, *, soon: bool = False) -> None:
         """Delete unneeded files, unless reads hold them.
 
         If a deletion fails, the next writer of the directory tries again.
+
+        Args:
+            catalog: the state.
+            soon: wait for the next call, if the last one was less than a minute ago: the readers are listed each time.
         """
+        if soon and time.monotonic() < self._soon_from:
+            return
+        self._soon_from = time.monotonic() + _COLLECT_EVERY
         self.put_off = self.holds > 0
         if self.put_off:
             return
@@ -192,7 +203,9 @@ def files_of_rlinf(directory: Directory, index_bytes: int) -> dict[str, bytes]:
     Raises:
         OSError: they cannot be read.
     """
-    files = {}
+    files: dict[str, bytes] = {}
+    if not directory.can_append:
+        return files  # RLinf writes to local directories only
     with suppress(FileNotFoundError, CorruptStoreError):
         metadata = directory.read(METADATA_NAME)
         if is_of_rlinf(metadata):
@@ -228,8 +241,8 @@ def _remove(directory: Directory, names: list[Any]) -> None:
         logger.warning("could not delete files of %s: %s", directory.url, error)
 
 
-_RENEWAL = 1.0
-"""Minimum seconds between two updates of ``metadata.json``."""
+_RENEWAL, _REMOTE_RENEWAL = 1.0, 60.0
+"""Minimum seconds between two updates of ``metadata.json``, and in an object store, where each is a request."""
 
 
 class Snapshots:
@@ -285,7 +298,7 @@ class Snapshots:
         Raises:
             OSError: writing failed.
         """
-        self._renew_at = time.monotonic() + _RENEWAL
+        self._renew_at = time.monotonic() + (_RENEWAL if self._directory.can_append else _REMOTE_RENEWAL)
         if files_of_rlinf(self._directory, catalog.snapshot_bytes):
             return False
         values = {**self._metadata(), "generation": catalog.snapshot_generation}
