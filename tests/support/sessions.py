@@ -41,7 +41,8 @@ def session_rows(
             mask += [0] * len(prompt) + [int(number not in trained)] * len(sampled)
             sampled_mask += [0] * len(prompt) + [1] * len(sampled)
             place = len(ids) - len(sampled), len(ids)
-            spans.append({"id": f"call {number}", "start": place[0], "stop": place[1], "policy_version": version})
+            known: dict[str, Any] = {"id": f"call {number}", "number": number, "policy_version": version}
+            spans.append(known | {"start": place[0], "stop": place[1]})
         trained.update(chain)
         start = len(calls[chain[0]][1])
         tokens, loss_mask = torch.tensor(ids), torch.tensor(mask)
