@@ -87,8 +87,12 @@ def test_sessions_make_the_rows_that_these_tests_train_on(tmp_path: Path, calls:
             assert (call.parent and call.parent.number) == parent
         made = [buffer.get(number) for number in session.finish(Reward(outcome=1.0))]
     for row, other in zip(made, wanted, strict=True):
-        other.metadata["session"]["id"] = session.id
-        assert same(replace(row, messages=other.messages), other)  # type: ignore[type-var]
+        about, by_hand = row.metadata["session"], other.metadata["session"]
+        assert by_hand | {"id": session.id} == {
+            **about,
+            "calls": [{name: call[name] for name in by_hand["calls"][0]} for call in about["calls"]],
+        }
+        assert same(replace(row, messages=other.messages, metadata=other.metadata), other)  # type: ignore[type-var]
         assert (row.task_id, row.rollout_id, row.policy_version, row.reward) == ("a", "r", 1, Reward(outcome=1.0))
 
 
