@@ -9,7 +9,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +21,7 @@ from trajstore._core.store.entry_checks import in_blocks, shape_faults
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json, index_to_json
 from trajstore._core.store.packing import StringTable, pack, unpack
-from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
+from trajstore.errors import CorruptStoreError
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -67,29 +66,6 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
         )
         index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
     return index
-
-
-@settings(max_examples=40, deadline=None)
-@given(ids=st.lists(st.integers(0, 500), unique=True, max_size=15), data=st.data())
-def test_index_agrees_with_a_list(ids: list[int], data: st.DataObject) -> None:
-    index = index_of(ids)
-    evicted = data.draw(st.sets(st.integers(0, max(len(ids) - 1, 0)), max_size=len(ids)))
-    index.drop(index.first + np.array(sorted(evicted & set(range(len(ids)))), np.intp))
-    left = [number for at, number in enumerate(ids) if at not in evicted]
-    for again in (index, index_from_json(orjson.loads(orjson.dumps(index_to_json(index))), 1)):
-        assert again["trajectory_id"].tolist() == left
-        sizes = [flatten(witness(number)).num_samples for number in left]
-        assert again.total_samples == sum(sizes)
-        for at, number in enumerate(left):
-            entry = again.entry(again.position_of(number))
-            assert again.position_of(number) == again.first + at
-            assert (entry.trajectory_id, entry.num_samples) == (number, sizes[at])
-            assert entry.extent == flatten(witness(number)).extent
-            assert entry.model_weights_id == flatten(witness(number)).model_weights_id
-            assert int(again.uuid(again.first + at).replace("-", ""), 16) == number
-        assert again.find(501) is None
-        with pytest.raises(TrajectoryUnavailableError, match="501"):
-            again.position_of(501)
 
 
 @pytest.mark.parametrize("name", sorted(COLUMNS))
