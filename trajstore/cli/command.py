@@ -14,7 +14,10 @@ SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
 FORMATS = ("pt", "pkl", "zarr")
 """Names of the shard formats, because importing them loads torch."""
 
-FOREIGN = ("jsonl", "parquet", "chat", "trl", "verl", "minari", "lerobot", "atif", "robomimic", "verifiers")
+FOREIGN = (
+    *("jsonl", "parquet", "chat", "trl", "verl", "dpo", "kto"),
+    *("minari", "lerobot", "atif", "robomimic", "verifiers"),
+)
 """Names of the formats of other programs, for the same reason."""
 
 

@@ -90,9 +90,11 @@ def _foreign(options: Namespace, out: Output) -> int:
         kind = "of steps" if form.kind == "rollouts" else "of agents"
         have = trajectories(done.left_out, f"{kind} was left out", f"{kind} were left out")
         out.line(f"{options.source}: {have}; {form.name} has {form.kind}")
-    by = f"and {listed(done.checked_by)}" if done.checked_by else "alone"
-    checked = "" if done.checked is None else f", {done.checked:,} compared, read by trajstore {by}"
-    out.line(f"{done.target}: {counted(done.written, form.kind[:-1])}{checked}")
+    for why, count in done.not_chosen.items():
+        out.line(f"{options.source}: left out: {counted(count, 'rollout')} {why}")
+    by = f"{' and' * (form.read is not None)} {listed(done.checked_by)}" if done.checked_by else " alone"
+    checked = f", {done.checked or 0:,} compared, read by{' trajstore' * (form.read is not None)}{by}"
+    out.line(f"{done.target}: {counted(done.written, form.one)}{checked * (done.checked is not None)}")
     return int(not done.is_whole)
 
 
@@ -102,9 +104,10 @@ COMMAND = Command(
     description=(
         "Write a store's rollouts or episodes as files of another program (--to), or make a store of such files "
         "(--from). Fields without a place in the format are listed. DST appears when it is complete. The formats jsonl "
-        "and parquet keep every field of rollouts, with "
-        "late values; chat is OpenAI's; trl and verl are Parquet files for these trainers. Between stores (--to pt, "
-        f"pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes a store. {LEFT_OUT}"
+        "and parquet keep every field of rollouts, with late values; chat is OpenAI's; trl and verl are Parquet files "
+        "for these trainers; dpo pairs the best and the worst rollout of each task and prompt for TRL, and kto labels "
+        "each. Between stores (--to pt, pkl, zarr), DST may also be empty, and ids stay; a directory of RLinf becomes "
+        f"a store. {LEFT_OUT}"
     ),
     configure=_configure,
     run=_run,

@@ -24,6 +24,7 @@ from trajstore.interop.formats import (
     LinesWriter,
     PartsWriter,
     Row,
+    Selection,
     Source,
     json_of,
     lines_again,
@@ -31,6 +32,7 @@ from trajstore.interop.formats import (
     read_lines,
     read_parquet,
 )
+from trajstore.interop.preferences import conversation, first_reply, is_pictured, schema_of
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.engine import polars
 from trajstore.query.messages import text_of
@@ -145,27 +147,30 @@ def _messages_of(name: str, messages: Any, role: str) -> list[Any]:
 
 def _split(rollout: AgentTrajectory) -> tuple[list[Row], list[Row]]:
     """Return the messages before the model's first one, and the others, as columns."""
-    roles = [message.get("role") for message in rollout.messages]
-    first = roles.index("assistant") if "assistant" in roles else len(roles)
+    first = first_reply(rollout)
     columns = [message_columns(message) for message in rollout.messages]
     return columns[:first], columns[first:]
 
 
-def _trl_schema() -> dict[str, Any]:
-    pl = polars()
-    messages = pl.List(message_type())
+def _write_trl(path: Path, selection: Selection) -> PartsWriter:
+    pl, pictured = polars(), is_pictured(selection.items())
     texts = dict.fromkeys(("tools", *_TEXTS, "metadata"), pl.String)
-    return {"prompt": messages, "completion": messages, "reward": pl.Float64, **texts}
+    schema = schema_of(("prompt", "completion"), pictured, whole=True, reward=pl.Float64, **texts)
 
+    def row_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
+        parts, metadata = _parts_of(rollout)
+        prompt, completion, images = conversation(rollout, pictured, whole=True)
+        tools = text_of(_tools_in(metadata))
+        row = {"prompt": prompt, "completion": completion, "tools": tools, **parts, "metadata": text_of(metadata)}
+        return row | ({"images": images} if pictured else {})
 
-def _trl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
-    parts, metadata = _parts_of(rollout)
-    prompt, completion = _split(rollout)
-    tools = _tools_in(metadata)
-    return {"prompt": prompt, "completion": completion, "tools": text_of(tools), **parts, "metadata": text_of(metadata)}
+    return PartsWriter(path, row_of, schema)
 
 
 def _of_trl(row: Row) -> AgentTrajectory:
+    prompt = row.get("prompt")
+    if isinstance(prompt, list) and any(isinstance(message, dict) and message.get("json") for message in prompt):
+        row.pop("images", None)  # written here: they are in the messages too
     parts = {name: row.pop(name, None) for name in (*_TEXTS, "reward")}
     messages = [
         message
@@ -282,7 +287,7 @@ FORMATS = (
         _CANNOT_CARRY,
         (),
         partial(read_parquet, trajectory_of=_of_trl, plain=True),
-        lambda path, _: PartsWriter(path, _trl_row, _trl_schema()),
+        _write_trl,
         partial(parquet_again, read=partial(read_parquet, trajectory_of=_of_trl, plain=True)),
     ),
     Format(

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ Progress = Callable[[int, int], None]
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
+    **{"dpo": "preferences", "kto": "preferences"},
     **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic", "verifiers": "verifiers"},
 }
 
@@ -99,6 +101,7 @@ class Converted:
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
         left_out: number of trajectories of the other kind.
+        not_chosen: numbers of rollouts that preferences leave out, by reason.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
         checked_by: programs other than trajstore that read the files for this too.
@@ -110,6 +113,7 @@ class Converted:
     written: int = 0
     lost: list[str] = field(default_factory=list)
     left_out: int = 0
+    not_chosen: Mapping[str, int] = field(default_factory=dict)
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
     checked_by: tuple[str, ...] = ()
@@ -191,18 +195,29 @@ def convert_to(
     reader, result.damage = open_readable(source, pin, verify_shards=True)
     with reader, _staging(path) as made:
         query = reader.query() if where is None else reader.query().where(where)
-        selection = Selection(reader, query)
-        rows = query.select("trajectory_id", "kind", "committed").rows()
-        wanted = [row for row in rows if (row["kind"] == "agent") == (form.kind == "rollouts")]
-        result.left_out = len(rows) - len(wanted)
-        if rows and not wanted:
+        found = query.select("trajectory_id", "kind", "committed").rows()
+        wanted = [row for row in found if (row["kind"] == "agent") == (form.kind == "rollouts")]
+        result.left_out = len(found) - len(wanted)
+        if found and not wanted:
             other = "rollouts" if form.kind == "episodes" else "blocks of steps"
             raise ConfigurationError(f"convert: {source}: {form.name} takes {form.kind}; there are only {other}")
-        items = Source(_stored(reader, wanted, form.kind), len(wanted))
-        with closing(write(made, selection)) as writer:
-            _write(items, writer, result, progress)
-        if check and form.read is not None:
-            _check(lambda: _stored(reader, wanted, form.kind), form, made, result, True)
+
+        def stored() -> Iterable[Item]:
+            return _stored(reader, wanted, form.kind)
+
+        chosen = None
+        if form.choose is not None:
+            chosen, result.not_chosen = form.choose(stored())
+            if not chosen:
+                left_out = [f"{count:,} {why}" for why, count in result.not_chosen.items()]
+                raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
+        with closing(write(made, Selection(reader, query, stored))) as writer:
+            _write(Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+        if check and chosen is None:
+            _check(stored, form, made, result, True)
+        elif check and chosen is not None:
+            rows = [Item(item.key, partial(_encoded, item, writer), item.done) for item in chosen]
+            _check(lambda: rows, form, made, result, True)
     return result
 
 
@@ -291,7 +306,8 @@ def _write(source: Source, writer: Writer, result: Converted, progress: Progress
         for item in source.items:
             try:
                 trajectory = item.load()
-                lost.update(filter(None, (_field_of(name, result.cannot_carry) for name, _ in _leaves(trajectory))))
+                for part in trajectory if isinstance(trajectory, tuple) else (trajectory,):
+                    lost.update(filter(None, (_field_of(name, result.cannot_carry) for name, _ in _leaves(part))))
                 yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
                 result.problems[item.key] = str(error)
@@ -302,6 +318,10 @@ def _write(source: Source, writer: Writer, result: Converted, progress: Progress
         progress(portion[-1][2], source.total)
     result.lost = [name for name in result.cannot_carry if name in lost]
     writer.finish()
+
+
+def _encoded(item: Item, writer: Writer) -> Any:
+    return writer.encode(item.load(), item.facts)
 
 
 def _nbytes(value: Any) -> int:
@@ -424,6 +444,8 @@ def _check(stored: Callable[[], Iterable[Item]], form: Format, path: Path, resul
     """
     lost = form.cannot_carry if written else ()
     seconds = [Second("", form.read(path).items) if form.read else None, _second(form, path)]
+    if not any(seconds):
+        raise MissingDependencyError("pyarrow", "convert")
     unread: dict[str, str] = {}
     for second in filter(None, seconds):
         pairs = zip_longest(

@@ -55,13 +55,14 @@ class Item:
 
     Attributes:
         key: names it in the source, e.g. ``"line 3"``; the same each time the source is read.
-        load: returns it; raises ``TrajstoreError`` or ``OSError`` if it is damaged.
+        load: returns the trajectory, or what ``Format.choose`` makes of some; raises ``TrajstoreError`` or ``OSError``
+            if it is damaged.
         done: part of the source's ``total`` that ends with this item.
         facts: of a store's trajectory: ``trajectory_id`` and ``committed``.
     """
 
     key: str
-    load: Callable[[], AnyTrajectory]
+    load: Callable[[], Any]
     done: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
@@ -110,10 +111,12 @@ class Selection:
     Attributes:
         reader: of the store.
         query: selects them.
+        items: returns them, to be read once more before they are written.
     """
 
     reader: Reader
     query: Query
+    items: Callable[[], Iterable[Item]]
 
 
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError, RuntimeError)
@@ -148,6 +151,8 @@ class Format:
         read: reads a file or folder; None if the format can only be written.
         write: makes a writer of (path, selection); None if the format can only be read.
         second: reads by another program. Raises ``ImportError`` if it is not installed.
+        choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
+            out by reason; None writes each. Such files are not read; a check compares their rows.
     """
 
     name: str
@@ -157,6 +162,12 @@ class Format:
     read: Callable[[Path], Source] | None = None
     write: Callable[[Path, Selection], Writer] | None = None
     second: Callable[[Path], Second] | None = None
+    choose: Callable[[Iterable[Item]], tuple[list[Item], Mapping[str, int]]] | None = None
+
+    @property
+    def one(self) -> str:
+        """Name of an item of its files."""
+        return "pair" if self.name == "dpo" else self.kind[:-1]
 
 
 def pyarrow_modules() -> Any:
@@ -226,7 +237,7 @@ class PartsWriter(FilesWriter):
         self._count += 1
 
 
-def _load(trajectory_of: Callable[[Row], AnyTrajectory], row: Row) -> AnyTrajectory:
+def _load(trajectory_of: Callable[[Row], Any], row: Row) -> Any:
     """Return the trajectory of a row.
 
     Raises:
@@ -319,12 +330,17 @@ def parquet_again(path: Path, read: Callable[..., Source]) -> Second:
     return Second(f"pyarrow {arrow.__version__}", read(path, frames=_by_pyarrow).items)
 
 
+def rows_again(path: Path) -> Second:
+    """Read the rows of Parquet files by pyarrow, as they are."""
+    return parquet_again(path, lambda path, frames: read_parquet(path, lambda row: row, frames=frames))
+
+
 def read_lines(
     path: Path, trajectory_of: Callable[[Row], AnyTrajectory], value_of: Callable[[bytes], Any] = json_of
 ) -> Source:
     """Return the items of a file of JSON lines; empty lines are skipped."""
 
-    def load(line: bytes) -> AnyTrajectory:
+    def load(line: bytes) -> Any:
         try:
             row = value_of(line)
         except ValueError as error:
@@ -431,7 +447,7 @@ def _by_pyarrow(file: Path) -> Iterator[Any]:
 
 def read_parquet(
     path: Path,
-    trajectory_of: Callable[[Row], AnyTrajectory],
+    trajectory_of: Callable[[Row], Any],
     plain: bool = False,
     frames: Callable[[Path], Iterator[Any]] = _by_polars,
 ) -> Source:
@@ -448,8 +464,8 @@ def read_parquet(
         files = _tables_in(path)
     sizes = [file.stat().st_size for file in files]
 
-    def load(row: Row, kinds: Mapping[str, DataType]) -> AnyTrajectory:
-        def made(row: Row) -> AnyTrajectory:
+    def load(row: Row, kinds: Mapping[str, DataType]) -> Any:
+        def made(row: Row) -> Any:
             return trajectory_of({name: _plain(value, kinds[name]) for name, value in row.items()} if plain else row)
 
         return _load(made, row)

@@ -200,14 +200,21 @@ def _parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any
     }
 
 
-def message_type() -> DataType:
-    """Return the type of a message in Parquet files: texts and tool calls that chat templates see, and all as JSON."""
+def message_type(pictured: bool = False, *, whole: bool = True) -> DataType:
+    """Return the type of a message in Parquet files: texts and tool calls that chat templates see, and all as JSON.
+
+    Args:
+        pictured: the content is a list of texts and places of images.
+        whole: with JSON.
+    """
     pl = polars()
     call = pl.Struct(
         {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
     )
     texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
-    message: DataType = pl.Struct({**texts, "tool_calls": pl.List(call), "json": pl.String})
+    parts = {"content": pl.List(pl.Struct({"type": pl.String, "text": pl.String}))} if pictured else {}
+    rest = {"json": pl.String} if whole else {}
+    message: DataType = pl.Struct({**texts, **parts, "tool_calls": pl.List(call), **rest})
     return message
 
 

@@ -215,7 +215,7 @@ def _read(path: Path) -> Source:
     def items() -> Iterator[Item]:
         for line in lines.items:
             try:
-                row: Row = line.load().metadata  # type: ignore[union-attr]
+                row: Row = line.load().metadata
             except TrajstoreError as error:
                 yield damaged(line.key, str(error), line.done)
                 continue

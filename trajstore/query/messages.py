@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,22 @@ def _messages(document: Mapping[str, Any]) -> list[Message]:
         raise CorruptStoreError("its messages are not a list of objects")
     return messages
 
+
+def image_in(part: Any) -> tuple[str, str] | None:
+    """Return type and base64 text of an image that a part of a message has as data, in OpenAI's or Anthropic's form."""
+    if not isinstance(part, dict):
+        return None
+    link, source = part.get("image_url", part.get("image")), part.get("source")
+    link = link.get("url") if isinstance(link, dict) else link
+    if isinstance(link, str) and (data := _IMAGE.match(link)):
+        return data[1], link[data.end() :]
+    if isinstance(source, dict) and isinstance(source.get("data"), str):
+        kind = str(source.get("media_type"))
+        return (kind, source["data"]) if kind.startswith("image/") else None
+    return None
+
+
+_IMAGE = re.compile("data:(image/[a-z+.-]+);base64,")
 
 Rollouts = Sequence[Sequence[Message]]
 

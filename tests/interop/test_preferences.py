@@ -1,0 +1,136 @@
+"""Preferences for TRL: which rollouts become pairs, and what the files have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores import stored
+from trajstore import AgentTrajectory, Reward, annotate
+from trajstore.cli import main
+from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.interop import convert
+from trajstore.interop.convert import convert_from, convert_to
+
+pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+pytest.importorskip("pyarrow", reason="needs the extra 'convert'")
+
+TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}]
+CALL = {"id": "c", "type": "function", "function": {"name": "run", "arguments": '{"cmd": "ls"}'}}
+PIXELS = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+LINK = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+
+Messages = list[dict[str, Any]]
+
+
+def chat(question: Any, answer: str, *between: dict[str, Any], system: str = "") -> Messages:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": question}, *between, {"role": "assistant", "content": answer}]
+
+
+def made(path: Path, *rollouts: tuple[str, Messages, float | None], **metadata: Any) -> Path:
+    rewards = [None if outcome is None else Reward(outcome=outcome) for _, _, outcome in rollouts]
+    return stored(
+        path,
+        [
+            AgentTrajectory(task_id=task, messages=messages, reward=reward, metadata=metadata)
+            for (task, messages, _), reward in zip(rollouts, rewards, strict=True)
+        ],
+    )
+
+
+def test_pairs_are_the_best_and_the_worst_of_a_task_and_prompt(tmp_path: Path) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "a"}
+    store = made(
+        tmp_path / "store",
+        *[("sort", chat("q", answer), outcome) for answer, outcome in (("a", 0.5), ("b", 0.0), ("c", 1.0), ("d", 0.0))],
+        *[("tie", chat("q", answer), 1.0) for answer in "ab"],
+        *[("system", chat("q", answer, system=answer), outcome) for answer, outcome in (("a", 0.0), ("b", 1.0))],
+        *[("same", chat("q", "a"), outcome) for outcome in (0.0, 1.0)],
+        *[("tools", chat("q", answer, *called), outcome) for answer, outcome in (("a", 0.0), ("b", 1.0))],
+        *[("unknown", chat("q", answer), outcome) for answer, outcome in (("a", None), ("b", 1.0))],
+        *[("", messages, 1.0) for messages in ([], [{"role": "user", "content": "q"}], chat("q", "x")[1:])],
+        *[("late", chat("q", answer), 1.0) for answer in "ab"],
+        tools=TOOLS,
+    )
+    annotate(store, 17, {"outcome": 0.0})
+    done = convert_to(store, tmp_path / "pairs", "dpo", check=True)
+    assert (done.written, done.checked, done.problems, done.left_out) == (3, 3, {}, 0)
+    assert done.not_chosen == {
+        "without an outcome": 1,
+        "without a prompt or without an answer of the model": 3,
+        "neither the best nor the worst of its task and prompt": 2,
+        "of the same outcome as all others of its task and prompt": 2,
+        "alone with its task and prompt": 3,
+        "of tasks whose best and worst answers are the same": 2,
+    }
+    first, tools, late = pl.read_parquet(tmp_path / "pairs").to_dicts()
+    assert [message["content"] for message in first["prompt"]] == ["q"]
+    assert [first[name][0]["content"] for name in ("chosen", "rejected")] == ["c", "d"]  # of equal ones the newest
+    assert (first["task_id"], first["chosen_id"], first["rejected_id"], first["rejected_outcome"]) == (
+        "sort",
+        "2",
+        "3",
+        0,
+    )
+    assert json.loads(tools["tools"]) == TOOLS
+    assert tools["chosen"][0]["tool_calls"] == [CALL]
+    assert [message["content"] for message in tools["chosen"]] == [None, "a", "b"]
+    assert (late["chosen_id"], late["rejected_id"]) == ("18", "17")
+    assert "images" not in first
+
+
+def test_single_preferences_are_labelled_by_their_outcome(tmp_path: Path) -> None:
+    outcomes = (0.0, 0.5, 0.51, 1.0, None)
+    store = made(tmp_path / "store", *[(str(at), chat("q", "a"), outcome) for at, outcome in enumerate(outcomes)])
+    done = convert_to(store, tmp_path / "out", "kto", check=True)
+    assert (done.written, done.checked, done.not_chosen) == (4, 4, {"without an outcome": 1})
+    rows = pl.read_parquet(tmp_path / "out")
+    assert rows["label"].to_list() == [False, False, True, True]
+    assert rows["completion"][0].to_list()[0]["content"] == "a"
+
+
+@pytest.mark.parametrize(("form", "written"), [("dpo", 2), ("kto", 4), ("trl", 6)])
+def test_images_are_a_column_where_there_are_some(
+    tmp_path: Path, form: str, written: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = [{"type": "text", "text": "what?"}, PIXELS]
+    later = {"role": "assistant", "content": "hm"}, {"role": "user", "content": seen}
+    store = made(
+        tmp_path / "store",
+        *[("a", chat(seen, answer), outcome) for answer, outcome in (("cat", 1.0), ("dog", 0.0))],
+        *[("b", chat("q", answer), outcome) for answer, outcome in (("a", 1.0), ("b", 0.0))],
+        ("c", chat("q", "a", *later), 1.0),
+        ("d", chat([LINK], "a"), 1.0),
+    )
+    done = convert_to(store, tmp_path / "out", form, check=True)
+    problems = {
+        "trajectory 4": "messages[2]: an image, which TRL takes only from users before the model's first message",
+        "trajectory 5": "messages[0].content[0]: 'image_url' is no text and no image as data, which TRL takes",
+    }
+    assert (done.written, done.problems) == (written, {} if form == "trl" else problems)
+    assert ("are JSON texts" in caplog.text) == (form == "trl")
+    rows = {row["task_id"]: row for row in pl.read_parquet(tmp_path / "out").to_dicts()}
+    assert rows["a"]["images"] == [{"bytes": b"\x89PNG\r\n\x1a\n", "path": None}]
+    assert rows["a"]["prompt"][0]["content"] == [{"type": "text", "text": "what?"}, {"type": "image", "text": None}]
+    assert (rows["b"]["images"], rows["b"]["prompt"][0]["content"]) == ([], [{"type": "text", "text": "q"}])
+
+
+def test_a_store_without_pairs_and_files_that_are_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = made(tmp_path / "store", ("a", chat("q", "a"), 1.0), ("b", chat("q", "b"), 0.0))
+    with pytest.raises(ConfigurationError, match="no pairs: 2 alone with its task and prompt"):
+        convert_to(store, tmp_path / "out", "dpo")
+    with pytest.raises(ConfigurationError, match="no pairs: no rollouts"):
+        convert_to(store, tmp_path / "out", "dpo", where="outcome > 1")
+    assert main(["convert", str(store), str(tmp_path / "out"), "--to", "kto"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: 2 rollouts\n"
+    with pytest.raises(ConfigurationError, match="kto can only be written"):
+        convert_from(tmp_path / "out", tmp_path / "back", "kto")
+    monkeypatch.setattr(convert, "differences", lambda *_, **__: ["label"])
+    with pytest.raises(CorruptStoreError, match=r"the check by pyarrow .* found other values, or none, of label"):
+        convert_to(store, tmp_path / "other", "kto", check=True)
