@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -291,18 +290,6 @@ def test_lost_and_reused_calls_make_a_rollout_incomplete(buffer: TrajectoryRepla
 
 
 @pytest.mark.usefixtures("gym")
-def test_calls_from_many_threads_are_all_there(buffer: TrajectoryReplayBuffer) -> None:
-    store = TokenStore(buffer)
-    entries = [
-        replace(ENTRY, rollout_id=f"{at % 3}-0", model_call_id=f"{at}", prompt_token_ids=[at]) for at in range(48)
-    ]
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(store.append, entries))
-    found = [entry for rollout in ("0-0", "1-0", "2-0") for entry in store.read_entries(rollout)]
-    assert sorted(found, key=lambda entry: int(entry.model_call_id)) == entries
-
-
-@pytest.mark.usefixtures("gym")
 def test_a_rollout_has_one_sink_and_the_next_one_after_that_lets_go(buffer: TrajectoryReplayBuffer) -> None:
     buffer.flush()
     one, other = (TokenStore(buffer._sink.writer.directory.path) for _ in range(2))
@@ -349,7 +336,6 @@ def test_gateways_forget_rollouts_that_are_over(
         assert list(tokens._retired) == ["7-2", "7-3"]
         tokens.delete("7-2")  # its rollouts stay, and its id can be used again
         await tokens.put(replace(ENTRY, rollout_id="7-2"))
-        assert traces._trace_ids == {}
         with pytest.raises(RuntimeError, match="is retired"):
             await tokens.put(replace(ENTRY, rollout_id="7-3"))
 

@@ -35,10 +35,6 @@ class SessionTraceStore(Gateway):
         task_of: returns the task of a session's id; sessions of one task are a group.
     """
 
-    def __init__(self, store: Any, **options: Any) -> None:
-        super().__init__(store, **options)
-        self._trace_ids: dict[str, set[str]] = {}  # of the sessions that are not over
-
     async def store_trace(self, trace_id: str, session_id: str, data: dict[str, Any]) -> None:
         """Return when a trace is durable. The same trace again does nothing.
 
@@ -66,7 +62,6 @@ class SessionTraceStore(Gateway):
                 finish_reason=data.get("finish_reason") or "",
                 metadata=metadata,
             )
-        self._trace_ids.setdefault(session_id, set()).add(trace_id)
 
     async def get_trace(self, trace_id: str) -> dict[str, Any] | None:
         """Return a trace, or None."""
@@ -74,8 +69,12 @@ class SessionTraceStore(Gateway):
         return await self.waited(self._trace, trace_id)
 
     def _trace(self, trace_id: str) -> dict[str, Any] | None:
-        known = [session_id for session_id, ids in self._trace_ids.copy().items() if trace_id in ids]
-        for session_id in known or [info.rollout_id for info in self._sessions.listed()]:  # of before a restart
+        here = [
+            session.rollout_id
+            for session in self._sessions._known.copy().values()
+            if any(_trace_id(call) == trace_id for call in session.calls())
+        ]
+        for session_id in here or [info.rollout_id for info in self._sessions.listed()]:  # of before a restart
             if (found := self._traces(session_id).get(trace_id)) is not None:
                 return _trace_of(found)
         return None
@@ -105,15 +104,8 @@ class SessionTraceStore(Gateway):
         return await self.waited(self._delete, session_id)
 
     def _delete(self, session_id: str) -> int:
-        self._trace_ids.pop(session_id, None)
         traces = self._traces(session_id)
         return len(traces) if self.discard(session_id) else 0
-
-    def finish(self, rollout_id: str, *arguments: Any, **options: Any) -> list[int]:
-        """Make rollouts of a session's traces; see :meth:`Gateway.finish`."""
-        ids = super().finish(rollout_id, *arguments, **options)
-        self._trace_ids.pop(rollout_id, None)
-        return ids
 
     async def list_sessions(self, since: float | None = None, limit: int | None = None) -> list[dict[str, Any]]:
         """Return the sessions that have traces, the newest first, with their number and times.
