@@ -21,8 +21,9 @@ from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.places import is_of_rank, rank_number, ranks_of
 from trajstore._core.reading.sources import Source, StoreSource
 from trajstore._core.sampling.states import names_of
+from trajstore._core.store.additions import NewEntries
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.committed import Added, Change, Evicted, change_in_run
+from trajstore._core.store.committed import Change, Evicted, change_in_run
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, ID_LIMIT
@@ -74,8 +75,6 @@ class View(CommitListener):
         self._leases: list[ReaderLease] = []
         self.released = False
         """Whether the buffer was closed."""
-        self._committed = -1
-        """Highest committed id of the buffer's own store."""
         self._missed: Exception | None = None
         """The error of a failed update from the buffer's own store, after which the contents may be stale."""
         self._half_followed = False
@@ -177,7 +176,6 @@ class View(CommitListener):
     def show_own(self, catalog: Catalog) -> None:
         """Show the trajectories of the buffer's own store; called before any load."""
         self._own = catalog
-        self._committed = catalog.next_id - 1
         with self.contents.lock:
             self.contents.attach(StoreSource(catalog, self.verify_shards))
             self._show_own(self.contents)
@@ -332,8 +330,7 @@ class View(CommitListener):
 
     def changed(self, changes: Sequence[Change]) -> None:
         for change in changes:
-            if isinstance(change, Added):
-                self._committed = int(change.columns["trajectory_id"][-1])
+            if isinstance(change, NewEntries):
                 try:
                     self.contents.committed(OWN_SOURCE, change.columns)
                 except Exception:  # they can still be read from memory
@@ -345,7 +342,9 @@ class View(CommitListener):
             self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
 
     def to_evict(self, newest: int | None = None) -> Sequence[int]:
-        return self.expire(self._committed if newest is None else newest)
+        if newest is None:
+            newest = -1 if self._own is None else self._own.next_id - 1
+        return self.expire(newest)
 
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -31,16 +31,15 @@ class NewEntries:
     """Index columns of new trajectories, shared by the view, the log and the catalog. Immutable.
 
     Attributes:
-        columns: by name, except row locations; texts are numbers of ``texts``.
+        columns: by name, with row locations once they are committed; texts are numbers of ``texts``.
         texts: the string table.
-        weights: ``model_weights_id`` of each.
-        facts: by name, one value per trajectory; None for step trajectories and where a rollout lacks the fact.
+        facts: as recorded, by name, one value per trajectory; None for step trajectories and where a rollout lacks the
+            fact. Empty once they are committed.
     """
 
     columns: Mapping[str, npt.NDArray[Any]]
     texts: StringTable
-    weights: Sequence[str]
-    facts: Mapping[str, Sequence[Any]]
+    facts: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -63,7 +62,7 @@ class NewEntries:
         columns = columns_of(np.concatenate([run.numbers for run in runs]), weights, ids, uuids, texts, committed)
         columns |= fact_columns([(run.facts, len(run)) for run in runs], texts)
         counted = [(run.facts or {}, len(run)) for run in runs]
-        return NewEntries(columns, texts, weights, _joined_facts(counted))
+        return NewEntries(columns, texts, _joined_facts(counted))
 
     @staticmethod
     def joined(parts: Sequence[NewEntries]) -> NewEntries:
@@ -74,17 +73,16 @@ class NewEntries:
         return NewEntries(
             joined([renumbered(part.columns, part.texts, texts) for part in parts]),
             texts,
-            [text for part in parts for text in part.weights],
             _joined_facts([(part.facts, len(part)) for part in parts]),
         )
 
     def __len__(self) -> int:
-        return len(self.weights)
+        return len(self.columns["trajectory_id"])
 
     def __getitem__(self, part: slice) -> NewEntries:
         columns = {name: column[part] for name, column in self.columns.items()}
         facts = {name: values[part] for name, values in self.facts.items()}
-        return NewEntries(columns, self.texts, self.weights[part], facts)
+        return NewEntries(columns, self.texts, facts)
 
     @property
     def ids(self) -> list[int]:
@@ -160,7 +158,7 @@ def entries_to_json(entries: NewEntries) -> dict[str, Any]:
         "extents": entries.extents.tolist(),
         "max_episode_length": columns["max_episode_length"].tolist(),
         "versions": [None if low == UNKNOWN_VERSION else [low, high] for low, high in bounds],
-        "weights": entries.weights,
+        "weights": [entries.texts[number] for number in columns["weights"].tolist()],
         "uuids": columns["uuid"].tobytes().hex(),
         **({"valid": columns["num_samples"].tolist()} if partial else {}),
         **({"facts": facts} if of_rollouts else {}),
@@ -185,8 +183,7 @@ def for_label(values: Mapping[str, Any], times: npt.NDArray[np.int64]) -> dict[s
 def label_at(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> dict[str, Any]:
     """Return what a shard's label says of an index's trajectories, which ascend by id; see :func:`for_label`."""
     columns = index.take(positions)
-    weights = [index.texts[number] for number in columns["weights"].tolist()]
-    return for_label(entries_to_json(NewEntries(columns, index.texts, weights, {})), columns["committed"])
+    return for_label(entries_to_json(NewEntries(columns, index.texts)), columns["committed"])
 
 
 def added_in(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

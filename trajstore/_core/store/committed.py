@@ -18,7 +18,7 @@ from trajstore._core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
 from trajstore._core.columns.schema import Extent, Kind, Schema
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.formats.base import ShardManifest
-from trajstore._core.store.additions import AddedShard, added_in, entries_from_json, starts_of
+from trajstore._core.store.additions import AddedShard, NewEntries, added_in, entries_from_json, starts_of
 from trajstore._core.store.entry_checks import (
     Columns,
     EntryGate,
@@ -34,7 +34,6 @@ from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore._core.store.moves import Moved, check_moved, move_entries, move_from_json
 from trajstore._core.store.notes import Noted, Notes
-from trajstore._core.store.packing import StringTable
 from trajstore._core.store.pin_names import STEP
 from trajstore._core.store.row_notes import RowShard
 from trajstore._core.store.run_ids import ID_LIMIT, in_run
@@ -70,26 +69,19 @@ FENCES_KEPT = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """Shards were added: the index columns of their trajectories, and the string table of the columns."""
-
-    columns: Mapping[str, npt.NDArray[Any]]
-    texts: StringTable
-
-
-@dataclass(frozen=True, slots=True)
 class Evicted:
     """Trajectories were evicted: inclusive ranges of their ids."""
 
     ranges: npt.NDArray[np.int64]
 
 
-Change = Added | Evicted | Moved | Noted
+Change = NewEntries | Evicted | Moved | Noted
+"""What a log record does to the trajectories of a store."""
 
 
 def change_in_run(change: Change, rank: int) -> Change:
     """Return a change of a rank's store with trajectory ids of the run."""
-    if isinstance(change, Added):
+    if isinstance(change, NewEntries):
         ids = in_run(rank, change.columns["trajectory_id"])
         return replace(change, columns={**change.columns, "trajectory_id": ids})
     if isinstance(change, Evicted):
@@ -194,7 +186,7 @@ class Committed:
         """
         operation = records[0]["operation"]
         if operation == "add":
-            change: Change = Added(self._add_recorded(records), self.index.texts)
+            change: Change = self._add_recorded(records)
         elif operation == "evict":
             change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
@@ -209,7 +201,7 @@ class Committed:
         self.generation = records[-1]["generation"]
         return change
 
-    def _add_recorded(self, records: Sequence[Mapping[str, Any]]) -> Mapping[str, npt.NDArray[Any]]:
+    def _add_recorded(self, records: Sequence[Mapping[str, Any]]) -> NewEntries:
         schemas = list(self._schemas)
         added: list[AddedShard] = []
         for record in records:
@@ -228,12 +220,10 @@ class Committed:
         columns = self._gate.admit(columns, shape_faults(columns, *kinds[:, columns["shard"] - len(self.shards)]))
         if int(ids[0]) < self.next_id or np.any(ids[1:] <= ids[:-1]):
             raise CorruptStoreError(f"trajectory id {ids[0]} was given before, or ids do not ascend")
-        self._schemas = schemas
-        for new in added:
-            self._add_shard(new.number, new.manifest, new.generation)
-        self.index.append(columns)
-        self.next_id = int(ids[-1]) + 1
-        return columns
+        self._schemas, entries = schemas, NewEntries(columns, self.index.texts)
+        self.add([(new.number, new.manifest, new.generation) for new in added], entries)
+        self.next_id = int(ids[-1]) + 1  # of those left out too
+        return entries
 
     def _move_recorded(self, record: Mapping[str, Any]) -> Moved:
         schemas = [*self._schemas, *(Schema.from_json(item) for item in record["schemas"])]
@@ -270,12 +260,12 @@ class Committed:
                 if at is not None and extent != index.extent(at)._replace(document=0):
                     raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
 
-    def add(self, shards: Sequence[tuple[int, ShardManifest]], added: Added) -> None:
-        """Add the shards of a commit (number and manifest) and its entries, by ascending id."""
-        for number, manifest in shards:
-            self._add_shard(number, manifest, self.generation + 1)
-        self.index.append(self.index.translated(added.columns, added.texts))
-        self.next_id = max(self.next_id, int(added.columns["trajectory_id"][-1]) + 1)
+    def add(self, shards: Sequence[tuple[int, ShardManifest, int]], entries: NewEntries) -> None:
+        """Add shards, each with its number and the generation of its commit, and their entries, by ascending id."""
+        for number, manifest, generation in shards:
+            self._add_shard(number, manifest, generation)
+        self.index.append(self.index.translated(entries.columns, entries.texts))
+        self.next_id = max(self.next_id, int(entries.columns["trajectory_id"].max(initial=-1)) + 1)
 
     def _add_shard(self, number: int, manifest: ShardManifest, generation: int) -> int:
         """Add the shard of a commit of this generation; return its row."""

@@ -262,8 +262,9 @@ class CommitLog:
 
         def apply() -> Sequence[Change]:
             for shards, added in zip(commits, entries, strict=True):
-                catalog.add([(shard.number, shard.manifest) for shard in shards], added)
-                catalog.generation += 1
+                generation = catalog.generation + 1
+                catalog.add([(shard.number, shard.manifest, generation) for shard in shards], added)
+                catalog.generation = generation
                 self._taken_in.add(shards[0].number)
             self._apply_evictions(going)
             return [*entries, *going]

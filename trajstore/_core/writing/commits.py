@@ -14,9 +14,9 @@ import orjson
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.formats.base import ShardManifest
-from trajstore._core.store.additions import by_id, starts_of
+from trajstore._core.store.additions import NewEntries, by_id, starts_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.committed import Added, Change
+from trajstore._core.store.committed import Change
 from trajstore._core.store.index import TrajectoryIndex, renumbered
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import encode_line, manifest_to_json
@@ -52,7 +52,7 @@ class CommitListener:
         """Refuse reads from now on: a change could not be shown."""
 
 
-def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> tuple[bytes, list[Added]]:
+def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: int) -> tuple[bytes, list[NewEntries]]:
     """Return the log lines of commits that follow the catalog's generation, and the entries of each commit.
 
     Args:
@@ -62,7 +62,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
     """
     time = max(now, catalog.newest_time)
     lines: list[bytes] = []
-    entries: list[Added] = []
+    entries: list[NewEntries] = []
     row, new = len(catalog.shards), dict[Schema, int]()
     for generation, shards in enumerate(commits, catalog.generation + 1):
         schema_count = len(new)
@@ -78,7 +78,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
             row += 1
         record = {"generation": generation, "operation": "add", "time": time}
         lines.append(encode_line(record | {"schemas": _to_json(new, schema_count), "shards": records}))
-        entries.append(Added(by_id(parts), texts))
+        entries.append(NewEntries(by_id(parts), texts))
     return b"".join(lines), entries
 
 
