@@ -190,8 +190,9 @@ class Committed:
         elif operation == "evict":
             change = Evicted(parse_ranges(records[0]["ids"]))
             self.evict(change.ranges)
-            if "fence" in records[0]:
-                self.fence(records[0]["generation"], natural(records[0]["fence"]["next_shard"], MAX_ID // 2))
+            if "fence" in records[0]:  # of a writer, which numbers its shards from here on
+                self.next_shard = max(self.next_shard, natural(records[0]["fence"]["next_shard"], MAX_ID // 2))
+                self.fences = [*self.fences, records[0]["generation"]][-FENCES_KEPT:]
         elif operation == "rewrite":
             change = self._move_recorded(records[0])
         elif operation == "annotate":
@@ -287,11 +288,6 @@ class Committed:
             self.pinned.append(self.pinned.translated(columns, self.index.texts))
         self.index.drop(positions)
         return nbytes
-
-    def fence(self, generation: int, next_shard: int) -> None:
-        """Apply the fence of a writer that began with this generation and numbers its shards from ``next_shard``."""
-        self.fences = [*self.fences, generation][-FENCES_KEPT:]
-        self.next_shard = max(self.next_shard, next_shard)
 
     def move(
         self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]

@@ -35,7 +35,8 @@ def fence(directory: Directory, catalog: Catalog) -> None:
         generation = catalog.generation + 1
         next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + 1) * SHARDS_OF_A_WRITER
         content = {"writer": writer, "next_shard": next_shard}
-        line = encode_line({"generation": generation, "operation": "evict", "ids": [], "fence": content})
+        record = {"generation": generation, "operation": "evict", "ids": [], "fence": content}
+        line = encode_line(record)
         try:
             directory.append(segment_name(generation), line)
         except WriterFencedError:
@@ -46,8 +47,7 @@ def fence(directory: Directory, catalog: Catalog) -> None:
             raise StoreWriteError(f"{error}: the log cannot be written") from error
         else:
             directory.confirm()  # a writer that took over meanwhile skips this fence, which is behind its own
-            catalog.fence(generation, next_shard)
-            catalog.generation = generation
+            catalog.apply([record])
             catalog.log_bytes += len(line)
             return
     raise StoreWriteError(
