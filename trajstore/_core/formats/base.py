@@ -85,17 +85,18 @@ class ShardContent:
         return tuple(crc32_of(pieces) for pieces in self.pieces)
 
     def described(self) -> dict[str, Any]:
-        """Return label and extents, as every format stores them."""
-        label = {} if self.entries is None else {"label": self._label(self.entries)}
-        return {"trajectories": list(map(list, self.extents)), **label}
+        """Return extents and label, as every format stores them.
 
-    def _label(self, entries: Mapping[str, Any]) -> str:
-        """Return the label, one line: a checksum and what the index knows of the shard; see :func:`read_label`."""
+        The label is one line: a checksum and what the index knows of the shard; see :func:`read_label`.
+        """
+        described: dict[str, Any] = {"trajectories": list(map(list, self.extents))}
+        if self.entries is None:
+            return described
         shard = {"schema": self.schema.to_json(), "rows": self.rows, "column_crc32": self.column_crc32}
         if self.nbytes != self.schema.plain_nbytes(self.rows):
             shard["nbytes"] = self.nbytes
-        body = orjson.dumps({**shard, "entries": entries})
-        return f"{zlib.crc32(body):08x} {body.decode()}"
+        body = orjson.dumps({**shard, "entries": self.entries})
+        return described | {"label": f"{zlib.crc32(body):08x} {body.decode()}"}
 
 
 @dataclass(frozen=True, slots=True)

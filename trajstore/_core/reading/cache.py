@@ -5,6 +5,7 @@ Guarded by ``Contents.lock``.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -23,8 +24,8 @@ class TrajectoryCache:
         for name, bound in (("cache_size", max_trajectories), ("cache_bytes", max_bytes)):
             if bound is not None and bound < 0:
                 raise ConfigurationError(f"{name}: {bound}, must not be negative")
-        self._max_trajectories = max_trajectories
-        self._max_bytes = max_bytes
+        self._max_trajectories = math.inf if max_trajectories is None else max_trajectories
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._sizes: OrderedDict[int, int] = OrderedDict()
         self.nbytes = 0
 
@@ -46,16 +47,11 @@ class TrajectoryCache:
     def overflow(self) -> list[int]:
         """Drop the oldest until the bounds hold again; return the dropped ids."""
         dropped = []
-        while self._sizes and self._over():
+        while self._sizes and (len(self._sizes) > self._max_trajectories or self.nbytes > self._max_bytes):
             trajectory_id, nbytes = self._sizes.popitem(last=False)
             self.nbytes -= nbytes
             dropped.append(trajectory_id)
         return dropped
-
-    def _over(self) -> bool:
-        if self._max_trajectories is not None and len(self._sizes) > self._max_trajectories:
-            return True
-        return self._max_bytes is not None and self.nbytes > self._max_bytes
 
     def discard(self, trajectory_id: int) -> None:
         """Drop a trajectory if it is cached."""
