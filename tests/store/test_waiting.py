@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.forging import forged_index
 from tests.stores import reader_of, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
-from trajstore._core.columns.facts import facts_to_json
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.facts import fact_columns
-from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.index_file import index_from_json, index_to_json
 from trajstore._core.store.packing import pack
 from trajstore._core.store.sealed import INDEX_NAME
-from trajstore._core.store.waiting import Packed
+from trajstore._core.store.waiting import Packed, Waiting
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.verify import verify
 
@@ -32,63 +26,10 @@ def rollout(number: int) -> AgentTrajectory:
     return AgentTrajectory(task_id=f"task {number}", reward=Reward(outcome=float(number)))
 
 
-# -- an index -----------------------------------------------------------------------------------------
-
-
-def entries(index: TrajectoryIndex, first: int, count: int, scored: bool) -> dict[str, Any]:
-    """Return columns of ``count`` entries with facts; ids and UUIDs start at ``first``."""
-    facts = [{"task": f"t{n}", **({"reward_x": n / 2} if scored else {})} for n in range(first, first + count)]
-    columns: dict[str, Any] = {name: np.zeros(count, dtype) for name, dtype in COLUMNS.items()}
-    columns[index.table] = columns.pop("shard")
-    columns["weights"][:] = index.texts.add("w")
-    columns["uuid"] = np.array([n.to_bytes(16, "big") for n in range(first, first + count)], "V16")
-    columns |= {"trajectory_id": np.arange(first, first + count), "num_samples": np.ones(count, np.int64)}
-    return columns | fact_columns([(facts_to_json(facts), count)] if count else [(None, 0)], index.texts)
-
-
-def rows_of(index: TrajectoryIndex) -> list[tuple[Any, ...]]:
-    tasks = [index.texts[number] for number in index.fact("task").tolist()]
-    uuids = [uuid.tobytes() for uuid in index["uuid"]]
-    scores = np.nan_to_num(index.fact("reward_x"), nan=-1.0).tolist()
-    return list(zip(index["trajectory_id"].tolist(), uuids, tasks, scores, index["agent"].tolist(), strict=True))
-
-
-_STEPS = st.sampled_from(["append", "append scored", "oldest", "drop", "slice", "slots", "ask", "renumber", "many"])
-
-
-@given(st.integers(1, 9), st.lists(st.tuples(_STEPS, st.integers(0, 5)), max_size=8))
-def test_an_index_with_columns_that_wait_is_as_one_without(count: int, steps: list[tuple[str, int]]) -> None:
-    made = TrajectoryIndex()
-    made.append(entries(made, 0, count, True))
-    value = orjson.loads(orjson.dumps(index_to_json(made)))
-    pair = [index_from_json(value, 1), index_from_json(value, 1, later="index")]
-    number = count
-    for step, much in steps:
-        for at, index in enumerate(pair):
-            if step.startswith("append"):
-                index.append(entries(index, number, much + 1, "scored" in step))
-            elif step == "oldest":
-                index.drop_oldest(much)
-            elif step == "drop":
-                index.drop(index.first + np.flatnonzero(np.arange(len(index)) % 3 == much % 3))
-            elif step == "slice":
-                pair[at] = index.slice(min(much, len(index)), len(index))
-            elif step == "slots" and index.table == "shard":
-                pair[at] = index.in_slots(np.array([0, -1], np.int32))
-            elif step == "ask":
-                assert len(index["uuid"]) == len(index)
-            elif step == "renumber":
-                index.renumber(index["trajectory_id"] + much)
-            elif step == "many":
-                for more in range(much):
-                    index.append(entries(index, number + more, 1, False))
-        number += 20
-    eager, late = pair
-    assert (late.first, late.end) == (eager.first, eager.end)
-    assert rows_of(late) == rows_of(eager)
-    taken = [index.take(slice(index.first, index.end)) for index in pair]
-    assert taken[0].keys() == taken[1].keys()
-    assert all(taken[0][name].tobytes() == taken[1][name].tobytes() for name in taken[0])
+def test_a_part_of_a_column_has_its_rows() -> None:
+    column = Waiting(Packed(lambda: np.arange(6)), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
+    for start, stop in itertools.combinations(range(10), 2):
+        assert column.part(start, stop).column().tolist() == list(range(1 + start, 1 + stop))
 
 
 def test_two_threads_may_ask_first_at_once() -> None:
@@ -143,6 +84,17 @@ def test_a_reader_that_follows_has_them_of_old_and_new(store: Path) -> None:
         assert both[0] == both[1]
         assert reader.query().where("task = 'task 7'").ids().tolist() == [7]
         assert reader.query().where("task = 'task 1'").ids().tolist() == [1]
+
+
+def test_a_reader_that_follows_evictions_has_those_of_what_is_left(store: Path) -> None:
+    with writer_to(store) as writer, reader_of(store) as reader:
+        for number in range(6, 9):
+            writer.evict([number - 6])
+            writer.add_trajectories([rollout(number)])
+            writer.flush()
+            reader.refresh()
+        assert reader._uuids.tolist() == writer._uuids.tolist()
+        assert [row["task"] for row in reader.query().rows()] == [f"task {number}" for number in range(3, 9)]
 
 
 def test_ranks_share_a_store_without_them(store: Path) -> None:
