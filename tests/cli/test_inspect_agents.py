@@ -30,6 +30,7 @@ def test_agent_trajectories(run: Run, tmp_path: Path) -> None:
     assert report["agents"] == {
         "rollouts": 4,
         "tasks": 4,
+        "sessions": 0,
         "without_task": 0,
         "outcomes": {"min": 0.0, "mean": 0.5, "max": 1.0},
         "without_outcome": 0,

@@ -435,7 +435,7 @@ def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
         (lambda b: b.query("mesages"), "relation: 'mesages', must be one of 'trajectories', 'messages'"),
         (lambda b: b.query("messages").where("rolle = 'x'").rows(), "no column 'rolle'; did you mean 'role'"),
         (lambda b: b.query().sql("select rolle from messages"), "no column 'rolle'; did you mean 'role'"),
-        (lambda b: b.query().stream("select 1 from mesages"), "there is trajectories, messages, tokens, steps"),
+        (lambda b: b.query().stream("select 1 from mesages"), "there is trajectories, messages, calls, tokens, steps"),
         (lambda b: b.query("messages").sql("select 1 from tokens"), "there is messages"),
         (lambda b: b.query("messages").where("cast(content as int) > 3").rows(), "query: .*conversion"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from tests.sessions.test_processes import begin, in_child, journals
 from tests.stores import opened
-from trajstore import Retention, Reward, Sessions, TrajectoryReplayBuffer, verify
+from trajstore import AgentTrajectory, Retention, Reward, Sessions, TrajectoryReplayBuffer, verify
 from trajstore.cli import main
 
 
@@ -30,6 +30,39 @@ def test_list_shows_open_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert found["id"] == session.id
     assert main(["list", str(tmp_path), "--open", "--facts"]) == 2
     assert "--open takes no" in capsys.readouterr().err
+
+
+def test_inspect_and_query_know_sessions_paths_and_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with opened(tmp_path) as buffer:
+        session = buffer.session("sort", "7")
+        session.incomplete("b", "timeout")
+        session.add_call([1, 2], [3], call_id="a", policy_version=3)
+        session.add_call([1, 2, 3, 4], [5], call_id="b", finish_reason="length")
+        session.add_call([1, 2, 3, 4], [6], call_id="c")
+        session.incomplete("d", "no answer")
+        session.finish()
+        buffer.session("sort", "8")
+        buffer.add_trajectories([AgentTrajectory(metadata={"session": {"id": "x", "path": 0, "paths": 1, "calls": 7}})])
+        buffer.flush()
+        columns = "call, number, start, stop, policy_version, finish_reason, retried"
+        found = buffer.query().sql(f"select session_path, {columns} from calls order by session_path, number")
+        assert found.rows() == [
+            (0, "a", 1, 2, 3, 3, None, None),
+            (0, "b", 2, 4, 5, None, "length", "timeout"),
+            (1, "a", 1, 2, 3, 3, None, None),
+            (1, "c", 3, 4, 5, None, None, None),
+        ]
+        assert main(["inspect", str(tmp_path), "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["agents"]["sessions"], report["open_sessions"]) == (2, 1)
+    assert main(["inspect", str(tmp_path), "--trajectory", "1"]) == 0
+    text = capsys.readouterr().out
+    assert f"session {session.id}, path 1 of 2" in text
+    calls = text[text.index("path 1 of 2") : text.index("  incomplete: d, no answer")].splitlines()[2:]
+    assert [line.split() for line in calls] == [["a", "1", "2", "3", "3", "no"], ["c", "3", "4", "5", "yes"]]
+    assert main(["inspect", str(tmp_path), "--trajectory", "1", "--sample", "2", "--json"]) == 0
+    token = json.loads(capsys.readouterr().out)
+    assert (token["call"], token["part"]) == ("a", "model")  # sampled, though another row trains it
 
 
 def test_verify_and_copy_name_open_and_damaged_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,15 @@ KINDS = {
     "unreadable": "cannot be read",
 }
 
-_UNLESS_ZERO = ("earlier_states", "invalid_steps", "pinned", "unreadable", "measured", "response_tokens_known")
+_UNLESS_ZERO = (
+    "earlier_states",
+    "open_sessions",
+    "invalid_steps",
+    "pinned",
+    "unreadable",
+    "measured",
+    "response_tokens_known",
+)
 
 
 def _id(text: str) -> int:

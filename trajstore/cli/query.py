@@ -46,7 +46,7 @@ _WIDTH = 100
 def _configure_query(parser: ArgumentParser) -> None:
     _configure_place(parser)
     parser.add_argument(
-        "sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'tokens', 'steps' or 'trained'"
+        "sql", metavar="SQL", help="statement about 'trajectories', 'messages', 'calls', 'tokens', 'steps' or 'trained'"
     )
     _configure_form(parser)
 
@@ -316,10 +316,11 @@ QUERY = Command(
     name="query",
     summary="answer a question in SQL about trajectories, their contents and training",
     description=(
-        "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages' and "
-        "'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer steps in the training ledger "
-        "PATH/ledger. All have the facts of their trajectory (trajstore list PATH --facts). Unreadable trajectories "
-        "are named and left out. The table cuts long texts; --json and --csv do not. Needs Polars (extra 'query')."
+        "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages', "
+        "'calls' (of agent sessions) and 'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer "
+        "steps in the training ledger PATH/ledger. All have the facts of their trajectory (trajstore list PATH "
+        "--facts). Unreadable trajectories are named and left out. The table cuts long texts; --json and --csv do not. "
+        "Needs Polars (extra 'query')."
     ),
     configure=_configure_query,
     run=_run_query,

@@ -19,13 +19,20 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
     if "tokens_by_column" in report:
         _write_tokens(report["tokens_by_column"], out)
         return
-    own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "values")
+    own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "values", "session")
     write(report, out, (*own, "columns", "notes"))
+    if session := report.get("session"):
+        out.heading(f"session {session['id']}, path {session['path']} of {session['paths']}")
+        shown = ("id", "number", "start", "stop", "version", "trained", "retried", "finish")
+        write_table([{name: call[name] for name in shown} for call in session["calls"]], out)
+        for gap in session["incomplete"]:
+            out.line(f"  incomplete: {gap['id']}" + (f", {gap['reason']}" if gap["reason"] else ""))
     _write_values("values", report.get("values", {}), out)
     if report.get("metadata"):
         from trajstore.attachments import summarized  # the command line starts without torch
 
-        _write_values("metadata", summarized(report["metadata"]), out)
+        more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
+        _write_values("metadata", summarized(more), out)
     for number, message in enumerate(report.get("messages", ())):
         _write_message(number, message, out)
     parts = report.get("token_parts", ())

@@ -18,6 +18,7 @@ from trajstore._core.files.base import Directory, Reader
 from trajstore._core.files.leases import READERS_FOLDER
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
+from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.lost_records import Damage
@@ -62,7 +63,8 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (of a store with
         an experience pool; the other figures cover its trajectories, or all of a trainer's rollouts), ``measured``
         (number of step trajectories that were read for ``rewards`` and ``episodes``), ``unreadable`` (number of these
-        that cannot be), ``agents``, ``policy``, ``ids``, ``integrity``. Unknown values are None or absent, never 0.
+        that cannot be), ``agents``, ``open_sessions`` (number of agent sessions that are not rollouts yet), ``policy``,
+        ``ids``, ``integrity``. Unknown values are None or absent, never 0.
 
         A folder has ``parts`` (one report each), the figures of all stores together, and ``run_points`` (saved points
         by step, with the ranks that lack each). Of checkpoints named ``step_N`` or ``global_step_N``, only
@@ -117,6 +119,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         "measured": sum(part.get("measured", 0) for part in current),
         **figures(facts),
         "waiting": _waiting(place, parts),
+        "open_sessions": sum(part.get("open_sessions", 0) for part in parts),
         "run_points": run_points_report(parts),
         "integrity": {"problems": problems},
         "parts": parts,
@@ -255,6 +258,7 @@ def _report(
         "pinned": len(catalog.pinned),
         **points_report(catalog),
         "waiting": late.to_json(),
+        "open_sessions": len(open_sessions(directory.url)),
         "next_id": catalog.next_id,
         "columns": _columns(catalog),
         "ids": ids_report(index["trajectory_id"]),
@@ -313,6 +317,7 @@ def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
     start = index.fact("response_start")
     lengths = np.where(response, index["extra"], np.where(tokens & (start >= 0), index["steps"] - start, -1))
     tasks, outcome, versioned = index.fact("task"), index.fact("outcome"), index["version_low"] != UNKNOWN_VERSION
+    sessions = index.fact("session")
     values = {
         "steps": index["steps"][of_steps],
         "batch": index["batch"][of_steps],
@@ -329,6 +334,7 @@ def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
         int((agents & (tasks < 0)).sum()),
         int((counted & ~versioned).sum()),
         {index.texts[number] for number in np.unique(tasks[agents & (tasks >= 0)]).tolist()},
+        {index.texts[number] for number in np.unique(sessions[agents & (sessions >= 0)]).tolist()},
         {index.texts[number] for number in np.unique(index["weights"]).tolist()},
     )
 

@@ -295,6 +295,7 @@ class Facts:
         without_task: number of rollouts without a task.
         without_version: number of trajectories without a policy version.
         tasks: names of the tasks.
+        sessions: ids of the agent sessions.
         weights: ids of the weights.
         rewards: rewards and episodes of the blocks that were read.
     """
@@ -304,6 +305,7 @@ class Facts:
     without_task: int = 0
     without_version: int = 0
     tasks: Collection[str] = ()
+    sessions: Collection[str] = ()
     weights: Collection[str] = ()
     rewards: RewardStatistics = field(default_factory=RewardStatistics)
 
@@ -325,6 +327,7 @@ def figures(parts: Sequence[Facts]) -> dict[str, Any]:
         "rollouts": rollouts,
         "tasks": len(set().union(*(part.tasks for part in parts))),
         "without_task": sum(part.without_task for part in parts),
+        "sessions": len(set().union(*(part.sessions for part in parts))),
         "outcomes": range_of(outcomes),
         "without_outcome": rollouts - int(np.isfinite(outcomes).sum()),
         "turns": range_of(known("turns")),

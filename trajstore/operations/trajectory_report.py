@@ -29,6 +29,7 @@ from trajstore.errors import (
     listed,
 )
 from trajstore.operations.live import announced, needed_now
+from trajstore.operations.session_report import path_of
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory
@@ -191,6 +192,7 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
     for part in parts:
         part["text"] = None if decode is None else decode(_ids(trajectory, part["first"], part["last"] + 1))
     metadata = {name: value for name, value in trajectory.metadata.items() if name not in (GIVEN, RECORDED)}
+    session, _ = path_of(trajectory, 0 if trajectory.input_ids is None else len(trajectory.input_ids))
     return {
         **{name: _known(getattr(trajectory, name)) for name in WORDS},
         "reward": None if trajectory.reward is None else asdict(trajectory.reward),
@@ -199,6 +201,7 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
         "turns": _turns(trajectory),
         "token_parts": parts,
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
+        "session": session,
         "messages": trajectory.messages,
         "metadata": metadata,
     }
@@ -235,6 +238,9 @@ def token_parts(trajectory: AgentTrajectory) -> list[Report]:
         written[start : start + len(trajectory.response_mask)] = trajectory.response_mask.ne(0)
     elif start is None:
         return [_part("tokens", 0, count)] if count else []
+    session, _ = path_of(trajectory, count)
+    for call in session["calls"] if session else ():  # also those that another row trains
+        written[call["start"] : call["stop"]] = True
     kinds = np.where(written.numpy(), "model", "observation")
     if start is not None:
         kinds[:start] = "prompt"
@@ -260,8 +266,11 @@ def _token(
         if 0 <= at < len(tensor):  # response columns have no entry for the prompt
             values[name] = _value(tensor[at])
     part = next(part for part in token_parts(trajectory) if part["first"] <= token <= part["last"])
+    session, _ = path_of(trajectory, count)
+    calls = session["calls"] if session else ()
+    call = next((call["id"] for call in calls if call["start"] <= token < call["stop"]), None)
     text = None if decode is None else decode(_ids(trajectory, token, token + 1))
-    return {"token": token, "tokens": count, "part": part["part"], "text": text, "values": values}
+    return {"token": token, "tokens": count, "part": part["part"], "call": call, "text": text, "values": values}
 
 
 def _tokens_by_column(

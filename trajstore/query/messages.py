@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, Any]
 
+Rollouts = Sequence[Sequence[Message]]
+
 COLUMNS: Mapping[str, tuple[str, str]] = {
     "message": ("Int64", "its number in the rollout, from 0 on"),
     "turn": ("Int64", "messages of the model up to this one, itself included: 0 before the first"),
@@ -40,13 +42,26 @@ def read(
         TrajectoryUnavailableError: a rollout was evicted meanwhile.
         CorruptStoreError, OSError: a rollout is unreadable.
     """
+    return series_of(of_documents(locked, ids, _messages), names, COLUMNS, _VALUES)
+
+
+def series_of(
+    each: Rollouts,
+    names: Sequence[str],
+    columns: Mapping[str, tuple[str, str]],
+    values: Mapping[str, Callable[[Rollouts], Iterable[Any]]],
+) -> tuple[IntArray, dict[str, Series]]:
+    """Return the number of objects of each rollout, ``[n]``, and columns of all objects.
+
+    Args:
+        each: the objects of each rollout.
+        names: the wanted columns.
+        columns: type in Polars by name.
+        values: what returns a column's values, by name.
+    """
     pl = polars()
-    each = of_documents(locked, ids, _messages)
-    counts = np.array([len(messages) for messages in each], np.int64)
-    columns = {
-        name: pl.Series(name, _VALUES[name](each), dtype=getattr(pl, COLUMNS[name][0]), strict=True) for name in names
-    }
-    return counts, columns
+    series = {name: pl.Series(name, values[name](each), dtype=getattr(pl, columns[name][0])) for name in names}
+    return np.array([len(objects) for objects in each], np.int64), series
 
 
 def _messages(document: Mapping[str, Any]) -> list[Message]:
@@ -71,8 +86,6 @@ def image_in(part: Any) -> tuple[str, str] | None:
 
 
 _IMAGE = re.compile("data:(image/[a-z+.-]+);base64,")
-
-Rollouts = Sequence[Sequence[Message]]
 
 
 def _numbers(rollouts: Rollouts) -> Iterable[int]:

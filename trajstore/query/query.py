@@ -43,9 +43,10 @@ class Query:
     """A query over trajectories or their contents, with SQL expressions.
 
     Its rows are those of a relation. ``trajectories`` has the facts (``trajstore.query.FACTS``). ``messages``,
-    ``tokens`` and ``steps`` have the columns in ``trajstore.query.RELATIONS``, and each fact of the row's trajectory
-    can be named too, and values of its metadata: ``metadata.KEY``, null where it has none. ``trained`` has the rows of
-    optimizer steps (``trajstore.query.trained.COLUMNS``); facts are null for rows whose trajectory the store lacks.
+    ``calls``, ``tokens`` and ``steps`` have the columns in ``trajstore.query.RELATIONS``, and each fact of the row's
+    trajectory can be named too, and values of its metadata: ``metadata.KEY``, null where it has none. ``trained`` has
+    the rows of optimizer steps (``trajstore.query.trained.COLUMNS``); facts are null for rows whose trajectory the
+    store lacks.
 
     Each method returns a new query. :meth:`ids`, :meth:`table`, :meth:`rows`, :meth:`count` and :meth:`sql` evaluate it
     over the trajectories visible at that moment; :meth:`stream` reads its rows while they are consumed.
@@ -132,7 +133,7 @@ class Query:
     def sql(self, text: str) -> DataFrame:
         """Run a whole SQL statement over this query's rows, a table named like the relation.
 
-        A query over trajectories also provides their ``messages``, ``tokens`` and ``steps`` as tables.
+        A query over trajectories also provides their ``messages``, ``calls``, ``tokens`` and ``steps`` as tables.
 
         Args:
             text: ``"select task, avg(outcome) as mean from trajectories group by task order by mean"``.

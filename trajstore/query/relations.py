@@ -1,4 +1,4 @@
-"""Contents of trajectories as rows: messages and tokens of rollouts, steps of blocks; read lazily.
+"""Contents of trajectories as rows: messages, calls and tokens of rollouts, steps of blocks; read lazily.
 
 Polars scans a relation by reading trajectories in portions. Conditions on facts alone select trajectories before any
 is read.
@@ -16,7 +16,7 @@ import numpy as np
 from trajstore._core.base import exits, locks
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.portions import portions
-from trajstore.query import messages, metadata, rows
+from trajstore.query import calls, messages, metadata, rows
 from trajstore.query.engine import polars
 from trajstore.query.readable import TOGETHER, Faults, Locked, log_faults, readable
 
@@ -45,6 +45,7 @@ class _Kind:
 
 _KINDS = {
     "messages": _Kind("agent", messages.COLUMNS, messages.read),
+    "calls": _Kind("agent", calls.COLUMNS, calls.read),
     "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
     "steps": _Kind("step", rows.STEPS, rows.read_steps),
     metadata.RELATION: _Kind("agent", {metadata.COLUMN: ("String", "metadata as JSON")}, metadata.read),
@@ -52,7 +53,7 @@ _KINDS = {
 
 RELATIONS: Mapping[str, Mapping[str, str]] = {
     name: {column: what for column, (_, what) in _KINDS[name].columns.items()}
-    for name in ("messages", "tokens", "steps")
+    for name in ("messages", "calls", "tokens", "steps")
 }
 """Relations read from trajectories, with their columns. Each fact of a row's trajectory is a column too."""
 

@@ -17,10 +17,11 @@ import orjson
 import torch
 
 from trajstore.attachments import summarized
+from trajstore.operations.session_report import first_token, path_of
 from trajstore.operations.statistics import sampled_rows
 from trajstore.operations.trajectory_report import columns_of, token_parts
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-from trajstore.view.session import first_token, path_of, tokens_of
+from trajstore.view.session import tokens_of
 
 Answer = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -95,7 +96,7 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
     arrays += _noted(trajectory, total)
     ids = trajectory.input_ids
     texts = None if ids is None or decode is None else texts_of(ids.tolist(), decode)
-    session, unplaced = path_of(trajectory)
+    session, unplaced = path_of(trajectory, total)
     answer = {
         "kind": "agent",
         "query": trajectory.query,

@@ -6,17 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
-
-from trajstore._core.columns.facts import SESSION, session_of
+from trajstore._core.columns.facts import SESSION
 from trajstore._core.files.base import Directory
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.rows import described, path_rows
 from trajstore._core.sessions.tree import CallTree
+from trajstore.operations.session_report import gap_of, path_of, values_of
 from trajstore.operations.trajectory_report import columns_of
 from trajstore.trajectory import AgentTrajectory
-from trajstore.view.answers import Answer, plain
+from trajstore.view.answers import Answer, plain, plain_dict
 
 MOST = 200
 """Maximum number of open sessions in a list, the newest."""
@@ -112,122 +111,30 @@ def _in_milliseconds(session: SessionInfo) -> Answer:
     return {**asdict(session), "opened": session.opened // 1000, "last": session.last // 1000}
 
 
-# -- calls of a row ------------------------------------------------------------------------------------
-
-
 def tokens_of(trajectory: AgentTrajectory) -> int:
     """Return the number of tokens of a rollout: of its longest column."""
     columns = columns_of(trajectory).items()
     return max((len(tensor) for name, tensor in columns if not name.startswith("notes.")), default=0)
 
 
-def first_token(length: int, total: int, response_start: int | None) -> int:
-    """Return the position among ``total`` tokens of the first of ``length`` values; response values start there."""
-    if length == total:
-        return 0
-    return total - length if response_start is None or response_start + length > total else response_start
-
-
-def path_of(trajectory: AgentTrajectory) -> tuple[Answer | None, list[str]]:
-    """Return the session that a rollout is a row of, and the calls and gaps that cannot be shown, as text.
-
-    The session is ``{"id", "path", "paths", "calls", "incomplete"}``, None of another rollout. Calls are in the order
-    of the row: sampled tokens are ``[start, stop)``, and ``trained`` says whether the loss mask has any of them (None
-    without masks). The other keys of a call are as recorded, None where they are unknown: ``id``, ``number`` among the
-    calls of the session, ``version``, ``messages`` (first, and one past the last, that it added), ``base`` (id of the
-    call with which it shares ``shared`` tokens, if it does not continue it), ``retried`` (why an attempt before was
-    incomplete), ``finish``.
-    """
-    found = session_of(trajectory.metadata)
-    if found is None:
-        return None, []
-    recorded, total = trajectory.metadata[SESSION], tokens_of(trajectory)
-    mask = trajectory.response_mask if trajectory.loss_mask is None else trajectory.loss_mask
-    calls, unplaced = [], []
-    for number, call in enumerate(_listed(recorded, "calls")):
-        match call:
-            case {"start": int(start), "stop": int(stop)} if 0 <= start <= stop <= total:
-                sampled = None if mask is None else _sampled(mask, start, stop, total, trajectory)
-                trained = None if sampled is None else bool(sampled.any())
-                known = {"id": str(call.get("id", number)), "start": start, "stop": stop, "trained": trained}
-                calls.append(known | _described(call))
-            case _:
-                unplaced.append(
-                    f"metadata.{SESSION}.calls[{number}]: not shown, because its start and stop are not among the "
-                    f"{total:,} tokens of the row"
-                )
-    gaps = []
-    for number, gap in enumerate(_listed(recorded, "incomplete")):
-        if isinstance(gap, Mapping):
-            gaps.append(_gap(gap))
-        else:
-            unplaced.append(f"metadata.{SESSION}.incomplete[{number}]: not shown, because it is no object")
-    return dict(zip(("id", "path", "paths"), found, strict=True)) | {"calls": calls, "incomplete": gaps}, unplaced
-
-
-def _described(call: Mapping[str, Any]) -> Answer:
-    """Return what else a row's metadata has of a call, None for what it lacks."""
-    version, base, messages = call.get("policy_version"), call.get("base"), call.get("messages")
-    match messages:
-        case [int(first), int(end)] if 0 <= first <= end:
-            pass
-        case _:
-            messages = None
-    return {
-        "number": _number(call.get("number")),
-        "version": None if version is None else str(version),
-        "messages": messages,
-        "base": None if base is None else str(base),
-        "shared": _number(call.get("shared")),
-        "retried": _text(call.get("retried")),
-        "finish": _text(call.get("finish_reason")),
-    }
-
-
-def _gap(gap: Mapping[str, Any]) -> Answer:
-    return {"id": str(gap.get("id")), "reason": _text(gap.get("reason")), "number": _number(gap.get("number"))}
-
-
-def _listed(recorded: Mapping[str, Any], name: str) -> Sequence[Any]:
-    values = recorded.get(name)
-    return values if isinstance(values, list | tuple) else ()
-
-
-def _number(value: Any) -> int | None:
-    return value if isinstance(value, int) and 0 <= value < 2**53 else None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(plain(str(value)))
-
-
-def _sampled(values: torch.Tensor, start: int, stop: int, total: int, trajectory: AgentTrajectory) -> torch.Tensor:
-    """Return those of the values of all tokens, or of the response, that belong to the tokens ``[start, stop)``."""
-    first = first_token(len(values), total, trajectory.response_start)
-    return values[max(0, start - first) : max(0, stop - first)]
-
-
-# -- trees ---------------------------------------------------------------------------------------------
-
-
 def tree_of(rows: Sequence[Row], gaps: Sequence[Mapping[str, Any]] = ()) -> Answer:
     """Return the calls of some rows of a session as a tree: ``{"calls", "incomplete", "left_out"}``.
 
-    A call has the keys of :func:`path_of`, and ``parent`` and ``base`` (places in ``calls``; a parent comes first),
-    ``added`` (tokens of its prompt that are neither its parent's nor shared with its base), ``log_prob`` and ``least``
-    (mean and minimum over its sampled tokens), ``said`` (role and beginning of the newest messages that it added),
-    ``path`` (the first that has it) and ``row`` (id of that rollout), ``trained`` (paths whose loss has it; None
-    without masks), and ``end`` (the path that ends with it). Calls are in the order in which they were added, if they
-    have numbers, otherwise path by path.
+    A call has the keys of :func:`trajstore.operations.session_report.path_of`, and ``parent`` and ``base`` (places in
+    ``calls``; a parent comes first), ``added`` (tokens of its prompt that are neither its parent's nor shared with its
+    base), ``log_prob`` and ``least`` (mean and minimum over its sampled tokens), ``said`` (role and beginning of the
+    newest messages that it added), ``path`` (the first that has it) and ``row`` (id of that rollout), ``trained``
+    (paths whose loss has it; None without masks), and ``end`` (the path that ends with it). Calls are in the order in
+    which they were added, if they have numbers, otherwise path by path.
 
     Args:
         rows: of one session, in the order of their paths.
         gaps: the session's incomplete calls; those of the rows, if empty.
     """
     calls: dict[tuple[str, int, int], Answer] = {}
-    incomplete, left_out = [_gap(gap) for gap in gaps], []
+    incomplete, left_out = [gap_of(gap) for gap in gaps], []
     for shown, row in rows:
-        session, unplaced = path_of(row)
+        session, unplaced = path_of(row, tokens_of(row))
         if session is None:
             continue
         left_out += [f"path {session['path']}: {text}" for text in unplaced]
@@ -237,7 +144,12 @@ def tree_of(rows: Sequence[Row], gaps: Sequence[Mapping[str, Any]] = ()) -> Answ
             key = call["id"], call["start"], call["stop"]
             if key not in calls:
                 after = session["calls"][at + 1 :]
-                calls[key] = {**call, "trained": None if call["trained"] is None else [], "above": above}
+                calls[key] = {
+                    **plain_dict(call),
+                    "id": call["id"],
+                    "trained": None if call["trained"] is None else [],
+                    "above": above,
+                }
                 calls[key] |= {"path": session["path"], "row": shown, "end": None, **_log_probs(row, call)}
                 calls[key]["said"] = _said(row.messages, call["messages"], after[0]["messages"] if after else None)
             if call["trained"]:
@@ -245,14 +157,18 @@ def tree_of(rows: Sequence[Row], gaps: Sequence[Mapping[str, Any]] = ()) -> Answ
             above = calls[key]
         if above is not None:
             above["end"] = session["path"]
-    return {"calls": _in_order(list(calls.values())), "incomplete": incomplete, "left_out": left_out}
+    return {
+        "calls": _in_order(list(calls.values())),
+        "incomplete": [plain_dict(gap) for gap in incomplete],
+        "left_out": left_out,
+    }
 
 
 def _log_probs(row: AgentTrajectory, call: Answer) -> Answer:
     """Return mean and minimum of the log-probs of a call's sampled tokens; None if there are none."""
     values = row.old_log_probs if row.rollout_log_probs is None else row.rollout_log_probs
     if values is not None:
-        values = _sampled(values, call["start"], call["stop"], tokens_of(row), row).double()
+        values = values_of(values, call, tokens_of(row), row.response_start).double()
     if values is None or not values.numel():
         return {"log_prob": None, "least": None}
     return {"log_prob": plain(float(values.mean())), "least": plain(float(values.min()))}
