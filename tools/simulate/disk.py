@@ -35,11 +35,14 @@ class Disk(Recorder):
         fails: returns the part of the call of this name that is done before it fails; None if it does not fail.
     """
 
+    is_unseen: bool
+    """Whether calls are done without a step and not recorded."""
+
     def __init__(self, root: Path, ops: list[Op], tasks: Tasks, fails: Callable[[str], float | None]) -> None:
         super().__init__(root, ops)
         self._tasks, self._fails = tasks, fails
         self._owners: dict[int, int] = {}
-        self._unseen = False
+        self.is_unseen = False
         self._nothing = os.open(os.devnull, os.O_RDONLY)
 
     def _recorded(self, real: Callable[..., Any], record: Callable[..., None], name: str) -> Callable[..., Any]:
@@ -47,7 +50,7 @@ class Disk(Recorder):
 
         def stepped(*arguments: Any, **keywords: Any) -> Any:
             task = self._tasks.mine
-            if self._unseen:
+            if self.is_unseen:
                 return real(*arguments, **keywords)
             if task is not None:
                 self._tasks.point(name)
@@ -80,11 +83,11 @@ class Disk(Recorder):
     def lose_power(self, chance: random.Random) -> None:
         """Leave on the disk what a power loss may leave. No process may live."""
         files = state_after(self.ops, chance)
-        self._unseen = True
+        self.is_unseen = True
         for name in os.listdir(self._root):
             shutil.rmtree(os.path.join(self._root, name))
         write_tree(Path(self._root), files)
-        self._unseen = False
+        self.is_unseen = False
         self.ops[:] = made_of(files)
         self._restart()
 

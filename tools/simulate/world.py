@@ -113,7 +113,8 @@ class World:
     # -- ends -------------------------------------------------------------------------------------
 
     def end(self, problem: str) -> NoReturn:
-        """Report and end the process."""
+        """Report and end the process, without another step of the others."""
+        self.disk.is_unseen = True
         outcome = Outcome(
             self.seed,
             problem,
