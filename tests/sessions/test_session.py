@@ -471,3 +471,21 @@ def test_an_end_that_cannot_be_written_is_undone(tmp_path: Path, end: str) -> No
         session.add_call([1, 2], [3])
         getattr(session, end)()
         assert len(buffer) == (end == "finish")
+
+
+def test_a_session_opens_although_a_write_of_another_thread_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found by the simulator: its record was not queued, and the thread waited for it forever."""
+    queue, failing = journal.CallJournal.queue, iter([True])
+
+    def queue_after_failure(self: journal.CallJournal, entry: journal.Entry, failures: int) -> bool:
+        self.failures += next(failing, False)
+        return queue(self, entry, failures)
+
+    with opened(tmp_path / "store") as buffer:
+        buffer.session("task", "first")
+        monkeypatch.setattr(journal.CallJournal, "queue", queue_after_failure)
+        buffer.session("task", "second").add_call([1], [2])
+        assert [info.rollout_id for info in buffer._sink.sessions.listed()] == ["first", "second"]
+        assert next(failing, None) is None

@@ -165,6 +165,12 @@ FAULTS = (
         "pass",
     ),
     Fault(
+        "a record that was not queued is waited for",
+        "trajstore._core.sessions.journal:CallJournal.append",
+        "while not self.queue(entry, self.failures):",
+        "if not self.queue(entry, self.failures):",
+    ),
+    Fault(
         "rollouts of a session are added again after a crash",
         "trajstore._core.buffer.session_rows:BufferSessions.row_ids",
         "return self._sink.ids_of(row_uuids(session_id, count))",

@@ -36,6 +36,7 @@ class Model:
         saving: the step of a point that is being saved, and what it will hold.
         pins: ids that each pin holds, by name.
         pinning: names of pins that are being set or removed.
+        limit: of retention; older trajectories may be evicted at any moment.
         mirrored: ids that were evicted, and those that were not, of which it is known that the mirror knows.
         ever: keys of all trajectories so far, by id.
         begun: keys of all additions so far.
@@ -54,6 +55,7 @@ class Model:
     saving: tuple[int, frozenset[int]] | None = None
     pins: dict[str, frozenset[int]] = field(default_factory=dict)
     pinning: set[str] = field(default_factory=set)
+    limit: int | None = None
     mirrored: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
     used: set[int] = field(default_factory=set)
     ever: dict[int, int] = field(default_factory=dict)
@@ -73,6 +75,11 @@ class Model:
         self.keys |= new
         self.ever |= new
         self.adding -= set(new.values())
+        self._retain()
+
+    def _retain(self) -> None:
+        if self.limit is not None:
+            self.evicting |= set(sorted(self.keys)[: -self.limit])
 
     def go_back(self, step: int) -> None:
         """A rollback begins; until it is done, readers see what is left or what is come back to."""
@@ -152,6 +159,7 @@ class Model:
         self.adding.clear()
         self.evicted |= self.evicting & committed - present.keys()
         self.evicting = set(self.evicted)  # an id that was never committed may be given out again
+        self._retain()
 
     def tick(self) -> int:
         """Return a new moment."""

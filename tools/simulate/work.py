@@ -50,6 +50,7 @@ class Plan:
         mirror: whether the store has a mirror.
         unreadable: whether memory that was given back cannot be read.
         sessions: whether clients record sessions of agents, and nothing else.
+        limit: of retention, in trajectories; None for none.
     """
 
     form: str
@@ -67,6 +68,7 @@ class Plan:
     mirror: bool
     unreadable: bool
     sessions: bool
+    limit: int | None
 
 
 def plan(chance: random.Random) -> Plan:
@@ -104,6 +106,7 @@ def plan(chance: random.Random) -> Plan:
         mirror=mirror,
         unreadable=chance.random() < 0.3,
         sessions=not mirror and chance.random() < 0.2,
+        limit=chance.choice((2, 6)) if not mirror and chance.random() < 0.15 else None,
     )
 
 
@@ -412,7 +415,7 @@ def opened(folder: Path, chosen: Plan) -> TrajectoryReplayBuffer:
         seed=1,
         enable_cache=chosen.cache,
         cache_size=3,
-        retention=Retention(),
+        retention=Retention(max_trajectories=None if chosen.sessions else chosen.limit),
         writer=WriterOptions(**chosen.options),  # type: ignore[arg-type]
         mirror=Mirror(folder / "mirror", interval=0.01, close_timeout=0.0) if chosen.mirror else None,
     )

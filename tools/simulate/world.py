@@ -91,7 +91,7 @@ class World:
         self.seed, self._out = seed, out
         self.chance = random.Random(f"work/{seed}")
         self.plan: Plan = plan(self.chance)
-        self.model, self._told = Model(), Told()
+        self.model, self._told = Model(limit=self.plan.limit), Told()
         self._digest = hashlib.blake2b(digest_size=16)
         self._whole: list[tuple[int, str, str]] | None = [] if whole else None
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
@@ -304,6 +304,9 @@ class World:
         pins = {head.name: ids_in(head) for head in catalog.pins.heads.values() if head.kind == "pin"}
         self.model.check_pins(pins)
         self.model.is_restored = False
+        limit = self.plan.limit
+        if last and limit is not None and len(self.model.keys) > limit and not (points or self.plan.faults):
+            raise AssertionError(f"retention is applied: {sorted(self.model.keys)} are more than {limit}")
         report = verify(store) if last or self._crashed else None
         if report and report.problems:
             raise AssertionError(f"a store is sound: {[(one.file, one.message) for one in report.problems[:3]]}")

@@ -207,7 +207,8 @@ class CallJournal:
             StoreWriteError: it was not written.
         """
         entry = Entry(data)
-        self.queue(entry, self.failures)
+        while not self.queue(entry, self.failures):  # a write failed just now, upon which this record does not build
+            pass
         self.wait(entry)
 
     def _write(self) -> None:
