@@ -388,3 +388,11 @@ def kill_at(path: Path, *_: int) -> None:
     """End the process by SIGKILL once a path exists."""
     if path.exists():
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_store_without_trajectories_is_copied_to_an_object_store(tmp_path: Path, memory_url: str) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.evict(buffer.add_trajectories([witness(0)]))
+    assert copy_store(tmp_path, memory_url).trajectories == 0
+    with TrajectoryReplayBuffer.open(memory_url) as reader:
+        assert len(reader) == 0
