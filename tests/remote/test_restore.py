@@ -178,8 +178,15 @@ def test_two_stores_of_one_mirror_keep_apart(tmp_path: Path, mirror: Path) -> No
         with make(tmp_path / name, None) as buffer:
             ids.update(add(buffer, [7]))
         shards |= {path.name for path in (tmp_path / name / "shards").iterdir()}
-    assert len(ids) == 2  # fails once in 65,536 runs
+    assert len(ids) == 2  # fails once in 4 billion runs
     assert len(shards) == 4 + 2
+
+
+def test_hundreds_of_restores_leave_ids_to_a_run(tmp_path: Path, mirror: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.remote.mirror.restoring.randbelow", lambda limit: limit - 1)
+    left = inspect(mirror)["ids_left"]
+    restore(mirror, tmp_path / "new")
+    assert 0 < left - inspect(tmp_path / "new")["ids_left"] < left / 1000
 
 
 def test_a_restored_store_is_written_on(tmp_path: Path, mirror: Path) -> None:

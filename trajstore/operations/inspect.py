@@ -22,6 +22,7 @@ from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.lost_records import Damage
+from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.operations.late_values import waiting_values
@@ -260,6 +261,7 @@ def _report(
         "waiting": late.to_json(),
         "open_sessions": len(open_sessions(directory.url)),
         "next_id": catalog.next_id,
+        "ids_left": max(0, ID_LIMIT - catalog.next_id),
         "columns": _columns(catalog),
         "ids": ids_report(index["trajectory_id"]),
         "integrity": integrity,

@@ -37,13 +37,17 @@ def in_run(rank: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return a rank's trajectory ids as ids of its run, ``[n]``; for :data:`ALONE` they are unchanged.
 
     Raises:
-        CorruptStoreError: the store's ids, or the rank, are too high.
+        CorruptStoreError: the rank is too high, or the store has used up the ids of a run.
     """
-    if rank >= RANK_LIMIT or (len(ids) and int(ids.max()) >= ID_LIMIT):
-        highest = int(ids.max(initial=0))
+    if rank >= RANK_LIMIT:
         raise CorruptStoreError(
-            f"rank_{rank}: ranks of a run are below {RANK_LIMIT:,} and the ids of their stores below {ID_LIMIT:,}, "
-            f"here up to {highest:,}; load the rank's folder by its own path"
+            f"rank_{rank}: ranks of a run are below {RANK_LIMIT:,}; load the rank's folder by its own path"
+        )
+    if len(ids) and (highest := int(ids.max())) >= ID_LIMIT:
+        raise CorruptStoreError(
+            f"rank_{rank}: its ids go up to {highest:,}, and those of a run's stores are below {ID_LIMIT:,} (each "
+            "restore skips some; `trajstore inspect` shows how many are left): load the rank's folder by its own "
+            "path, and save a checkpoint of it, whose ids are lower"
         )
     return ids + (rank + 1 << _ID_BITS)
 

@@ -41,8 +41,11 @@ Progress = Callable[[int, int], None]
 IDS_LEFT_OUT = 1 << 20
 """Least number of ids that a restored store skips: the lost store had given out some, which may be recorded."""
 
+_MOST_LEFT_OUT = 1 << 32
+"""Most ids that it skips: a store of a run has 2^42, which is enough for a thousand restores."""
+
 _BLOCKS = 1 << 16
-"""Size of blocks of ids and shard numbers; a restored store starts at a random one. So two stores restored from one
+"""Blocks of shard numbers; a restored store starts at a random one, and at a random id. So two stores restored from one
 mirror, or a restored one and the one wrongly believed lost, share neither ids nor shard names."""
 
 _ATTEMPTS = 20  # a mirror in use changes meanwhile
@@ -255,7 +258,7 @@ class _Copy:
         target.publish([EncodedFile(name, [data]) for name, data in pins.items()])
         metadata = catalog.metadata()
         newest, block = catalog.next_id - 1, 1 + randbelow(_BLOCKS)
-        catalog.next_id += block * IDS_LEFT_OUT
+        catalog.next_id += IDS_LEFT_OUT + randbelow(_MOST_LEFT_OUT - IDS_LEFT_OUT)
         catalog.restored = [catalog.generation, catalog.next_id]
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
         target.publish([catalog.snapshot_file()])
