@@ -28,6 +28,7 @@ from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.run_ids import own_id
 from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 from trajstore.remote.mirror.restoring import restore
 
@@ -417,6 +418,18 @@ def test_no_two_ranks_of_another_number_draw_alike(run: Path, ranks: int) -> Non
         assert len(set(each)) == ranks
         assert each == [drawn(run, rank, ranks, seed) for rank, seed in enumerate(seeds)], "and the same every time"
     assert drawn(run, 0, ranks, 77) != drawn(run, 0, ranks, 78), "by its own seed"
+
+
+@pytest.mark.parametrize("absent", [3, 1])
+def test_a_rank_whose_share_was_not_saved_is_named(run: Path, tmp_path: Path, absent: int) -> None:
+    for rank in {0, 1, 2, 3} - {absent}:
+        with TrajectoryReplayBuffer() as buffer:
+            buffer.load_checkpoint(run, is_distributed=True, local_rank=rank, world_size=4)
+            buffer.save_checkpoint(tmp_path / f"rank_{rank}")
+    with pytest.raises(errors.IncompleteCheckpointError, match=f"rank_{absent} is absent"):
+        TrajectoryReplayBuffer.open(tmp_path)
+    assert f"rank_{absent} is absent" in str(verify(tmp_path).problems)
+    assert f"rank_{absent} is absent" in str(inspect(tmp_path)["integrity"]["problems"])
 
 
 def test_one_store_shared_out(run: Path) -> None:

@@ -469,7 +469,7 @@ def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_we
     assert len(load(run)[0]) == 12
     for rank in gone:
         shutil.rmtree(run / f"rank_{rank}")
-    absent = rf"rank_{gone[0]}.*absent: the newest saved point is of 4"
+    absent = rf"rank_{gone[0]}.*absent: 4 ranks saved together"
     with pytest.raises(errors.IncompleteCheckpointError, match=absent):
         load(run)
     assert len(load(run, strict=False)[0]) == 3 * (4 - len(gone))
@@ -479,7 +479,7 @@ def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_we
     assert (repaired.is_whole, repaired.left_out) == (False, len(gone))
     assert sorted(os.listdir(repaired.target)) == [f"rank_{rank}" for rank in range(4)], "empty stores in their places"
     for rank in gone:
-        assert f"rank_{rank} is absent: the newest saved point is of 4 ranks; an empty store" in str(repaired.problems)
+        assert f"rank_{rank} is absent: 4 ranks saved together; an empty store" in str(repaired.problems)
     assert len(load(run.with_name("repaired"))[0]) == 3 * (4 - len(gone))
     with TrajectoryReplayBuffer.open(run / "rank_0") as reader:
         assert len(reader) == 3, "a rank by itself says of nothing that it is absent"

@@ -214,7 +214,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     if ranks and not lenient:
         raise StoreError(mixed_sentence(place.url, ranks))
     above = numbers_absent(place)
-    absent = [f"rank_{rank} is absent: the newest saved point is of {counted(above.stop, 'rank')}" for rank in above]
+    absent = [f"rank_{rank} is absent: {counted(above.stop, 'rank')} saved together" for rank in above]
     result = Copied(place.url, target, left_out=len(place.lacking) + len(absent))
     if ranks:
         result.problems.append(f"the store of its own beside {listed(ranks)} is copied to own")

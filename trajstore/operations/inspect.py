@@ -58,7 +58,8 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``), ``mirror`` (state of the mirror, or
         None), ``readers`` (open readers and their generations), ``waiting`` (late values not applied yet: numbers of
         waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store is being ``written``;
-        or None), ``saved_points``, ``aside`` (heads set aside by rollbacks), ``pins`` (names),
+        or None), ``saved_by`` (number of ranks that saved the newest point, or shares, together), ``saved_points``,
+        ``aside`` (heads set aside by rollbacks), ``pins`` (names),
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
         stores), ``format``, ``columns``, ``steps`` (T), ``batch`` (B), ``tokens`` (L) and ``response_tokens`` (R) of
         agent trajectories, ``response_tokens_known`` (number of trajectories with known R), ``pool`` (of a store with
@@ -97,8 +98,8 @@ def _inspect_place(place: Place, measure: int, progress: Progress | None) -> tup
 def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:
     inspected = [_inspect_part(part, measure, progress) for part in place.parts]
     parts = [report for report, _ in inspected]
-    rank_counts = [points[-1]["ranks"] for part in parts if (points := part.get("saved_points"))]
-    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent_above(place.rank_names, rank_counts))]
+    absent = absent_above(place.rank_names, [part.get("saved_by") for part in parts])
+    problems = [f"{place.url}: {text}" for text in (*place.lacking, *absent)]
     if place.mixed:
         problems.append(mixed_sentence(place.url, [part.name for part in place.parts[1:]]))
     for part, report in zip(place.parts, parts, strict=True):
@@ -258,6 +259,7 @@ def _report(
         "compressed": _compressed(catalog),
         "pinned": len(catalog.pinned),
         **points_report(catalog),
+        "saved_by": catalog.ranks,
         "waiting": late.to_json(),
         "open_sessions": len(open_sessions(directory.url)),
         "next_id": catalog.next_id,

@@ -186,7 +186,7 @@ def incomplete_points(place: Place) -> list[str]:
 
 
 def absent_ranks(place: Place) -> list[str]:
-    """Return a sentence on each absent highest rank of a run, if saved points record the number of ranks."""
+    """Return a sentence on each absent highest rank of a run, if saved points or shares record their number."""
     return absent_above(place.rank_names, _said_of_ranks(place))
 
 
@@ -200,7 +200,7 @@ def _said_of_ranks(place: Place) -> list[int | None]:
     for part in place.parts:
         if part.kind == "store" and is_of_rank(part.name):
             with suppress(StoreError, OSError):  # reported already
-                rank_counts += [head.ranks for head in Catalog.open(part.directory).points()[-1:]]
+                rank_counts.append(Catalog.open(part.directory).ranks)
     return rank_counts
 
 

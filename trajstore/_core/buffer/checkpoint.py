@@ -72,12 +72,18 @@ _SHARD_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class CheckpointState:
-    """The buffer's own state: the fields of ``metadata.json`` besides the trajectories."""
+    """The buffer's own state: the fields of ``metadata.json`` besides the trajectories.
+
+    Attributes:
+        ranks: number of ranks that divide the trajectories, of which the buffer shows the share of one; None if it
+            shows all.
+    """
 
     trajectory_format: str
     trajectory_counter: int
     seed: int | None
     rng_state: torch.Tensor | None
+    ranks: int | None = None
 
     @staticmethod
     def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
@@ -289,6 +295,7 @@ def _write_store(
     catalog.load_pins()
     catalog.next_shard = len(catalog.shards)
     extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
+    extra |= {} if state.ranks is None else {"ranks": state.ranks}
     local, index = isinstance(target, LocalDirectory), catalog.snapshot_file()
     metadata = catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)
     # A local directory is renamed into place as a whole; elsewhere, a reader that sees the metadata finds all else.

@@ -237,9 +237,8 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
 
 
 def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:
-    """Return an error for absent highest ranks of a run, if saved points record the number of ranks."""
-    catalogs = [source.catalog for source in sources if isinstance(source, StoreSource)]
-    rank_counts = [points[-1].ranks for catalog in catalogs if (points := catalog.points())]
+    """Return an error for absent highest ranks of a run, if saved points or shares record the number of ranks."""
+    rank_counts = [source.catalog.ranks for source in sources if isinstance(source, StoreSource)]
     if not any(rank_counts):
         return []
     ranks = ranks_of(place)

@@ -463,7 +463,9 @@ class Reader(Closing):
         """Return the buffer's own state, with other draws or another format if given."""
         draws = draws or self._draws
         form = trajectory_format or self._trajectory_format
-        return CheckpointState(form, self._trajectory_counter, draws.seed, draws.rng_state)
+        request = self._live.request
+        ranks = None if request is None or request.share is None else request.share[1]
+        return CheckpointState(form, self._trajectory_counter, draws.seed, draws.rng_state, ranks)
 
     def _keeping_files(self) -> AbstractContextManager[object]:
         """Keep the files to be linked or copied."""

@@ -219,13 +219,13 @@ def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]
 
     Args:
         names: names of existing folders and of those known to be absent.
-        ranks: number of ranks in each store's newest saved point; None if unknown.
+        ranks: number of ranks that saved each store's newest point, or shares, together; None if unknown.
     """
     above = ranks_above(names, ranks)
     if not above:
         return []
     names_in_words = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
-    return [f"{names_in_words} absent: the newest saved point is of {counted(above.stop, 'rank')}"]
+    return [f"{names_in_words} absent: {counted(above.stop, 'rank')} saved together"]
 
 
 def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:

@@ -32,6 +32,7 @@ from trajstore._core.store.log_records import (
 )
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.packing import declared_rows
+from trajstore._core.store.run_ids import RANK_LIMIT
 from trajstore._core.store.saved_points import Pins, Snapshot, pin_name
 from trajstore._core.store.sealed import (
     COPY_NAME,
@@ -88,6 +89,8 @@ class Catalog(Committed):
         """Damage of the index file, where its copy was read; empty if there is none."""
         self._seen_metadata = ""
         """Version of a ``metadata.json`` that reports no commits beyond those loaded."""
+        self.shares: int | None = None
+        """Number of ranks whose shares are checkpoints beside this one; None if it is no checkpoint of a share."""
         self.told_ids = 0
         """Next id according to ``metadata.json``, which was read before the log."""
 
@@ -185,6 +188,12 @@ class Catalog(Committed):
             raise CorruptStoreError(f"{source}: trajectory_format: {values['trajectory_format']!r}, not a text")
         return values
 
+    @property
+    def ranks(self) -> int | None:
+        """Number of ranks that saved this checkpoint of a share, or the newest point, together; None if unknown."""
+        points = self.points()
+        return self.shares or (points[-1].ranks if points else None)
+
     # -- whether the log ends where it ended --------------------------------------------------------
 
     def end_checks(self) -> tuple[Callable[[], None], ...]:
@@ -198,6 +207,8 @@ class Catalog(Committed):
     def _note_told(self, metadata: Mapping[str, Any]) -> None:
         counter = metadata.get("trajectory_counter")
         self.told_ids = counter if isinstance(counter, int) else 0
+        ranks = metadata.get("ranks")
+        self.shares = ranks if isinstance(ranks, int) and 0 < ranks <= RANK_LIMIT else None
 
     def _check_pins(self) -> None:
         for head in self.pins.heads.values():
