@@ -16,7 +16,7 @@ from tests.replay.conftest import build
 from tests.stores import reader_of, stored
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer, annotate
-from trajstore.cli import FAILED
+from trajstore.cli import FAILED, main
 from trajstore.errors import SchemaMismatchError
 from trajstore.operations.inspect import inspect
 from trajstore.trajectory import Reward
@@ -161,6 +161,35 @@ def test_one_rollout_is_shown_whole_and_nothing_of_it_reaches_the_terminal(run: 
     assert len(report["messages"][1]["content"]) == 5000
     assert report["reward"]["metadata"] == {"format": 0.25}
     assert [part["part"] for part in report["token_parts"]] == ["prompt", "model", "observation", "model"]
+
+
+def test_calls_images_and_long_texts_of_messages(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"id": "c", "function": {"name": "bash", "arguments": '{"cmd": "ls \\u001b[2J", "n": 2}'}}
+    odd = {"function": {"name": "f", "arguments": "{not JSON"}}
+    link = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{'A' * 400}"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "see"}, link]},
+        {"role": "assistant", "content": None, "tool_calls": [call, odd]},
+        {"role": "tool", "tool_call_id": "c", "content": "\n".join(map(str, range(300)))},
+    ]
+    path = agent_store(tmp_path / "agents", messages=messages, metadata={"note": "z" * 300})
+    out = run.out("inspect", path, "--trajectory", 0)
+    for text in ("  | see\n  | [image/png, 300 B]\n", '  | bash(cmd="ls \\u001b[2J", n=2)\n  | f({not JSON)\n'):
+        assert text in out
+    assert "message 2, tool, result of bash:\n  | 0\n" in out
+    assert "  | 19\n  (280 more lines, 1,040 more characters; --full shows all)\n" in out
+    assert "None" not in out
+    full = run.out("inspect", path, "--trajectory", 0, "--full")
+    assert "  | 299\n" in full
+    assert f"  note\n  | {'z' * 300}\n" in full
+    assert "--full needs --trajectory" in run.err("inspect", path, "--full")
+    monkeypatch.setenv("PAGER", f"cp /dev/stdin {tmp_path / 'pages'}")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["inspect", str(path), "--trajectory", "0", "--full"]) == 0
+    pages = (tmp_path / "pages").read_text().splitlines()
+    assert max(len(line) for line in pages if "|" in line) == 80
+    assert "  | 299" in pages
 
 
 def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ def _configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", action="store_true", help="with --trajectory, show every token of a rollout with its values"
     )
+    parser.add_argument("--full", action="store_true", help="with --trajectory, show all of long texts and values")
     add_tokenizer(parser)
     parser.add_argument(
         "--measure",
@@ -77,6 +78,8 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--tokenizer needs --trajectory: it shows the tokens of one rollout")
     if options.tokens and (options.trajectory is None or options.sample is not None):
         raise ConfigurationError("--tokens needs --trajectory, and no --sample: it shows all tokens of one rollout")
+    if options.full and options.trajectory is None:
+        raise ConfigurationError("--full needs --trajectory: it shows all of the texts of one trajectory")
     if options.each and (options.trajectory is not None or options.json):
         raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.measure is not None and options.measure < 0:
@@ -92,7 +95,8 @@ def _run(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(report)
     elif options.trajectory is not None:
-        write_trajectory(report, out)
+        with out.paged() as pages:
+            write_trajectory(report, pages, options.full)
     else:
         write_report(report, out, each=options.each)
     return int(bool(report["integrity"]["problems"]))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import select
+import shlex
+import shutil
+import subprocess
 import time
-from collections.abc import Sequence
-from typing import Any, Self, TextIO
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Self, TextIO, cast
 from unicodedata import category
 
 _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
@@ -15,6 +20,9 @@ _HIDDEN = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 _SHOWN = 50
 """Maximum number of problems that are listed."""
+
+_LONGEST_TEXT, _MOST_LINES = 2_000, 20
+"""Characters and lines of a text that are shown."""
 
 _LONGEST_WAIT = (1 << 31) - 1
 """Maximum milliseconds that ``poll`` takes."""
@@ -47,9 +55,26 @@ def shortened(text: str, limit: int) -> str:
 class Output:
     """Writes results to a stream (standard output). Control characters in data never reach a terminal unescaped."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, width: int | None = None) -> None:
         self._stream = stream
         self._encoding = stream.encoding or "utf-8"
+        self.width = shutil.get_terminal_size().columns if width is None and stream.isatty() else width
+        """Columns of the terminal; None elsewhere."""
+
+    @contextmanager
+    def paged(self) -> Iterator[Output]:
+        """Yield an output to the pager that ``PAGER`` names (default: less), on a terminal; elsewhere this one."""
+        command = shlex.split(os.environ.get("PAGER", "less"))
+        if not self._stream.isatty() or not command or shutil.which(command[0]) is None:
+            yield self
+            return
+        env = {"LESS": "FRX", **os.environ}  # leave short output on the screen, as git does
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, encoding=self._encoding, env=env) as pager,
+            suppress(BrokenPipeError),  # it may be left before the end
+            cast(TextIO, pager.stdin) as stream,
+        ):
+            yield Output(stream, self.width)
 
     def line(self, text: str = "") -> None:
         """Write one line; characters outside the stream's encoding are escaped."""
@@ -80,13 +105,22 @@ class Output:
             return
         self._stream.write(text.encode(self._encoding, "backslashreplace").decode(self._encoding))
 
-    def text(self, text: str, limit: int) -> None:
-        """Write text of several lines with a bar before each, so that none can pass for a line of the report."""
-        kept, left = text[:limit], len(text) - limit
-        for line in kept.split("\n"):
-            self.line(f"  | {line}")
-        if left > 0:
-            self.line(f"  ({left:,} more characters; --json shows all)")
+    def text(self, text: str, full: bool = False) -> None:
+        """Write text of several lines with a bar before each, so that none can pass for a line of the report.
+
+        Args:
+            text: any text.
+            full: write all of it, not only the first 20 lines and 2,000 characters.
+        """
+        kept = text if full else "\n".join(text[:_LONGEST_TEXT].split("\n")[:_MOST_LINES])
+        for line in map(visible, kept.split("\n")):
+            wide = max(20, self.width - 4) if self.width else len(line) or 1  # a terminal would go on without the bar
+            for at in range(0, len(line) or 1, wide):
+                self.line(f"  | {line[at : at + wide]}")
+        if left := len(text) - len(kept):
+            lines = text.count("\n", len(kept))
+            more = f"{lines:,} more lines, " if lines else ""
+            self.line(f"  ({more}{left:,} more characters; --full shows all)")
 
     def problems(self, lines: Sequence[str], above: str, where: str = "--json lists all") -> None:
         """Write the first 50 lines about damage; ``above`` starts the line that counts the rest."""

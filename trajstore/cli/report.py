@@ -88,14 +88,19 @@ def cell(name: str, value: Any) -> str:
     return shown_value(value)
 
 
-def shown_value(value: Any) -> str:
-    """Return a recorded value as text for a table: long texts shortened, many numbers as shape and range."""
-    text = str(value)
-    if len(text) <= _LONGEST_VALUE:
+def shown_value(value: Any, longest: int | None = None) -> str:
+    """Return a recorded value as text for a table: long texts shortened, many numbers as shape and range.
+
+    Args:
+        value: JSON.
+        longest: most characters of a text; None: 100.
+    """
+    text, most = str(value), longest or _LONGEST_VALUE
+    if len(text) <= most:
         return text
     shape, numbers = _array(value)
     if not numbers:
-        return shortened(text, _LONGEST_VALUE)
+        return shortened(text, most)
     if len(shape) == 1 and len(numbers) <= _LONGEST_ROW:
         return f"[{', '.join(f'{number:.4g}' for number in numbers)}]"
     finite = [number for number in numbers if math.isfinite(number)]

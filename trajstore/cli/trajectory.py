@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from typing import Any
 
-from trajstore.cli.output import Output
+from trajstore.cli.output import Output, format_bytes
 from trajstore.cli.report import shown_value, write, write_table
 
-_LONGEST_TEXT = 2_000  # characters of a message, or of a run of tokens
 
+def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) -> None:
+    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text.
 
-def write_trajectory(report: dict[str, Any], out: Output) -> None:
-    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text."""
+    Args:
+        report: the report.
+        out: the output.
+        full: write all of long texts and values.
+    """
     words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
     out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
     for problem in report["integrity"]["problems"]:
@@ -32,9 +38,12 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
         from trajstore.attachments import summarized  # the command line starts without torch
 
         more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
-        _write_values("metadata", summarized(more), out)
-    for number, message in enumerate(report.get("messages", ())):
-        _write_message(number, message, out)
+        _write_values("metadata", summarized(more), out, full)
+    messages = report.get("messages", ())
+    calls = [call for message in messages for call in _listed(message, "tool_calls") if isinstance(call, dict)]
+    names = {call["id"]: _name_of(call) for call in calls if isinstance(call.get("id"), str)}
+    for number, message in enumerate(messages):
+        _write_message(number, message, names, out, full)
     parts = report.get("token_parts", ())
     if parts and parts[0]["text"] is None:
         out.heading("tokens")
@@ -44,23 +53,81 @@ def write_trajectory(report: dict[str, Any], out: Output) -> None:
         out.heading("tokens")
         for part in parts:
             out.line(f"  {part['part']}, tokens {part['first']:,} to {part['last']:,}:")
-            out.text(part["text"], _LONGEST_TEXT)
+            out.text(part["text"], full)
     write({"columns": report.get("columns"), "late_values": report["notes"] * ("columns" in report)}, out)
 
 
-def _write_values(title: str, values: dict[str, Any], out: Output) -> None:
-    if values:
+def _write_values(title: str, values: dict[str, Any], out: Output, full: bool = False) -> None:
+    if values and title:
         out.heading(title)
-        out.table([(name, shown_value(value)) for name, value in values.items()])
+    wide = max(map(len, values), default=0)
+    rows = []
+    for name, value in values.items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+        if full and len(text) + wide > (out.width or 100) - 4:
+            out.line(f"  {name}")
+            out.text(text, full)
+        else:
+            longest = None if out.width is None else max(20, out.width - wide - 35)  # what was left out is counted
+            rows.append((name, shown_value(value, longest)))
+    out.table(rows)
 
 
-def _write_message(number: int, message: Any, out: Output) -> None:
-    fields = message if isinstance(message, dict) else {"content": message}
-    author = f" ({fields['author']})" if fields.get("author") else ""
-    out.heading(f"message {number}, {fields.get('role', 'no role')}{author}:")
-    out.text(str(fields.get("content", "")), _LONGEST_TEXT)  # one of several parts (images, tool calls) as stored
-    more = {name: value for name, value in fields.items() if name not in ("role", "content", "author")}
-    out.table([(name, shown_value(value)) for name, value in more.items()])
+def _write_message(number: int, message: Any, names: dict[str, str], out: Output, full: bool) -> None:
+    """Write a message: its texts, calls as calls, images by size; ``names`` has the tools by the ids of calls."""
+    fields = dict(message) if isinstance(message, dict) else {"content": message}
+    author = f" ({fields.pop('author')})" if fields.get("author") else ""
+    tool = names.get(fields["tool_call_id"]) if isinstance(fields.get("tool_call_id"), str) else None
+    if tool is not None:
+        del fields["tool_call_id"]
+    out.heading(f"message {number}, {fields.pop('role', 'no role')}{author}{f', result of {tool}' if tool else ''}:")
+    content = fields.pop("content", None)
+    for part in content if isinstance(content, list) else [] if content is None else [content]:
+        out.text(_said(part), full)
+    for call in _listed(fields, "tool_calls"):
+        out.text(_called(call), full)
+    if isinstance(fields.get("tool_calls"), list):
+        del fields["tool_calls"]
+    for name in [name for name, value in fields.items() if isinstance(value, str) and "\n" in value]:
+        out.line(f"  {name}:")
+        out.text(fields.pop(name), full)
+    _write_values("", {name: value for name, value in fields.items() if value is not None}, out, full)
+
+
+def _listed(message: Any, name: str) -> list[Any]:
+    value = message.get(name) if isinstance(message, dict) else None
+    return value if isinstance(value, list) else []
+
+
+def _said(part: Any) -> str:
+    """Return the text of a part of a content; of an image, its type and size."""
+    from trajstore.query.messages import image_in
+
+    if (image := image_in(part)) is not None:
+        return f"[{image[0]}, {format_bytes(len(image[1].rstrip('=')) * 3 // 4)}]"
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if isinstance(part, dict) and part.get("type") == "tool_use":
+        return _called(part)
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+
+
+def _name_of(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    return str(function.get("name", "a tool") if isinstance(function, dict) else function)
+
+
+def _called(call: Any) -> str:
+    """Return a tool call as code: ``bash(cmd="ls")``."""
+    if not isinstance(call, dict):
+        return str(call)
+    function = call.get("function", call)
+    given = function.get("arguments", function.get("input")) if isinstance(function, dict) else None
+    with suppress(ValueError):  # shown as the model wrote it
+        given = json.loads(given) if isinstance(given, str) else given
+    if isinstance(given, dict):
+        given = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+    return f"{_name_of(call)}({'' if given is None else given})"
 
 
 def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
