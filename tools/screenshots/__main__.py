@@ -86,6 +86,12 @@ VIEWS = (
         "document.querySelectorAll('.sibling .message').length > 8",
     ),
     View(
+        "session",
+        "sessions",
+        "trajectory/3?token=150",
+        "document.querySelector('.tree [aria-current]') && document.querySelector('.neighbours a, .neighbours span')",
+    ),
+    View(
         "episode",
         "pusher",
         "trajectory/9?environment=1&step=20",
@@ -118,6 +124,7 @@ OTHER_VIEWS = tuple(
         ("give-all", "noted", "table", _OPENED, {"who": "anna"}),
         ("blocks", "pusher", "overview", "document.querySelector('[data-curve=reward] canvas')", {}),
         ("blocks-table", "pusher", "table", "document.querySelectorAll('.row').length > 8", {}),
+        ("open-sessions", "sessions", "overview", "document.querySelector('.open tbody tr')", {}),
         ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length === 24", {}),
         ("pool-group", "experience_pool", "group?task=undo-commit", _READ, {}),
         ("damaged", "damaged", "trajectory/3", "document.querySelector('#trouble').textContent", {"damaged": True}),

@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator, Mapping
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,30 @@ def write_noted(path: Path) -> None:
             writer.flush()
         annotate(writer, [3], {"judge": 0.41564119654091314, "reviewed_by": "anna"}, who="judge-v2@node-17.cluster")
         annotate(writer, [3], {"judge": 0.25, "remark": "Counts lines with 500 anywhere. " * 4}, who="anna")
+
+
+def write_sessions(path: Path) -> None:
+    """Write a store with a session of an agent and two helpers, and one that is still open."""
+    folder, numbers = path.parent / "tokenizer_of_sessions", np.random.default_rng(5)
+    agents = {"main": TASKS[0], "logs": TASKS[1], "config": TASKS[2]}
+    said = {name: _conversation(task, 9, random.Random(5))[1] for name, task in agents.items()}
+    tokenizer = _tokenizer([text for messages in said.values() for text, _ in _said(messages)], folder)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as writer:
+        for rollout_id in ("0", "1"):
+            session = writer.session(TASKS[0].name, rollout_id, metadata={"tokenizer": str(folder)})
+            for call in ("main-0", "logs-0", "config-0", "logs-1", "config-1", "main-1", "main-1-again", "main-2"):
+                name, number, *again = call.split("-")
+                messages = said[name][: 3 + 2 * int(number)]
+                *pieces, answer, _ = (tokenizer.encode(text, add_special_tokens=False) for text, _ in _said(messages))
+                sampled = answer[: len(answer) // 2] if again else answer
+                log_probs = -numbers.gamma(0.4, 0.5, len(sampled))
+                messages = None if again else messages
+                session.add_call(
+                    [*chain(*pieces)], sampled, log_probs, call_id=call, messages=messages, policy_version=9
+                )
+            session.incomplete("logs-2", "no answer within 600 s")
+            if rollout_id == "0":
+                session.finish(Reward(outcome=1.0))
 
 
 def write_damaged(path: Path) -> None:
@@ -256,6 +280,7 @@ WRITERS = {
     "pusher": write_blocks,
     "experience_pool": write_pool,
     "noted": write_noted,
+    "sessions": write_sessions,
     "damaged": write_damaged,
     "empty": write_empty,
 }

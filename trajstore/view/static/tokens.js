@@ -282,6 +282,7 @@ export function showTokens(place, told, { parameters, keep, calls = null }) {
     const top = rowOf(selected) * ROW;
     if (isFar || top < scroller.scrollTop || top + ROW > scroller.scrollTop + scroller.clientHeight) {
       scroller.scrollTop = Math.max(0, top - scroller.clientHeight / 3);
+      brought = scroller.scrollTop;
     }
     draw();
     canvas.querySelector(`[data-at="${selected}"]`)?.classList.add("selected");
@@ -302,11 +303,13 @@ export function showTokens(place, told, { parameters, keep, calls = null }) {
   }
 
   if (column) scale = scaleOf(column.name, column.values);
+  let brought = null; // where the selected token was brought into sight
   let isLinked = selected >= 0; // a link names a token: it is brought into sight once there are rows
   const resized = new ResizeObserver(() => {
+    const isLeft = scroller.scrollTop === brought; // it stays in sight until somebody scrolls
     lay();
     recolor();
-    if (!isLinked || !scroller.clientHeight) return;
+    if (!(isLinked || isLeft) || !scroller.clientHeight) return;
     isLinked = false;
     choose(selected, true);
   });
