@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from tests.distributed.test_server import ids_of, parcel_of, server
+from tests.distributed.test_server import ids_of, request_of, server
 from tests.stores import damage_indexes
 from tests.support.witness import witness
 from trajstore.distributed.starting import unserved_below
@@ -16,7 +16,7 @@ def test_an_old_disk_beside_its_replacement_is_told(tmp_path: Path) -> None:
     here, ids = socket.gethostname(), []
     for rank in range(5):
         store = server(tmp_path, rank)
-        assert len(ids_of(store.add(parcel_of([witness(key) for key in range(5)]), 5))) == 5
+        assert len(ids_of(store.add(request_of([witness(key) for key in range(5)]), 5))) == 5
         ids.append(store.describe().store_id)
         store.close()
     (tmp_path / "rank_7").mkdir()  # empty

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.distributed.test_server import ids_of, parcel_of
+from tests.distributed.test_server import ids_of, request_of
 from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.sampling.base import Additions
@@ -44,7 +44,7 @@ class Stores:
     def add(self, rank: int, count: int) -> list[int]:
         keys = range(self.next_key, self.next_key + count)
         self.next_key += count
-        ids = ids_of(self.there[rank].add(parcel_of([witness(key) for key in keys]), count))
+        ids = ids_of(self.there[rank].add(request_of([witness(key) for key in keys]), count))
         self.held |= dict(zip(ids, keys, strict=True))
         return ids
 
@@ -147,16 +147,16 @@ def test_windows_are_those_of_one_buffer(tmp_path: Path, seed: int) -> None:
 
 
 def test_what_lies_in_two_stores_is_drawn_once(tmp_path: Path) -> None:
-    """A silent store had accepted a parcel that was then resent to another store."""
+    """A silent store had accepted a request that was then resent to another store."""
     stores = Stores(tmp_path)
     for rank in range(2):
         stores.start(rank)
-    parcel = parcel_of([witness(key) for key in range(5)])
-    first = ids_of(stores.there[0].add(parcel, 5))
+    request = request_of([witness(key) for key in range(5)])
+    first = ids_of(stores.there[0].add(request, 5))
     stores.away.add(0)
     stores.look()
     stores.add(1, 1)
-    second = ids_of(stores.there[1].add(parcel, 5, stores.index.clock))
+    second = ids_of(stores.there[1].add(request, 5, stores.index.clock))
     sampler = WeightedSampler()
     for away, shown in ((True, second), (False, second)):
         if not away:
@@ -187,7 +187,7 @@ def test_ids_that_are_no_clock_are_refused(tmp_path: Path) -> None:
     for clock in (-1, 1 << 62):
         with pytest.raises(ConfigurationError, match="clock"):
             store.tick(clock)
-    assert store.add(parcel_of([witness(9)]), 1, 10_000) == [1 + 10 * MOST_STORES]
+    assert store.add(request_of([witness(9)]), 1, 10_000) == [1 + 10 * MOST_STORES]
     stores.close()
 
 

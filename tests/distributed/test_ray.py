@@ -64,8 +64,8 @@ from trajstore.distributed import (  # noqa: E402
     starting,
 )
 from trajstore.distributed.actors import Stores  # noqa: E402
+from trajstore.distributed.add_request import AddRequest, new_key, pack  # noqa: E402
 from trajstore.distributed.options import HandleOptions  # noqa: E402
-from trajstore.distributed.parcel import Parcel, new_key, pack  # noqa: E402
 from trajstore.distributed.receipts import Outbox  # noqa: E402
 from trajstore.distributed.routes import Routes  # noqa: E402
 
@@ -344,10 +344,10 @@ def test_rows_of_all_stores_are_asked(
         handle.evict(ids[:2])
         assert sum(len(part) for part in stream) == sum(range(3, 13))
         assert "2 trajectories cannot be read, so the answer lacks tokens: " in caplog.text
-        parcel = Parcel(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
+        request = AddRequest(new_key(), [pack(flatten_all([AgentTrajectory(task_id="again")]), Arena(0))[0]])
         clock = max(ids) + 1
         for rank in (0, 1):  # as if the first was silent and returned
-            clock = handle._stores.call(rank, "add", parcel, 1, clock)[0] + 1
+            clock = handle._stores.call(rank, "add", request, 1, clock)[0] + 1
         handle.flush()
         assert handle.query().where("task = 'again'").count() == 1
         with pytest.raises(ConfigurationError, match="did you mean 'role'"):
@@ -409,9 +409,9 @@ def test_what_is_added_together_is_sent_together(shared: Path, monkeypatch: pyte
         monkeypatch.setattr("trajstore.distributed.receipts._TOGETHER", 3600.0)
         handle.add_trajectories([witness(0)])  # sent at once, as nothing else is in flight
         receipts = [handle.add_trajectories([witness(key), witness(key + 1)]) for key in (1, 3, 5)]
-        assert handle.get_stats()["pending_parcels"] == 2
+        assert handle.get_stats()["pending_requests"] == 2
         assert not any(receipt.done for receipt in receipts)
-        ids = receipts[1].committed(120)  # waiting on a receipt sends its parcel without further additions
+        ids = receipts[1].committed(120)  # waiting on a receipt sends its request without further additions
         assert [check_trajectory(handle.get(number)) for number in ids] == [3, 4]
         assert all(receipt.done for receipt in receipts)
         assert len({number for receipt in receipts for number in receipt.committed(120)}) == 6
@@ -627,11 +627,11 @@ def stats_of(handle: DistributedReplayBuffer) -> list[dict[str, float]]:
 
 
 def test_copies_in_two_stores_are_one(shared: Path, tmp_path: Path) -> None:
-    """The producer that sent a parcel twice has ended before the silent store answered."""
+    """The producer that sent a request twice has ended before the silent store answered."""
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     with emptied() as handle:
-        parcel = Parcel(new_key(), [pack(flatten_all([agent(key) for key in range(6)]), Arena(1 << 20))[0]])
-        first, second = (handle._stores.call(rank, "add", parcel, 6) for rank in (0, 1))
+        request = AddRequest(new_key(), [pack(flatten_all([agent(key) for key in range(6)]), Arena(1 << 20))[0]])
+        first, second = (handle._stores.call(rank, "add", request, 6) for rank in (0, 1))
         annotate(handle, first[:3], {"judge": 1.0})
         annotate(handle, second[3:], {"judge": 2.0})
         assert len(handle.query().where("judge > 0").ids()) == 6
@@ -848,7 +848,7 @@ def _answer_after(seconds: float) -> list[int]:
     return [2]
 
 
-def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
+def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_request(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray.get(ray.remote(_answer_after).options(num_cpus=0).remote(0.0))  # starts a worker process beforehand
@@ -864,7 +864,7 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_parcel(
     for _ in range(3):
         outbox.send(flatten_all([witness(1)])).committed(40.0)
     assert {rank for rank, method in stores.asked if method == "add"} == {2}
-    assert {rank for rank, method in stores.asked if method == "disown"} <= {1}, "only it may have the first parcel"
+    assert {rank for rank, method in stores.asked if method == "disown"} <= {1}, "only it may have the first request"
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.test_server import equal, ids_of, parcel_of, server
+from tests.distributed.test_server import equal, ids_of, request_of, server
 from tests.support.witness import check_batch, witness
 from trajstore import WriterOptions
 from trajstore._core.columns.fields import nest
@@ -71,7 +71,7 @@ def test_samples_by_place_are_those_by_id(tmp_path: Path, stores: int) -> None:
     ids: list[int] = []
     for step in range(4):  # evictions and additions between reads: at the front and in the middle
         for store in servers:
-            ids += ids_of(store.add(parcel_of([witness(10 * step + key) for key in range(5)]), 5))
+            ids += ids_of(store.add(request_of([witness(10 * step + key) for key in range(5)]), 5))
             store.flush()
         look(index, *servers)
         check(reads, index, draws)
@@ -93,9 +93,9 @@ def test_what_is_not_committed_is_asked_for_until_it_is(tmp_path: Path, monkeypa
     store = server(tmp_path, writer=WriterOptions(commit_interval=3600.0))
     here, index, draws = Here(store), RunIndex(), Draws(3)
     reads = Reads(here)  # type: ignore[arg-type]
-    store.add(parcel_of([witness(key) for key in range(5)]), 5)
+    store.add(request_of([witness(key) for key in range(5)]), 5)
     store.flush()
-    store.add(parcel_of([witness(key) for key in range(5, 8)]), 3)
+    store.add(request_of([witness(key) for key in range(5, 8)]), 3)
     look(index, store)
     reads.placed(index.table, index.places(32, 0, draws), None, None, 60.0)
     assert here.asked == 32
@@ -113,7 +113,7 @@ def test_a_mended_batch_asks_only_for_the_new_rows(tmp_path: Path, monkeypatch: 
     store = server(tmp_path)
     here, index = Here(store), RunIndex()
     reads = Reads(here)  # type: ignore[arg-type]
-    ids = ids_of(store.add(parcel_of([witness(key) for key in range(6)]), 6))
+    ids = ids_of(store.add(request_of([witness(key) for key in range(6)]), 6))
     look(index, store)
     drawn = index.samples(64, 0, Draws(3))
     store.evict(ids[:2])
@@ -142,7 +142,7 @@ def test_another_machine_of_the_same_name_is_asked(tmp_path: Path) -> None:
     here = Here(store)
     here.path = str(tmp_path / "here")
     for number, each in enumerate((store, other)):
-        each.add(parcel_of([witness(key) for key in range(10 * number, 10 * number + 5)]), 5)
+        each.add(request_of([witness(key) for key in range(10 * number, 10 * number + 5)]), 5)
         each.flush()
     index = look(RunIndex(), store)
     reads = Reads(here)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""One served store without Ray: parcels, retries, restarts, reports."""
+"""One served store without Ray: requests, retries, restarts, reports."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.columns.flat import NUMBERS, cut
 from trajstore._core.columns.memory import Arena
 from trajstore._core.store.late_values import LateValues
+from trajstore.distributed.add_request import AddRequest, Piece, new_key, pack, unpack
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import Known
-from trajstore.distributed.parcel import Parcel, Piece, new_key, pack, unpack
 from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.distributed.sessions import RemoteSession
@@ -53,9 +53,9 @@ def server(path: Path, rank: int = 0, began: str = "first", **options: Any) -> S
     return StoreServer(str(path), rank, options, ("host", "node", began))
 
 
-def parcel_of(*calls: Sequence[AnyTrajectory]) -> Parcel:
+def request_of(*calls: Sequence[AnyTrajectory]) -> AddRequest:
     arena = Arena(1 << 20)
-    return Parcel(new_key(), [pack(flatten_all(call), arena)[0] for call in calls])
+    return AddRequest(new_key(), [pack(flatten_all(call), arena)[0] for call in calls])
 
 
 def ids_of(answer: list[int] | None) -> list[int]:
@@ -85,20 +85,20 @@ def test_a_list_is_cut_by_bytes() -> None:
     assert len(list(cut(runs, sum(sizes)))) == 1
 
 
-def test_a_parcel_of_another_version_is_refused() -> None:
-    (piece,) = parcel_of([witness(0)]).pieces
+def test_a_request_of_another_version_is_refused() -> None:
+    (piece,) = request_of([witness(0)]).pieces
     for head in (b"{}", b"nonsense", piece.head.replace(b'"runs"', b'"other"')):
         with pytest.raises(ConfigurationError, match="same trajstore"):
-            unpack(Parcel(new_key(), [Piece(head, piece.data)]))
+            unpack(AddRequest(new_key(), [Piece(head, piece.data)]))
     with pytest.raises(ConfigurationError, match="bytes arrived"):
-        unpack(Parcel(new_key(), [Piece(piece.head, piece.data[:-64])]))
+        unpack(AddRequest(new_key(), [Piece(piece.head, piece.data[:-64])]))
 
 
-def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
+def test_a_request_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     store = server(tmp_path, 7)
-    parcel = parcel_of([witness(key) for key in range(5)])
+    request = request_of([witness(key) for key in range(5)])
     results: list[Sequence[int] | None] = []
-    threads = [threading.Thread(target=lambda: results.append(store.add(parcel, 5))) for _ in range(4)]
+    threads = [threading.Thread(target=lambda: results.append(store.add(request, 5))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,22 +106,22 @@ def test_a_parcel_that_comes_again_is_stored_once(tmp_path: Path) -> None:
     assert results == [[7 + MOST_STORES * place for place in range(5)]] * 4
     store.close()
     again = server(tmp_path, 7, "second")  # the process was killed before its answer arrived
-    assert again.add(parcel, 5) == results[0]
+    assert again.add(request, 5) == results[0]
     assert again.stats()["num_trajectories"] == 5
-    assert again.add(parcel_of([witness(9)]), 1) == [7 + MOST_STORES * 5]
+    assert again.add(request_of([witness(9)]), 1) == [7 + MOST_STORES * 5]
     again.close()
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["added before", "arrives late"])
-def test_a_parcel_that_another_store_has_is_deleted(tmp_path: Path, late: bool) -> None:
+def test_a_request_that_another_store_has_is_deleted(tmp_path: Path, late: bool) -> None:
     store = server(tmp_path)
-    store.add(parcel_of([witness(9)]), 1)
-    parcel = parcel_of([witness(key) for key in range(5)])
+    store.add(request_of([witness(9)]), 1)
+    request = request_of([witness(key) for key in range(5)])
     if not late:
-        store.add(parcel, 5)
-    store.disown(parcel.key, 5)
-    assert store.add(parcel, 5) is None
-    store.disown(parcel.key, 5)
+        store.add(request, 5)
+    store.disown(request.key, 5)
+    assert store.add(request, 5) is None
+    store.disown(request.key, 5)
     assert look_at(store) == 1
     store.close()
 
@@ -132,7 +132,7 @@ def look_at(store: StoreServer) -> int:
 
 def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> None:
     first = server(tmp_path)
-    (number,) = ids_of(first.add(parcel_of([witness(1)]), 1))
+    (number,) = ids_of(first.add(request_of([witness(1)]), 1))
     said = LateValues((number,), {"judge": [0.5]}, "anna", 7)
     rows = {"advantages": [torch.ones(witness(1).rewards.shape[:2])]}
     for _ in range(2):
@@ -153,7 +153,7 @@ def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
     trajectories = [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(50)]
     store = server(tmp_path)
     for _ in range(20):
-        store.add(parcel_of(trajectories), 50)
+        store.add(request_of(trajectories), 50)
     assert len({bytes(uuid) for uuid in store._buffer._uuids}) == 1000
     store.close()
     again = server(tmp_path, began="second")
@@ -165,18 +165,18 @@ def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:
     flats = flatten_all([Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(1000)])
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
         buffer._sink.add_flattened(
-            flats, b"".join([b"one parcel, " + place.to_bytes(4, "big") for place in range(1000)])
+            flats, b"".join([b"one origin, " + place.to_bytes(4, "big") for place in range(1000)])
         )
     with TrajectoryReplayBuffer.open(tmp_path) as reader:
         assert len(reader) == 1000
 
 
-def test_a_parcel_of_before_a_rollback_is_added_again(tmp_path: Path) -> None:
+def test_a_request_of_before_a_rollback_is_added_again(tmp_path: Path) -> None:
     store = server(tmp_path)
     store.hold("me", 60.0)
     store.save_point("me", 1, {}, 1)
     store.release("me")
-    late = parcel_of([witness(0)])
+    late = request_of([witness(0)])
     before = ids_of(store.add(late, 1))
     store.hold("me", 60.0)
     store.go_to("me", 1, True)
@@ -188,17 +188,17 @@ def test_a_parcel_of_before_a_rollback_is_added_again(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_parcel_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
-    parcel = parcel_of([witness(key) for key in range(4)])
+def test_a_request_of_which_a_part_was_committed_is_completed(tmp_path: Path) -> None:
+    request = request_of([witness(key) for key in range(4)])
     store = server(tmp_path)
-    ids = ids_of(store.add(parcel, 4))
+    ids = ids_of(store.add(request, 4))
     store.flush()
     store.evict(ids[2:])
     store.close()
     two = server(tmp_path, began="second")  # as if the last two were uncommitted
-    assert ids_of(two.add(parcel, 4))[:2] == ids[:2]
+    assert ids_of(two.add(request, 4))[:2] == ids[:2]
     assert two.stats()["num_trajectories"] == 4
-    for key, number in enumerate(ids_of(two.add(parcel, 4))):
+    for key, number in enumerate(ids_of(two.add(request, 4))):
         assert check_trajectory(two.trajectories([number])[0]) == key
     two.close()
 
@@ -219,7 +219,7 @@ def test_known_forgets_the_oldest() -> None:
 def test_the_index_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
     store, index = server(tmp_path, retention=Retention(max_trajectories=6)), RunIndex()
     for key in range(8):
-        store.add(parcel_of([witness(key)]), 1)
+        store.add(request_of([witness(key)]), 1)
         store.flush()  # evicts before the index is updated
         index.take(0, store.changes(*index.received(0)))
         index.show(lambda ids: ids)
@@ -231,7 +231,7 @@ def test_the_index_hears_of_what_retention_lets_go(tmp_path: Path) -> None:
 
 def test_tasks_are_told_where_they_are_asked_for(tmp_path: Path) -> None:
     store = server(tmp_path)
-    store.add(parcel_of([agent(number) for number in range(4)]), 4)
+    store.add(request_of([agent(number) for number in range(4)]), 4)
     ids = store.changes("", -1).changes[0].ids
     assert store.described(ids, True).tasks == ["task_0", "task_1", "task_2", "task_0"]
     assert store.described(ids, False).tasks is None

@@ -2,7 +2,7 @@
 
 Agent trajectories (37 KB with their messages), lists of 16, until all are committed: four producers, actors of Ray
 with a handle each, against one thread with a buffer of its own. Beside it, what Ray alone costs: an actor that takes
-as many bytes from four producers and does nothing with them, a list or a parcel of 8 MB with each call. Processor time
+as many bytes from four producers and does nothing with them, a list or a request of 8 MB with each call. Processor time
 is that of all processes together, Ray's included. Sampling: the state workload, batch 1024, rows read
 from the mapped directory in both cases; the handle does not ask for news between the draws. One call of each,
 now this one first and now that, medians of all calls.
@@ -22,7 +22,7 @@ from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import Times, in_turn, processor_ratio, processor_seconds, ratio
 from tools.bench.workloads import LIST, add_all, agents, nbytes, opened, states
 from trajstore import TrajectoryReplayBuffer
-from trajstore.distributed.receipts import PARCEL_BYTES
+from trajstore.distributed.receipts import REQUEST_BYTES
 
 PRODUCERS = 4
 WARMUP = 2  # of memory that all processes share, each touches each page once
@@ -101,7 +101,7 @@ def _adding(options: Options, ray: Any) -> Figure:
     def bare(each: int) -> None:
         ray.get([source.send.remote(total // PRODUCERS * one, each) for source in sources])
 
-    names = ("ray", "alone", "bare_lists", "bare_parcels")
+    names = ("ray", "alone", "bare_lists", "bare_requests")
     times = {name: Times(WARMUP, processor_seconds) for name in names}
     for _ in range(WARMUP + options.repeats):
         times["ray"].take(with_ray)
@@ -110,7 +110,7 @@ def _adding(options: Options, ray: Any) -> Figure:
             times["alone"].take(partial(add_all, buffer, pool, total))
         shutil.rmtree(folder)
         times["bare_lists"].take(partial(bare, LIST * one))
-        times["bare_parcels"].take(partial(bare, PARCEL_BYTES))
+        times["bare_requests"].take(partial(bare, REQUEST_BYTES))
     for actor in (*producers, *sources, sink):
         ray.kill(actor)
     handle.stop()

@@ -148,7 +148,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
                 refresh_interval=3600.0,
                 actor_options={"num_cpus": 0, "resources": _THERE},
             )
-            for trajectory in added:  # a parcel each, so that all stores get some
+            for trajectory in added:  # a request each, so that all stores get some
                 handle.add_trajectories([trajectory]).committed()
             handle.refresh()
             if len(set((handle.trajectory_ids % MOST_STORES).tolist())) < stores:

@@ -129,7 +129,7 @@ class DrawingHandle:
     def _with_copies(self, ids: Sequence[int]) -> tuple[list[int], list[int]]:
         """Return ids and those of the same trajectories in other stores, and for each its place in ``ids``.
 
-        A parcel that was sent again to another store may be in both.
+        A request that was sent again to another store may be in both.
         """
         self.refresh()
         with self._lock:

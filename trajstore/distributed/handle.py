@@ -328,9 +328,9 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         """Return the statistics of the responsive stores, summed, and of this handle.
 
         Adds ``stores``, the number of stores; ``absent_stores``, the number of unresponsive ones; and
-        ``pending_parcels``, sent by this handle and not known to be committed.
+        ``pending_requests``, sent by this handle and not known to be committed.
         """
-        return {**super().get_stats(), "pending_parcels": self._outbox.parcels}
+        return {**super().get_stats(), "pending_requests": self._outbox.requests}
 
     # -- closing ----------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The trajectories that a store has received, so that a resent parcel is stored once. Pure; no I/O.
+"""The trajectories that a store has received, so that a resent request is stored once. Pure; no I/O.
 
 Guarded by ``StoreServer._adding``.
 """
@@ -15,7 +15,7 @@ class Known:
     """Ids of the newest trajectories of a store, by UUID.
 
     Args:
-        limit: number of trajectories remembered. A parcel resent after more than ``limit`` others would be stored
+        limit: number of trajectories remembered. A request resent after more than ``limit`` others would be stored
             twice; resends happen within minutes.
     """
 

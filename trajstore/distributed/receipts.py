@@ -15,26 +15,26 @@ from trajstore._core.buffer.content_watch import ContentWatch
 from trajstore._core.columns.flat import FlatTrajectories, cut
 from trajstore._core.columns.memory import Arena
 from trajstore.distributed.actors import Stores, away, first_line, ray
+from trajstore.distributed.add_request import pack
 from trajstore.distributed.options import HandleOptions
-from trajstore.distributed.parcel import pack
+from trajstore.distributed.pending_request import PendingRequest, take_arrived
 from trajstore.distributed.routes import Routes
-from trajstore.distributed.shipment import Shipment, take_arrived
 from trajstore.errors import ConfigurationError, StoreUnreachableError, trajectories
 
 logger = logging.getLogger(__name__)
 
-PARCEL_BYTES = 8 << 20
-"""Maximum size of a parcel, unless one trajectory is larger."""
+REQUEST_BYTES = 8 << 20
+"""Maximum size of a request, unless one trajectory is larger."""
 
 _HOPE = 10.0  # seconds between attempts to reach silent stores
-_TOGETHER = 0.05  # seconds for which a parcel waits for more trajectories, as in a writer for a shard
+_TOGETHER = 0.05  # seconds for which a request waits for more trajectories, as in a writer for a shard
 _LOOK = 1.0  # longest single wait for an answer, in seconds
 
 
 class Receipt:
     """Progress of one ``add_trajectories``."""
 
-    def __init__(self, parts: Sequence[tuple[Shipment, range]], lock: locks.Lock) -> None:
+    def __init__(self, parts: Sequence[tuple[PendingRequest, range]], lock: locks.Lock) -> None:
         self._parts = parts
         self._lock = lock
 
@@ -52,20 +52,20 @@ class Receipt:
         """
         until = time.monotonic() + (1e9 if timeout is None else timeout)
         with self._lock:
-            for shipment, _ in self._parts:
-                shipment.depart()
-        for shipment, _ in self._parts:
+            for request, _ in self._parts:
+                request.depart()
+        for request, _ in self._parts:
             while True:
                 with self._lock:
-                    if shipment.advance(0.0):
+                    if request.advance(0.0):
                         break
-                    answer = shipment.answer
+                    answer = request.answer
                 left = until - time.monotonic()
                 if left <= 0:
                     behind = sum(len(places) for part, places in self._parts if not part.done)
                     raise TimeoutError(f"{behind} of {trajectories(len(self))} not committed after {timeout} s")
                 _wait(answer, min(left, _LOOK))
-        return [shipment.ids[place] for shipment, places in self._parts for place in places]
+        return [request.ids[place] for request, places in self._parts for place in places]
 
     @property
     def done(self) -> bool:
@@ -75,8 +75,8 @@ class Receipt:
             StoreUnreachableError, StoreWriteError: see :meth:`committed`.
         """
         with self._lock:
-            take_arrived([shipment for shipment, _ in self._parts])
-            return all(shipment.done for shipment, _ in self._parts)
+            take_arrived([request for request, _ in self._parts])
+            return all(request.done for request, _ in self._parts)
 
 
 def _wait(answer: Any, seconds: float) -> None:
@@ -88,14 +88,14 @@ def _wait(answer: Any, seconds: float) -> None:
 
 
 class Outbox:
-    """The parcels that a handle has sent and that are not known to be committed. Thread-safe.
+    """The requests that a handle has sent and that are not known to be committed. Thread-safe.
 
-    Trajectories added within a short time share a parcel, as sending one costs as much as storing hundreds of small
+    Trajectories added within a short time share a request, as sending one costs as much as storing hundreds of small
     trajectories.
 
     Args:
         stores: the actors.
-        routes: chooses the store of each parcel.
+        routes: chooses the store of each request.
         options: limits of the bytes in flight.
     """
 
@@ -104,16 +104,16 @@ class Outbox:
         self._routes = routes
         self._options = options
         self._content = ContentWatch()
-        self._arena = Arena(PARCEL_BYTES)
+        self._arena = Arena(REQUEST_BYTES)
         self._lock = locks.rlock("Outbox._lock")
-        self._under_way: deque[Shipment] = deque()
+        self._under_way: deque[PendingRequest] = deque()
         self._timer: threading.Timer | None = None
         self._departed = -1e9
         self._hoped = time.monotonic()
         self._asked: dict[int, Any] = {}
-        """Pending probes of silent stores. A parcel as a probe would wait for its patience."""
+        """Pending probes of silent stores. A request as a probe would wait for its patience."""
         self._copies: dict[tuple[int, bytes, int], Any] = {}
-        """Copies of committed parcels in stores that were silent, with the pending call that removes each."""
+        """Copies of committed requests in stores that were silent, with the pending call that removes each."""
 
     def send(self, runs: Sequence[FlatTrajectories]) -> Receipt:
         """Queue trajectories for sending; waits while ``max_pending_bytes`` are in flight.
@@ -124,7 +124,7 @@ class Outbox:
         parts = []
         with self._lock:
             self._ask_silent()
-            for part, nbytes in cut(runs, PARCEL_BYTES):
+            for part, nbytes in cut(runs, REQUEST_BYTES):
                 self._make_room(nbytes)
                 parts.append(self._fill(part, nbytes))
             if parts:
@@ -151,7 +151,7 @@ class Outbox:
                 logger.info("%s", error)
 
     def _remove_copies(self) -> None:
-        """Let stores that were silent forget parcels that another one has committed, and ask them until they have."""
+        """Let stores that were silent forget requests that another one has committed, and ask them until they have."""
         lost: tuple[type[Exception], ...] = (StoreUnreachableError, *away())
         for copy, answer in list(self._copies.items()):
             if answer is not None and not ray().wait([answer], timeout=0)[0]:
@@ -176,23 +176,23 @@ class Outbox:
         else:
             self._routes.answered(rank)
 
-    def _fill(self, runs: Sequence[FlatTrajectories], nbytes: int) -> tuple[Shipment, range]:
-        """Add trajectories to the open shipment, or to a new one if they do not fit."""
+    def _fill(self, runs: Sequence[FlatTrajectories], nbytes: int) -> tuple[PendingRequest, range]:
+        """Add trajectories to the open request, or to a new one if they do not fit."""
         piece, copies = pack(runs, self._arena)
         self._content.look(copies)
         count = sum(map(len, runs))
         last = self._under_way[-1] if self._under_way else None
         if last is not None and not last.departed:
-            if last.nbytes + nbytes <= PARCEL_BYTES:
+            if last.nbytes + nbytes <= REQUEST_BYTES:
                 return last, last.fill(piece, count)
             self._depart(last)
-        shipment = Shipment(self._stores, self._routes)
-        places = shipment.fill(piece, count)
-        self._under_way.append(shipment)  # last, so that an empty shipment is never sent
-        return shipment, places
+        request = PendingRequest(self._stores, self._routes)
+        places = request.fill(piece, count)
+        self._under_way.append(request)  # last, so that an empty request is never sent
+        return request, places
 
     def _dispatch(self) -> None:
-        """Send the newest shipment, or schedule it shortly."""
+        """Send the newest request, or schedule it shortly."""
         pause = self._departed + _TOGETHER - time.monotonic()
         if pause <= 0:
             self._depart(self._under_way[-1])
@@ -206,11 +206,11 @@ class Outbox:
             else:
                 self._timer = timer
 
-    def _depart(self, shipment: Shipment) -> None:
+    def _depart(self, request: PendingRequest) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        shipment.depart()
+        request.depart()
         self._departed = time.monotonic()
 
     def _time_is_up(self) -> None:
@@ -228,7 +228,7 @@ class Outbox:
         self._look()
         while (
             self._under_way
-            and sum(shipment.nbytes for shipment in self._under_way) + nbytes > self._options.max_pending_bytes
+            and sum(request.nbytes for request in self._under_way) + nbytes > self._options.max_pending_bytes
         ):
             if self._under_way[0].advance(time.monotonic() + _LOOK):
                 self._forget_done()
@@ -239,9 +239,9 @@ class Outbox:
         self._forget_done()
 
     def _forget_done(self) -> None:
-        done = [shipment for shipment in self._under_way if shipment.done]
-        self._under_way = deque(shipment for shipment in self._under_way if not shipment.done)
-        if copies := {copy: None for shipment in done for copy in shipment.copies()}:
+        done = [request for request in self._under_way if request.done]
+        self._under_way = deque(request for request in self._under_way if not request.done)
+        if copies := {copy: None for request in done for copy in request.copies()}:
             self._copies |= copies
             self._remove_copies()
 
@@ -252,17 +252,17 @@ class Outbox:
             TimeoutError, StoreUnreachableError, StoreWriteError: see :meth:`Receipt.committed`.
         """
         with self._lock:
-            under_way = [(shipment, range(shipment.count)) for shipment in self._under_way]
+            under_way = [(request, range(request.count)) for request in self._under_way]
         Receipt(under_way, self._lock).committed(timeout)
         with self._lock:
             self._forget_done()
 
     @property
-    def parcels(self) -> int:
-        """Number of parcels that are not known to be committed."""
-        return sum(not shipment.done for shipment in self._under_way)
+    def requests(self) -> int:
+        """Number of requests that are not known to be committed."""
+        return sum(not request.done for request in self._under_way)
 
     @property
     def trajectories(self) -> int:
         """Number of trajectories that are not known to be committed."""
-        return sum(shipment.count for shipment in self._under_way if not shipment.done)
+        return sum(request.count for request in self._under_way if not request.done)

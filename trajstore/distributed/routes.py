@@ -1,4 +1,4 @@
-"""Choice of the store for each parcel: local stores first, else round robin. Pure; no I/O.
+"""Choice of the store for each request: local stores first, else round robin. Pure; no I/O.
 
 Guarded by ``Outbox._lock``.
 """
@@ -26,7 +26,7 @@ class Routes:
         self._silent: set[int] = set()
 
     def next(self) -> int:
-        """Return the store for the next parcel."""
+        """Return the store for the next request."""
         for _ in self._order:
             rank = self._order[self._at]
             self._at = (self._at + 1) % len(self._order)
@@ -50,5 +50,5 @@ class Routes:
 
     @property
     def silent(self) -> list[int]:
-        """Ranks of the silent stores, which get no parcel until they answer another call."""
+        """Ranks of the silent stores, which get no request until they answer another call."""
         return sorted(self._silent)

@@ -29,11 +29,11 @@ from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.saved_points import SavedPoint
+from trajstore.distributed.add_request import AddRequest, unpack, uuids_of
 from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
 from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
-from trajstore.distributed.parcel import Parcel, unpack, uuids_of
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
@@ -111,7 +111,7 @@ class StoreServer:
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
         self._disowned: set[bytes] = set()
-        """Keys of parcels that another store has instead; few, as it takes a store that was silent."""
+        """Keys of requests that another store has instead; few, as it takes a store that was silent."""
         self._era = 0
         """Number of rollbacks in this process; ids of an earlier one may name other trajectories."""
         self._sessions: dict[str, Session] = {}
@@ -141,32 +141,32 @@ class StoreServer:
         whole("clock", clock, 0, MAX_ID // 2)
         return self._buffer._sink.share_ids(self._about.rank, MOST_STORES, at_least=clock)
 
-    def add(self, parcel: Parcel, count: int, clock: int = 0) -> list[int] | None:
-        """Add the trajectories of a parcel that are missing; return the ids of all once they survive a crash.
+    def add(self, request: AddRequest, count: int, clock: int = 0) -> list[int] | None:
+        """Add the trajectories of a request that are missing; return the ids of all once they survive a crash.
 
-        None: not yet, after a few seconds, or a rollback has set them aside. The producer sends the parcel again.
+        None: not yet, after a few seconds, or a rollback has set them aside. The producer sends the request again.
 
         Args:
-            parcel: the parcel.
+            request: the request.
             count: number of its trajectories.
             clock: lower bound of the new ids, above all ids known to the producer.
 
         Raises:
             StoreWriteError: see :meth:`TrajectoryReplayBuffer.add_trajectories`.
-            ConfigurationError: the parcel was packed by another version of trajstore.
+            ConfigurationError: the request was packed by another version of trajstore.
         """
-        uuids = uuids_of(parcel.key, count)
+        uuids = uuids_of(request.key, count)
         with (
             self._hold.changing(),
             self._adding,
         ):  # a retry waits for the first attempt and then finds its trajectories
             known = self._known.ids(uuids)
-            if parcel.key in self._disowned:
+            if request.key in self._disowned:
                 return None
             absent = [place for place, number in enumerate(known) if number is None]
             if absent:
                 self.tick(clock)
-                runs = unpack(parcel)
+                runs = unpack(request)
                 if len(absent) < count:
                     each = [run[at : at + 1] for run in runs for at in range(len(run))]
                     runs = [each[place] for place in absent]
@@ -174,7 +174,7 @@ class StoreServer:
                 try:
                     self._known.note(wanted, self._buffer._sink.add_flattened(runs, wanted))
                 except BaseException:
-                    self._recall()  # the parcel may be partly added
+                    self._recall()  # the request may be partly added
                     raise
                 known = self._known.ids(uuids)
             era = self._era
@@ -188,7 +188,7 @@ class StoreServer:
         return ids if era == self._era else None
 
     def disown(self, key: bytes, count: int) -> None:
-        """Delete the trajectories of a parcel that another store has committed; refuse it if it arrives late.
+        """Delete the trajectories of a request that another store has committed; refuse it if it arrives late.
 
         Raises:
             StoreWriteError: they cannot be deleted at present.

@@ -25,7 +25,7 @@ _MOMENT = 1.0  # seconds; a producer asks a store that did not answer again afte
 
 
 def produce(number: int, seconds: float) -> tuple[dict[int, int], list[str], int]:
-    """Add trajectories for a while; return the keys by acknowledged id, errors that were told, parcels sent again."""
+    """Add trajectories for a while; return the keys by acknowledged id, errors that were told, requests sent again."""
     said: list[str] = []
     acknowledged: dict[int, int] = {}
     errors: list[str] = []
@@ -128,7 +128,7 @@ def _collect(answer: Any, acknowledged: dict[int, int], result: Result) -> None:
         result.problems.append(f"id {number} was given twice")
     acknowledged.update(keys)
     result.counts["errors told to producers"] += len(errors)
-    result.counts["parcels sent again"] += retries
+    result.counts["requests sent again"] += retries
 
 
 def _judge(folder: Path, acknowledged: dict[int, int], result: Result) -> None:

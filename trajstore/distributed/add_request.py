@@ -43,7 +43,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class AddRequest:
     """Trajectories sent together.
 
     Attributes:
@@ -56,16 +56,16 @@ class Parcel:
 
 
 def uuids_of(key: bytes, count: int) -> bytes:
-    """Return the UUIDs of a parcel's trajectories, 16 bytes each, hashed from the parcel's key.
+    """Return the UUIDs of a request's trajectories, 16 bytes each, hashed from the request's key.
 
-    They are deterministic, so that a store recognizes a resent parcel. They must also look random: names are halves of
+    They are deterministic, so that a store recognizes a resent request. They must also look random: names are halves of
     them, and an index whose UUIDs compress below the size of random ones is refused.
     """
     return hashlib.shake_128(key).digest(16 * count)
 
 
 def new_key() -> bytes:
-    """Return a random key for a new parcel."""
+    """Return a random key for a new request."""
     return os.urandom(KEY_BYTES)
 
 
@@ -80,17 +80,17 @@ def pack(runs: Sequence[FlatTrajectories], arena: Arena) -> tuple[Piece, list[Co
     return Piece(head, data), [*zip(runs, blocks, strict=True)]
 
 
-def unpack(parcel: Parcel) -> list[FlatTrajectories]:
-    """Return the trajectories of a parcel; they share its memory.
+def unpack(request: AddRequest) -> list[FlatTrajectories]:
+    """Return the trajectories of a request; they share its memory.
 
     Raises:
-        ConfigurationError: the parcel was packed by another version of trajstore.
+        ConfigurationError: the request was packed by another version of trajstore.
     """
     try:
-        return [run for piece in parcel.pieces for run in _unpack(piece)]
+        return [run for piece in request.pieces for run in _unpack(piece)]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"a parcel cannot be read ({type(error).__name__}: {error}): all machines must have the same trajstore"
+            f"a request cannot be read ({type(error).__name__}: {error}): all machines must have the same trajstore"
         ) from error
 
 

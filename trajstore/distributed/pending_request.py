@@ -1,4 +1,4 @@
-"""One parcel in flight: filled, sent, and resent until a store has committed it."""
+"""One request in flight: filled, sent, and resent until a store has committed it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trajstore.distributed.actors import Stores, away, first_line, ray
-from trajstore.distributed.parcel import Parcel, Piece, new_key
+from trajstore.distributed.add_request import AddRequest, Piece, new_key
 from trajstore.distributed.routes import Routes
 from trajstore.errors import StoreUnreachableError, trajectories
 
@@ -18,8 +18,8 @@ _PAUSE = 0.05
 _LONGEST_PAUSE = 2.0
 
 
-class Shipment:
-    """One parcel in flight. Not thread-safe.
+class PendingRequest:
+    """One request in flight. Not thread-safe.
 
     Args:
         stores: the actors.
@@ -31,14 +31,14 @@ class Shipment:
         self.count = 0
         self.departed = False
         self.done = False
-        """True once a store has answered that it has committed the parcel."""
+        """True once a store has answered that it has committed the request."""
         self.ids: Sequence[int] = []
         self.rank = -1
         self._stores = stores
         self._routes = routes
         self._key = new_key()
         self._pieces: list[Piece] = []
-        self._parcel: Any = None
+        self._request: Any = None
         self._answer: Any = None
         self._pause = _PAUSE
         self._not_before = 0.0
@@ -47,22 +47,24 @@ class Shipment:
         self._turned = 0.0
         """The same for the current store; start of its patience."""
         self._sent = False
-        """True if the current store may have received the parcel."""
+        """True if the current store may have received the request."""
         self._tried: set[int] = set()
-        """Silent stores that may have received the parcel."""
+        """Silent stores that may have received the request."""
 
     def fill(self, piece: Piece, count: int) -> range:
-        """Add ``count`` packed trajectories before sending; return their places in the parcel."""
+        """Add ``count`` packed trajectories before sending; return their places in the request."""
         self._pieces.append(piece)
         self.nbytes += piece.nbytes
         self.count += count
         return range(self.count - count, self.count)
 
     def depart(self) -> None:
-        """Send the parcel unless already sent. After an exception it is unchanged; call again."""
+        """Send the request unless already sent. After an exception it is unchanged; call again."""
         if self.departed:
             return
-        self._parcel = ray().put(Parcel(self._key, self._pieces))  # stays in the object store until it is committed
+        self._request = ray().put(
+            AddRequest(self._key, self._pieces)
+        )  # kept there until it is committed
         self._pieces = []
         self.rank = self._routes.next()
         self.departed = True
@@ -70,7 +72,7 @@ class Shipment:
         self._submit()
 
     def copies(self) -> list[tuple[int, bytes, int]]:
-        """Return rank, key and count for each other store that may have the parcel too, once it is committed."""
+        """Return rank, key and count for each other store that may have the request too, once it is committed."""
         return [(rank, self._key, self.count) for rank in sorted(self._tried - {self.rank}) if self.done]
 
     @property
@@ -82,8 +84,8 @@ class Shipment:
         """Process the answer that has arrived.
 
         Raises:
-            StoreUnreachableError: no store has answered for the deadline. The parcel is kept; call again to retry.
-            StoreWriteError: the store cannot write at present. The parcel is kept; call again to retry.
+            StoreUnreachableError: no store has answered for the deadline. The request is kept; call again to retry.
+            StoreWriteError: the store cannot write at present. The request is kept; call again to retry.
         """
         reference, self._answer = self._answer, None
         try:
@@ -95,11 +97,11 @@ class Shipment:
         self._pause = _PAUSE
         self._routes.answered(self.rank)
         if ids is not None:
-            self.ids, self.done, self._parcel = ids, True, None
+            self.ids, self.done, self._request = ids, True, None
             self._stores.note(max(ids) + 1)
 
     def advance(self, until: float) -> bool:
-        """Continue until the parcel is committed or the time is ``until`` (monotonic); return whether it is committed.
+        """Continue until the request is committed or the time is ``until`` (monotonic); return whether it is committed.
 
         Raises:
             StoreUnreachableError, StoreWriteError: see :meth:`take`.
@@ -127,13 +129,13 @@ class Shipment:
 
     def _submit(self) -> None:
         try:
-            self._answer = self._stores.submit(self.rank, "add", self._parcel, self.count, self._stores.clock)
+            self._answer = self._stores.submit(self.rank, "add", self._request, self.count, self._stores.clock)
             self._sent = True
         except StoreUnreachableError as error:
             self._lost(error)
 
     def _lost(self, error: BaseException) -> None:
-        """Schedule a retry; at another store if this one exceeded its patience or has not received the parcel."""
+        """Schedule a retry; at another store if this one exceeded its patience or has not received the request."""
         self._answer = None
         now = time.monotonic()
         away_for = now - self._since
@@ -166,13 +168,13 @@ class Shipment:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
 
-def take_arrived(shipments: Iterable[Shipment]) -> None:
+def take_arrived(pending: Iterable[PendingRequest]) -> None:
     """Process the answers that have arrived.
 
     Raises:
-        StoreUnreachableError, StoreWriteError: see :meth:`Shipment.take`.
+        StoreUnreachableError, StoreWriteError: see :meth:`PendingRequest.take`.
     """
-    asked = {shipment.answer: shipment for shipment in shipments if shipment.answer is not None}
+    asked = {request.answer: request for request in pending if request.answer is not None}
     if asked:
         ready, _ = ray().wait(list(asked), num_returns=len(asked), timeout=0)
         for answer in ready:
