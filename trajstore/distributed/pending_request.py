@@ -62,9 +62,7 @@ class PendingRequest:
         """Send the request unless already sent. After an exception it is unchanged; call again."""
         if self.departed:
             return
-        self._request = ray().put(
-            AddRequest(self._key, self._pieces)
-        )  # kept there until it is committed
+        self._request = ray().put(AddRequest(self._key, self._pieces))  # kept there until it is committed
         self._pieces = []
         self.rank = self._routes.next()
         self.departed = True
