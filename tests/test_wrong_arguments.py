@@ -25,7 +25,7 @@ from trajstore.errors import TrajstoreError
 from trajstore.interop.convert import convert_to
 from trajstore.ledger import Ledger
 from trajstore.loader import ReplayBufferDataset, ReplayLoader, Share
-from trajstore.points import saved_points, saved_state
+from trajstore.points import points_at
 from trajstore.samplers import Drawn, EpochSampler, Priorities, WeightedSampler, sampler_of
 
 WRONG: dict[str, Any] = {
@@ -85,8 +85,9 @@ FINE: dict[str, dict[str, str]] = {
         "strict": "None True 0",
         "seed": "None 0 -1",
     },
-    "saved_points": {"path": NAMES},
-    "saved_state": {"path": NAMES, "step": "0"},
+    "points.changes": {"name": f"0 {NAMES}", "aside": "0 True"},
+    "points.state": {"name": f"0 {NAMES}"},
+    "points_at": {"path": NAMES},
     "sample_sequences": {
         **{"buffer": "", "count": "", "length": "", "pad": "0 True"},
         **{"sampler": "None", "columns": "None", "ends": "[] [x]"},
@@ -159,7 +160,7 @@ MODULES = (trajstore, trajstore.loader, trajstore.samplers, trajstore.points)
 ALSO: dict[str, dict[str, Any]] = {
     **{"wait": {"ids": [0], "timeout": 0}, "mirror.wait": {"timeout": 0}, "TokenLoader": {"layout": "padded"}},
     **{
-        "points.go_to": {"name": "x"},
+        **{call: {"name": "x"} for call in ("points.go_to", "points.changes", "points.state")},
         "sample_sequences": {"ends": []},
         "sample_n_step": {"ends": [], "terminations": "rewards"},
     },
@@ -309,8 +310,8 @@ def test_storage_options_for_a_local_path_are_told(path: Path, buffer: Trajector
     calls: list[Callable[[], Any]] = [
         lambda: writer_to(path / "another", storage_options=options).close(),
         lambda: TrajectoryReplayBuffer.open(path / "store", storage_options=options),
-        lambda: saved_points(path / "store", **options),
-        lambda: saved_state(path / "store", 0, **options),
+        lambda: points_at(path / "store", **options).saved,
+        lambda: points_at(path / "store", **options).state(0),
     ]
     for call in calls:
         with pytest.warns(UserWarning, match="storage_options: key: no effect on .* which is a local path"):

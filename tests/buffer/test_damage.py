@@ -20,8 +20,8 @@ from trajstore import TrajectoryReplayBuffer, errors
 from trajstore._core.reading import shard_access
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.inspect import inspect
-from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
+from trajstore.points import points_at
 
 
 def fill(path: Path, keys: range, commits: int = 1, trajectory_format: str = "pt") -> Path:
@@ -130,7 +130,7 @@ def test_a_rank_that_is_not_there_or_cannot_be_read_is_told_and_the_run_can_be_r
     assert "rank_2" in inspect(run)["integrity"]["problems"][0]
     if how == "gone":
         with pytest.raises(errors.ConfigurationError, match="rank_2 is absent"):
-            go_to(run, 1)
+            points_at(run).go_to(1)
     repaired = repair_store(run, tmp_path / "new")
     assert (repaired.is_whole, repaired.left_out) == (False, 1)
     assert "an empty store takes its place" in str(repaired.problems)
@@ -465,7 +465,7 @@ def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
 def test_the_highest_ranks_are_missed_where_a_saved_point_says_how_many_there_were(run: Path, gone: list[int]) -> None:
     for rank in range(4):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=run / f"rank_{rank}") as buffer:
-            buffer.points._save(1, None, None, ranks=4)
+            buffer._own_store.save(1, {}, ranks=4)
     assert len(load(run)[0]) == 12
     for rank in gone:
         shutil.rmtree(run / f"rank_{rank}")

@@ -14,17 +14,33 @@ from typing import Any
 
 import pytest
 
+from tests.stateful.places import Ranks
 from tests.support.witness import check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.buffer.runs import RunPoint, _choose, save_rank_point, unite_points
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError, StoreError, StoreNotFoundError, StoreWriteError
 from trajstore.operations.inspect import inspect
-from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.points import SavedPoint, roll_back_run, run_points, save_run_point
+from trajstore.points import points_at, run_points
 
 RANKS = 3
+
+
+def listing(run: Path) -> list[tuple[Any, ...]]:
+    """Return step, number of ranks, lacking ranks and trajectories of a run's saved points."""
+    return [(point.step, point.ranks, point.lacking, point.trajectories) for point in points_at(run).saved]
+
+
+def newest(run: Path, ranks: int) -> Any:
+    """Return the step at which a job of several ranks goes on, or the error that each of them raises."""
+
+    def look(rank: int) -> int | None:
+        with open_rank(run, rank) as buffer:
+            return run_points(buffer).newest()
+
+    results = Ranks(ranks, None, lambda *_: None).call(look)
+    assert len(set(map(str, results))) == 1
+    return results[0]
 
 
 def join(folder: Path, name: str, rank: int) -> None:
@@ -43,13 +59,14 @@ def record(run: Path, rank: int, results: Any) -> None:
     """Record four steps; rank 1 is killed in the third, before it saves."""
     join(run.parent, "first", rank)
     buffer = open_rank(run, rank)
-    assert roll_back_run(buffer) == (None, {})  # a new run, whichever rank opens its store last
+    points = run_points(buffer)
+    assert points.newest() is None  # a new run, whichever rank opens its store last
     for step in range(1, 5):
         buffer.add_trajectories([witness(100 * step + 10 * rank + k) for k in range(rank + 1)])
         if step == 3 and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
-            save_run_point(buffer, step, {"step": step, "rank": rank}, keep=2)
+            points.save(step, {"step": step, "rank": rank}, keep=2)
         except StoreWriteError as error:
             results.put((rank, step, str(error)))
             return
@@ -59,12 +76,15 @@ def go_on(run: Path, rank: int, results: Any) -> None:
     """Roll back to the newest point that every rank has, and save two more."""
     join(run.parent, "second", rank)
     with open_rank(run, rank) as buffer:
-        step, state = roll_back_run(buffer)
+        points = run_points(buffer)
+        step = points.newest()
+        assert step is not None
+        state = points.go_to(step)
         keys = sorted(check_trajectory(buffer.get(trajectory_id)) for trajectory_id in buffer.trajectory_ids.tolist())
         results.put((rank, step, state, keys))
         for step in (3, 4):
             buffer.add_trajectories([witness(1000 * step + rank)])
-            save_run_point(buffer, step, {"step": step}, keep=2)
+            points.save(step, {"step": step}, keep=2)
 
 
 def start(target: Any, run: Path) -> tuple[list[Any], Any]:
@@ -89,11 +109,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
         child.join()
     assert errors.keys() == {0, 2}
     assert all(step == 3 and "a rank does not answer" in text for step, text in errors.values())
-    assert run_points(run) == [
-        RunPoint(1, RANKS, (), 6, RANKS),
-        RunPoint(2, RANKS, (), 12, RANKS),
-        RunPoint(3, RANKS, (1,), 3 + 9, RANKS),
-    ]
+    assert listing(run) == [(1, RANKS, (), 6), (2, RANKS, (), 12), (3, RANKS, (1,), 3 + 9)]
     sentence = "the saved point of step 3 is incomplete: of 3 ranks, it is not in rank_1"
     verification = verify(run)
     assert verification.sound
@@ -104,8 +120,8 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     assert inspect(run)["run_points"][2]["lacking"] == [1]
     assert main(["inspect", str(run)]) == 0
     assert "lacking" in capsys.readouterr().out
-    with pytest.raises(StoreNotFoundError, match="no saved point of step 3; there are: 1, 2"):
-        go_to(run, 3)
+    with pytest.raises(StoreNotFoundError, match=f"{sentence}; complete are: 1, 2"):
+        points_at(run).go_to(3)
     with pytest.raises(StoreNotFoundError, match="no saved point of step 3"):
         TrajectoryReplayBuffer.open(run, pin="step-3")
     with TrajectoryReplayBuffer.open(run, pin="step-2") as reader:
@@ -113,12 +129,7 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
 
     lost = Path(shutil.copytree(run, tmp_path / "lost"))
     shutil.rmtree(lost / "rank_1")
-    with (
-        open_rank(lost, 1),
-        open_rank(lost, 0) as buffer,
-        pytest.raises(StoreNotFoundError, match="no saved point is complete, of 3: rank_1 lacks some"),
-    ):
-        _choose(buffer, None, RANKS)  # rank 0 does this for all
+    assert "no saved point is complete, of 3: rank_1 lacks some" in str(newest(lost, RANKS))
 
     children, results = start(go_on, run)
     answers = {rank: rest for rank, *rest in (results.get(timeout=600) for _ in range(RANKS))}
@@ -128,10 +139,10 @@ def test_a_rank_that_is_killed_between_leaves_the_point_incomplete(
     for rank, (step, state, keys) in answers.items():
         assert (step, state) == (2, {"step": 2, "rank": rank})
         assert keys == sorted(100 * step + 10 * rank + k for step in (1, 2) for k in range(rank + 1))
-    assert run_points(run) == [RunPoint(3, RANKS, (), 15, RANKS), RunPoint(4, RANKS, (), 18, RANKS)]
+    assert listing(run) == [(3, RANKS, (), 15), (4, RANKS, (), 18)]
     assert verify(run).sound
-    done = go_to(run, 3)
-    assert done.trajectories == 15
+    assert sum(change.trajectories for change in points_at(run).changes(3)) == 15
+    assert points_at(run).go_to(3) == {"step": 3}
     with TrajectoryReplayBuffer.open(run) as everything:
         assert len(everything) == 15
 
@@ -145,13 +156,14 @@ def begin(run: Path, rank: int, told: Any) -> None:
     if point.isdecimal() and not rank:
         threading.Timer(int(point) / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
     buffer = open_rank(run, rank)
-    assert roll_back_run(buffer) == (None, {})
+    points = run_points(buffer)
+    assert points.newest() is None
     if point != "opened":
         buffer.add_trajectories([witness(rank)])
-        save_run_point(buffer, 1)
+        points.save(1)
     elif rank:
         buffer.add_trajectories([witness(rank)])
-        save_rank_point(buffer, 1, None, RANKS)
+        buffer._own_store.save(1, {}, RANKS)
     dist.barrier()
     if point and not rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -171,17 +183,12 @@ def test_a_job_killed_in_its_first_step_starts_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert begun(run, "opened") == [-signal.SIGKILL, 0, 0]
     assert begun(run, "") == [0, 0, 0]
-    assert run_points(run) == [RunPoint(1, RANKS, (), 5, RANKS)]
+    assert listing(run) == [(1, RANKS, (), 5)]
     assert verify(run).sound
 
     for rank in range(2):
         shutil.rmtree(run / f"rank_{rank}")  # lost, and another store begins in its place
-    with (
-        open_rank(run, 0) as buffer,
-        open_rank(run, 1),
-        pytest.raises(StoreNotFoundError, match=r"rank_0, rank_1.*lost"),
-    ):
-        _choose(buffer, None, RANKS)
+    assert "rank_0, rank_1, so a store was lost" in str(newest(run, RANKS))
 
 
 @pytest.mark.campaign
@@ -200,23 +207,23 @@ def test_the_only_point_of_a_run_whose_store_was_lost_is_not_taken_for_that_of_a
 ) -> None:
     with open_rank(tmp_path, 0) as buffer:
         buffer.add_trajectories([witness(1)])
-        save_rank_point(buffer, 1, None, 2)
+        buffer._own_store.save(1, {}, 2)
     if begun != "absent":
         with open_rank(tmp_path, 1) as buffer:
             buffer.add_trajectories([witness(2)] if begun == "filled" else [])
-    with open_rank(tmp_path, 0) as buffer:
-        if begun == "filled":  # killed while saving
-            assert _choose(buffer, None, 2) is None
-            return
-        with pytest.raises(StoreNotFoundError, match="nothing was ever added to rank_1, so a store was lost"):
-            _choose(buffer, None, 2)
+    if begun == "filled":  # killed while saving
+        assert newest(tmp_path, 2) is None
+    else:
+        assert "nothing was ever added to rank_1, so a store was lost" in str(newest(tmp_path, 2))
 
 
-def test_points_of_ranks_that_do_not_say_how_many_they_are() -> None:
-    point = SavedPoint(5, 1, 2, 0)
-    assert unite_points({0: [point], 1: [point], 2: []}) == [RunPoint(5, 3, (2,), 4)]
-    assert unite_points({0: [SavedPoint(5, 1, 2, 0, ranks=3)], 1: [point]}) == [RunPoint(5, 3, (2,), 4, 3)]
-    assert unite_points({}) == []
+def test_points_of_ranks_that_do_not_say_how_many_they_are(tmp_path: Path) -> None:
+    for rank in range(3):
+        with open_rank(tmp_path, rank) as buffer:
+            buffer.add_trajectories([witness(rank)])
+            if rank < 2:
+                buffer.points.save(5)
+    assert listing(tmp_path) == [(5, 3, (2,), 2)]
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,16 +231,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     with open_rank(tmp_path, 0) as buffer:
         with pytest.raises(ConfigurationError, match="init first"):
-            save_run_point(buffer, 1)
+            run_points(buffer)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_rank", lambda group: 1)
         monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
         with pytest.raises(ConfigurationError, match="rank 1 of 2 writes to a folder rank_1"):
-            save_run_point(buffer, 1)
+            run_points(buffer)
     with pytest.raises(StoreError, match="no store of its own"):
-        roll_back_run(TrajectoryReplayBuffer())
+        run_points(TrajectoryReplayBuffer())
     with pytest.raises(StoreNotFoundError):
-        run_points(tmp_path / "nowhere")
+        points_at(tmp_path / "nowhere")
 
 
 def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(
@@ -243,21 +250,15 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(
     for rank in range(2):
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / f"rank_{rank}") as buffer:
             buffer.add_trajectories([witness(rank)])
-            buffer.points._save(10, None, None, 2)
-            buffer.points._save(20, None, None, 2)
+            buffer._own_store.save(10, {}, 2)
+            buffer._own_store.save(20, {}, 2)
             if rank == 0:
-                buffer.points._save(30, None, None, 2)  # rank 1 was killed before saving
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_0") as buffer:
-        assert _choose(buffer, None, 2) == 20
-        for ranks in (1, 3):
-            with pytest.raises(ConfigurationError, match=f"2 ranks saved.*has {ranks}.*steps .*10, 20.*step-20"):
-                _choose(buffer, None, ranks)
-        with (
-            TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_2"),
-            pytest.raises(ConfigurationError, match=r"steps that all of them have: 10, 20.*start a new run"),
-        ):
-            _choose(buffer, None, 3)
-    assert [point.lacking for point in run_points(tmp_path)] == [(), (), (1,)], "rank_2 is not part of the points"
+                buffer._own_store.save(30, {}, 2)  # rank 1 was killed before saving
+    assert newest(tmp_path, 2) == 20
+    for ranks in (1, 3):
+        refusal = str(newest(tmp_path, ranks))
+        assert all(part in refusal for part in ("2 ranks saved", f"{ranks} now", "start a new run", "step-10"))
+    assert [point.lacking for point in points_at(tmp_path).saved] == [(), (), (1,)], "rank_2 is not part of the points"
     with TrajectoryReplayBuffer.open(tmp_path, pin="step-20") as reader:
         assert len(reader) == 2
     assert "rank_2 is skipped: 2 ranks saved step-20 together" in caplog.text

@@ -18,7 +18,6 @@ from tests.stores import files_of, filled, flip, keys_at, keys_of, opened, refus
 from tests.support.copies import copy_live
 from tests.support.witness import witness
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
-from trajstore._core.buffer.runs import save_rank_point
 from trajstore._core.files.base import Directory
 from trajstore.cli import DAMAGED
 from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError, TrajstoreError
@@ -193,7 +192,7 @@ def test_what_a_lost_rank_held_is_not_counted_as_nothing(run: Run, tmp_path: Pat
     for rank in range(3):
         with opened(tmp_path / "run" / f"rank_{rank}") as buffer:
             buffer.add_trajectories([witness(rank)])
-            save_rank_point(buffer, 1, None, 3)
+            buffer._own_store.save(1, {}, 3)
     gone = tmp_path / "run" / ("rank_1" if lost == "emptied" else "rank_2")
     shutil.rmtree(gone)
     if lost == "emptied":

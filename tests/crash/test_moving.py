@@ -22,7 +22,7 @@ from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer, annot
 from trajstore._core.store.facts import NOTE
 from trajstore.cli import main
 from trajstore.interop import convert
-from trajstore.points import saved_points
+from trajstore.points import points_at
 
 _CALLS = ("open", "os.link", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.listdir", "ctypes.dlsym")
 
@@ -188,7 +188,7 @@ def _converted(folder: Path, direction: str) -> Any:
     """Return the trajectories of a finished conversion; no other files may be there."""
     assert [path.name for path in folder.iterdir()] == ["out"]
     if direction == "from":
-        assert saved_points(folder / "out") == []
+        assert points_at(folder / "out").saved == []
         with TrajectoryReplayBuffer.open(folder / "out") as reader:
             return [repr(reader.get(number)) for number in reader.trajectory_ids.tolist()]
     files = [path for path in (folder / "out", *(folder / "out").rglob("*")) if path.is_file()]

@@ -9,13 +9,9 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.mirroring import MirrorOfBuffer
-from trajstore._core.buffer.saved_points import PointsOfBuffer
 from trajstore.distributed.handle import DistributedReplayBuffer, MirrorsOfHandle
-from trajstore.distributed.saving import PointsOfHandle
 
 LEFT_OUT = {
-    "points.snapshots": "each store has its own heads that were left; trajstore inspect lists those of a store",
-    "points.committed": "each store has its own watermark; a receipt says what is committed",
     "wait": "receipts wait for their trajectories",
     "mirror.state": "mirror.states has that of each store",
     "open": "connect finds the stores; a run directory is opened by TrajectoryReplayBuffer.open",
@@ -31,14 +27,13 @@ OTHERWISE = {
     "mirror.wait": "asks other machines, so it has a timeout",
     "refresh": "returns nothing: stores are asked anyway",
     "save_checkpoint": "in the layout of trajstore",
-    "points.pin": "returns the generation of each store",
     "close": "the stores go on",
 }
 """Names of both with differing signature or result."""
 
 
-BUFFER: dict[str, type[Any]] = {"": TrajectoryReplayBuffer, "points.": PointsOfBuffer, "mirror.": MirrorOfBuffer}
-HANDLE: dict[str, type[Any]] = {"": DistributedReplayBuffer, "points.": PointsOfHandle, "mirror.": MirrorsOfHandle}
+BUFFER: dict[str, type[Any]] = {"": TrajectoryReplayBuffer, "mirror.": MirrorOfBuffer}
+HANDLE: dict[str, type[Any]] = {"": DistributedReplayBuffer, "mirror.": MirrorsOfHandle}
 
 
 def public(parts: dict[str, type[Any]]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ from trajstore.errors import (
 from trajstore.loader import ReplayLoader, TokenLoader
 from trajstore.operations.following import Follower
 from trajstore.operations.verify import verify
-from trajstore.points import run_points
+from trajstore.points import points_at
 from trajstore.query import relations
 from trajstore.samplers import EpochSampler, GroupSampler, Priorities
 
@@ -717,7 +717,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(shared: Path) -> None:
     loader = ReplayLoader(handle, batch_size=16, sampler=sampler)
     check_batch(next(loader))
     point = handle.points.save(10, {"loader": loader, "note": "ten"})
-    assert (point.step, point.trajectories, point.is_complete, point.saved_by) == (10, 8, True, 2)
+    assert (point.step, point.trajectories, point.is_complete, point.ranks) == (10, 8, True, 2)
     with pytest.raises(ConfigurationError, match="remove it first"):
         handle.points.save(10)
     expected = [next(loader) for _ in range(6)]
@@ -748,7 +748,7 @@ def test_windows_loader_and_a_point_to_which_all_go_back(shared: Path) -> None:
     assert (handle.size, handle.is_ready(1)) == (0, False)
     with TrajectoryReplayBuffer.open(shared, pin="step-50") as reader:
         assert len(reader) == 9
-    assert [point.is_complete for point in run_points(shared)] == [True, True]
+    assert [point.is_complete for point in points_at(shared).saved] == [True, True]
 
 
 def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_whole(

@@ -19,7 +19,7 @@ from tools.crash.forked import forking
 from trajstore.cli import DAMAGED, INTERRUPTED
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points, saved_state
+from trajstore.points import points_at
 
 pytest.importorskip("gymnasium", reason="the demo needs  pip install 'trajstore[demo]'")
 
@@ -75,8 +75,8 @@ def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Pat
     path = tmp_path / "run"
     for updates in (32, 64):
         run.out("--task", "cartpole", "--path", path, "--updates", updates, "--sampler", sampler)
-    [*_, point] = saved_points(path / "replay")
-    name, kept = saved_state(path / "replay", point.step)["sampler"]
+    [*_, point] = points_at(path / "replay").saved
+    name, kept = points_at(path / "replay").state(point.step)["sampler"]
     assert name == sampler
     if sampler == "epochs":
         assert kept["place"] + 256 * 16 * (kept["epoch"] - 1) >= 64 * 256 - 1024  # 16 x 16 transitions a round

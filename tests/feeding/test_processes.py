@@ -20,7 +20,7 @@ from tests.feeding.test_loader import block, fill, reader, rewards
 from tools.crash.forked import forking
 from trajstore.errors import StoreClosedError
 from trajstore.loader import ReplayLoader
-from trajstore.points import saved_state
+from trajstore.points import points_at
 
 
 def opened(folder: Path) -> list[str]:
@@ -44,7 +44,7 @@ def rank_of(folder: Path, rank: int, world: int, begins: bool, pipe: Connection)
         buffer = reader(folder / "store", "step-4")
     loader = ReplayLoader(buffer, 16, rank=(rank, world))
     if not begins:
-        loader.load_state_dict(saved_state(folder / "store", 4)["loader"])
+        loader.load_state_dict(points_at(folder / "store").state(4)["loader"])
     for _ in range(4):
         parts: list[Any] = [None] * world
         torch.distributed.all_gather_object(parts, rewards(next(loader)))

@@ -20,9 +20,8 @@ from trajstore._core.store.log_records import id_ranges, segment_name
 from trajstore._core.store.saved_points import pin_file
 from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, StoreNotFoundError
-from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points
+from trajstore.points import points_at
 from trajstore.remote.mirror.replica import Replica
 from trajstore.remote.mirror.restoring import restore
 
@@ -82,7 +81,7 @@ def test_a_mirror_is_changed_by_its_store_alone(tmp_path: Path, mirror: str) -> 
     def is_refused() -> None:
         for change in (
             lambda: annotate(mirror, ids, {"judge": 1.0}),
-            lambda: go_to(mirror, "named"),
+            lambda: points_at(mirror).go_to("named"),
             lambda: TrajectoryReplayBuffer(auto_save=True, auto_save_path=mirror),
         ):
             with pytest.raises(ConfigurationError, match=r"is the mirror of a store \(it has a mirror.json\)"):
@@ -152,7 +151,7 @@ def pins_at(url: str) -> set[str]:
 
 
 def steps_at(url: str | Path) -> list[int]:
-    return [point.step for point in saved_points(url)]
+    return [point.step for point in points_at(url).saved]
 
 
 def test_a_rollback_that_did_not_reach_the_mirror_leaves_no_pin_in_the_restored_store(

@@ -23,7 +23,7 @@ from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points
+from trajstore.points import points_at
 from trajstore.remote.mirror import mirror as mirror_module
 from trajstore.remote.mirror.restoring import IDS_LEFT_OUT, restore
 
@@ -118,7 +118,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
         points = [point.step for point in buffer.points.saved]
     is_sound(tmp_path / "mirror")
     assert keys_at(tmp_path / "mirror") == keys_at(tmp_path / "store")
-    assert [point.step for point in saved_points(tmp_path / "mirror")] == points
+    assert [point.step for point in points_at(tmp_path / "mirror").saved] == points
     compared = 0
     for at, copy in enumerate(copies):
         try:
@@ -365,7 +365,7 @@ def test_waiting_for_everything_waits_for_saved_points_and_rollbacks(tmp_path: P
         buffer.add_trajectories([witness(0)])
         buffer.points.save(1, {"note": "one"})
         assert buffer.mirror.wait(timeout=600)
-        assert [point.step for point in saved_points(tmp_path / "mirror")] == [1]
+        assert [point.step for point in points_at(tmp_path / "mirror").saved] == [1]
         buffer.add_trajectories([witness(1)])
         assert buffer.mirror.wait(timeout=600)
         assert keys_at(tmp_path / "mirror") == {0: 0, 1: 1}

@@ -15,9 +15,8 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.view import View
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
-from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points
+from trajstore.points import points_at
 from trajstore.remote.directory import RemoteDirectory
 
 THEN = {number: number for number in range(4)}
@@ -77,10 +76,10 @@ def test_a_kill_anywhere_leaves_nothing_once_it_is_called_again(tmp_path: Path, 
     assert kept(tmp_path / "store") == AFTER
     happened = []
     for at, copy in enumerate(copies):
-        happened.append([point.step for point in saved_points(copy)] == [1])
+        happened.append([point.step for point in points_at(copy).saved] == [1])
         assert loaded(copy) == (THEN if happened[-1] else before)
         if at % 2:
-            go_to(copy, 1, aside=False)
+            points_at(copy).go_to(1, aside=False)
         else:
             with make(copy) as buffer:
                 assert buffer.points.rollback(1, aside=False) == {"step": 1}

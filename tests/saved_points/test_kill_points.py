@@ -16,7 +16,7 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import StoreError
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points
+from trajstore.points import points_at
 from trajstore.remote.directory import RemoteDirectory
 
 
@@ -209,6 +209,6 @@ def test_a_rollback_in_an_object_store_that_was_cut_short_makes_no_point_void(
         with make(url) as buffer:
             assert len(keys_of(buffer)) == (4 if happened else 6)
             assert [point.step for point in buffer.points.saved] == ([1] if happened else [1, 2])
-        assert [point.step for point in saved_points(url)] == ([1] if happened else [1, 2])
+        assert [point.step for point in points_at(url).saved] == ([1] if happened else [1, 2])
         report = verify(url)
         assert (report.problems, report.notes) == ([], [])

@@ -16,7 +16,7 @@ from tests.saved_points.stores import add, make
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import StoreClosedError
 from trajstore.loader import ReplayLoader
-from trajstore.points import saved_state
+from trajstore.points import points_at
 from trajstore.samplers import EpochSampler, Sampler, UseLimit, WeightedSampler
 
 SAMPLERS: dict[str, Callable[[], Sampler | None]] = {
@@ -46,7 +46,7 @@ def test_ranks_take_up_the_loader_of_a_saved_point_whatever_was_written_after(
             rest = [rewards(next(loader)) for _ in range(15)]
         writer.evict([2, 3])
         add(writer, range(10, 14))
-    state = saved_state(tmp_path, 5)["loader"]
+    state = points_at(tmp_path).state(5)["loader"]
     ranks = [
         ReplayLoader(
             TrajectoryReplayBuffer.open(tmp_path, pin="step-5"), 8, rank=(rank, world), sampler=SAMPLERS[name]()

@@ -19,7 +19,7 @@ import torch._dynamo  # an optimizer imports it: here once for all processes
 
 from trainer_hooks.hook import ReplayHook
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.buffer.saved_points import PointsOfBuffer
+from trajstore.points import Points
 
 
 def replacing(source, target):
@@ -28,7 +28,7 @@ def replacing(source, target):
 
 CALLS = {
     "add": (TrajectoryReplayBuffer, "add_trajectories", lambda *_: True),
-    "save": (PointsOfBuffer, "save", lambda *_: True),
+    "save": (Points, "save", lambda *_: True),
     "replace": (os, "replace", replacing),
     "step": (ReplayHook, "step_done", lambda *_: True),
 }

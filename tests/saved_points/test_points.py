@@ -24,7 +24,7 @@ from trajstore.errors import (
 )
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points, saved_state
+from trajstore.points import points_at
 from trajstore.samplers import EpochSampler
 
 
@@ -144,8 +144,8 @@ def test_a_stated_number_of_points_is_kept_and_older_ones_are_released(tmp_path:
         assert state_files(tmp_path) == 1
         with pytest.raises(StoreNotFoundError, match="no saved point of step 4; there are: 5"):
             buffer.points.rollback(4)
-    assert [point.step for point in saved_points(tmp_path)] == [5]
-    assert saved_state(tmp_path, 5) == {"step": 5}
+    assert [point.step for point in points_at(tmp_path).saved] == [5]
+    assert points_at(tmp_path).state(5) == {"step": 5}
 
 
 def test_a_replaced_point_does_not_return_to_the_line_when_its_successor_is_released(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_replaced_point_does_not_return_to_the_line_when_its_successor_is_rele
         assert "step-1.0" in [point.name for point in buffer.points.snapshots]
         with pytest.raises(StoreNotFoundError, match="no saved point of step 1; there are: 2"):
             buffer.points.rollback(1)
-    assert [point.step for point in saved_points(tmp_path)] == [2]
+    assert [point.step for point in points_at(tmp_path).saved] == [2]
 
 
 def test_a_point_holds_its_trajectories_until_it_is_released(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_damaged_state_is_told_before_anything_is_changed(tmp_path: Path, dama
             buffer.points.rollback(1)
         assert len(keys_of(buffer)) == 4
     with pytest.raises(CorruptStoreError, match=file.name):
-        saved_state(tmp_path, 1)
+        points_at(tmp_path).state(1)
     assert [problem.file for problem in verify(tmp_path).problems] == [f"pins/{file.name}"]
 
 
@@ -271,7 +271,7 @@ def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
             self.buffer = buffer
 
         def state_dict(self) -> dict[str, Any]:
-            return {"committed": self.buffer.points.committed}
+            return {"committed": self.buffer._sink.committed}
 
     with make(tmp_path) as buffer:
 

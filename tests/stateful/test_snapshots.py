@@ -35,14 +35,13 @@ from trajstore import (
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.pin_names import STEP
 from trajstore._core.store.run_ids import in_run
+from trajstore._core.store.saved_points import STEP
 from trajstore.errors import StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
-from trajstore.operations.points import go_to
 from trajstore.operations.verify import verify
-from trajstore.points import roll_back_run, run_points, save_run_point
+from trajstore.points import points_at, run_points
 from trajstore.remote.mirror.restoring import restore
 
 T = TypeVar("T")
@@ -462,6 +461,14 @@ class Snapshots(RuleBasedStateMachine):
             self.place.remove()
 
 
+def gone_to(twin: Twin, step: int | None) -> tuple[int | None, dict[str, Any]]:
+    """Go to a point of a run, the newest one without a step."""
+    points = run_points(twin.buffer)
+    newest = points.newest()
+    step = newest if step is None else step
+    return step, {} if step is None else points.go_to(step)
+
+
 # -- several ranks ---------------------------------------------------------------------------------------
 
 
@@ -545,12 +552,17 @@ class Runs(RuleBasedStateMachine):
         dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
         before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
         results, files = self.together(
-            lambda twin: save_run_point(twin.buffer, step, {"step": step}, keep=keep), dies, kill[2] if kill else 0
+            lambda twin: run_points(twin.buffer).save(step, {"step": step}, keep=keep), dies, kill[2] if kill else 0
         )
         for twin, result in zip(self.twins, results, strict=True):
             complete = dies is None or dies[1] > 0
             assert isinstance(result, StoreWriteError) is not complete, result
-            twin.model.save(step, keep if complete else None)
+            twin.model.save(step)
+        lines = self.points().items()
+        oldest = ([-1] * (keep or 0) + [number for number, lacking in lines if not lacking])[-(keep or 0)]
+        for twin in self.twins if keep and complete else ():
+            line = twin.model.shown(twin.model.head).line
+            twin.model.drop([name for number, name in line.items() if number < oldest])
         if dies and before:
             if dies[1] > 0:
                 before.save(step)
@@ -567,7 +579,7 @@ class Runs(RuleBasedStateMachine):
         dies = None if kill is None else (kill[0] % len(self.twins), kill[1])
         before = copy.deepcopy(self.twins[dies[0]].model) if dies else None
         results, files = self.together(
-            lambda twin: roll_back_run(twin.buffer, None if newest else step), dies, kill[2] if kill else 0
+            lambda twin: gone_to(twin, None if newest else step), dies, kill[2] if kill else 0
         )
         for twin, result in zip(self.twins, results, strict=True):
             if dies is None:
@@ -586,7 +598,7 @@ class Runs(RuleBasedStateMachine):
         for twin in self.twins:
             twin.apply_values()
             twin.buffer.close()
-        go_to(self.path, step)
+        points_at(self.path).go_to(step)
         for twin in self.twins:
             twin.open()
             twin.went(twin.model.head.line[step])
@@ -624,7 +636,7 @@ class Runs(RuleBasedStateMachine):
         if hasattr(self, "twins"):
             for twin in self.twins:
                 twin.check()
-            assert {point.step: point.lacking for point in run_points(self.path)} == self.points()
+            assert {point.step: point.lacking for point in points_at(self.path).saved} == self.points()
 
     def teardown(self) -> None:
         if hasattr(self, "twins"):

@@ -152,7 +152,7 @@ def test_what_could_not_be_written_is_kept_and_can_be_sampled(tmp_path: Path) ->
                 buffer.wait([2])
             assert buffer.add_trajectories([witness(3)]) == [3]  # the error was reported and there is room in memory
             assert [check_trajectory(buffer.get(number)) for number in range(4)] == [0, 1, 2, 3]
-            assert buffer.points.committed == 0
+            assert buffer.get_stats()["committed"] == 0
             assert keys_at(tmp_path / "store") == {0: 0}
             plan.heal()
             buffer.flush()
@@ -188,7 +188,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
         for key in range(1, 4):  # reported once, then there is room in memory
             buffer.add_trajectories([witness(key)])
         plan.heal()
-        wait_until(lambda: buffer.points.committed == 3)
+        wait_until(lambda: buffer.get_stats()["committed"] == 3)
         assert buffer.get_stats()["write_retries"] >= 2
     assert contents_of(tmp_path / "store") == [0, 1, 2, 3]
     assert "Traceback" not in caplog.text

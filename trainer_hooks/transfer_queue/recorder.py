@@ -313,13 +313,14 @@ class Recorder:
         buffer, rollouts = self._buffer, self._rollouts
         if buffer is None or rollouts is None:
             raise StoreClosedError("the recorder has no open store")
-        unwritten = buffer._trajectory_counter - 1 - buffer.points.committed
+        committed = int(buffer.get_stats()["committed"])
+        unwritten = buffer._trajectory_counter - 1 - committed
         error, self._error = self._error, None
         return Status(
             self._recorded,
             self._queued + max(unwritten, 0),
             self._lost,
-            buffer.points.committed,
+            committed,
             str(buffer.store_id),
             dict(rollouts.problems),
             error,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, format_bytes
 from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
-    from trajstore.operations.points import WentTo
+    from trajstore._core.buffer.points import SnapshotChanges
 
 
 def _configure(parser: ArgumentParser) -> None:
@@ -26,19 +27,31 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.operations.points import go_to
+    from trajstore._core.buffer.saved_points import points_at
 
-    name = options.step if options.to is None else options.to
-    done = go_to(options.path, name, aside=not options.delete, dry_run=options.dry_run)
+    name, points = options.step if options.to is None else options.to, points_at(options.path)
+    changes = points.changes(name, aside=not options.delete)
+    if not options.dry_run:
+        points.go_to(name, aside=not options.delete)
     if options.json:
-        out.json({**done.to_json(), "dry_run": options.dry_run})
+        out.json({**_json(options.path, changes), "dry_run": options.dry_run})
         return 0
-    for part in done.parts or [done]:
-        _write(part, options, out)
+    for change in changes:
+        _write(change, options, out)
     return 0
 
 
-def _write(done: WentTo, options: Namespace, out: Output) -> None:
+def _json(path: str, changes: Sequence[SnapshotChanges]) -> dict[str, Any]:
+    """Return the changes of a store, or of the stores of a run with their sums."""
+    if len(changes) == 1:
+        return changes[0].to_json()
+    names = ("trajectories", "leaving", "leaving_bytes", "returning", "values", "values_back")
+    sums = {name: sum(getattr(change, name) for change in changes) for name in names}
+    parts = [change.to_json() for change in changes]
+    return {"path": path, "to": changes[0].to, **sums, "aside": None, "later_steps": [], "parts": parts}
+
+
+def _write(done: SnapshotChanges, options: Namespace, out: Output) -> None:
     would = "would go" if options.dry_run else "went"
     to = f"step {done.to}" if isinstance(done.to, int) else done.to
     out.line(f"{done.path}: {would} to {to}, {trajectories(done.trajectories, 'is', 'are')} live then")

@@ -15,8 +15,8 @@ from trajstore._core.base import locks
 from trajstore._core.base.arguments import whole
 from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.checkpoint import check_target
+from trajstore._core.buffer.points import SnapshotChanges
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
-from trajstore._core.buffer.runs import save_rank_point
 from trajstore._core.columns.fields import unnest
 from trajstore._core.columns.limits import MAX_ID
 from trajstore._core.files.folders import hidden, put_in_place
@@ -28,6 +28,7 @@ from trajstore._core.sessions.session import Session
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
+from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.add_request import AddRequest, unpack, uuids_of
 from trajstore.distributed.change_log import ChangeLog, Changes
@@ -107,6 +108,7 @@ class StoreServer:
             auto_save_path=_of_run(path, rank),
             **_of_rank(options, rank),
         )
+        self._points = self._buffer._own_store
         self._buffer._sink.share_ids(rank, MOST_STORES)
         self._about = replace(self._about, store_id=self._buffer.store_id or "")
         self._known = Known()
@@ -179,7 +181,7 @@ class StoreServer:
                 known = self._known.ids(uuids)
             era = self._era
         ids = [number for number in known if number is not None]
-        if max(ids, default=-1) > self._buffer.points.committed:
+        if max(ids, default=-1) > self._buffer._sink.committed:
             try:
                 if not self._buffer.wait(ids, _ANSWERS_WITHIN):
                     return None
@@ -431,35 +433,39 @@ class StoreServer:
             with written(f": the checkpoint {target.path} was not replaced"):
                 put_in_place(made, target.path)
 
-    def pin(self, by: str, name: str) -> int:
-        """Pin the store; return its generation.
+    def snapshots(self) -> list[SavedPoint]:
+        """Return all snapshots of the store."""
+        return list(self._points.snapshots()[ALONE])
+
+    def state_at(self, name: str | int) -> dict[str, Any]:
+        """Return the state saved with a point."""
+        return self._points.state(name)
+
+    def changes_to(self, name: str | int, aside: bool) -> list[SnapshotChanges]:
+        """Return the changes that going to a snapshot would make."""
+        return self._points.changes(name, aside)
+
+    def pin(self, by: str, name: str) -> list[SavedPoint]:
+        """Pin the store; return its snapshots then.
 
         Raises:
             StoreWriteError: the hold has expired.
         """
         with self._hold.keeping(by):
-            return self._buffer.points.pin(name)
+            return list(self._points.pin(name)[ALONE])
 
     def remove_snapshot(self, name: str | int) -> None:
         """Remove a snapshot of the store."""
-        self._buffer.points.remove(name)
+        self._points.remove(name)
 
-    def saved_points(self) -> list[SavedPoint]:
-        """Return the saved points of the store's current line, lowest step first."""
-        return self._buffer.points.saved
-
-    def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> SavedPoint:
-        """Save this store's part of a point of ``ranks`` stores; earlier points stay.
+    def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> list[SavedPoint]:
+        """Save this store's part of a point of ``ranks`` stores; return its snapshots then. Earlier points stay.
 
         Raises:
             StoreWriteError: the point could not be written, or the hold has expired.
         """
         with self._hold.keeping(by):
-            return save_rank_point(self._buffer, step, state, ranks)
-
-    def snapshot_names(self) -> list[str]:
-        """Return the names of all snapshots of the store."""
-        return [snapshot.name for snapshot in self._buffer.points.snapshots]
+            return list(self._points.save(step, state, ranks)[ALONE])
 
     def go_to(self, by: str, name: str | int, aside: bool) -> dict[str, Any]:
         """Restore a snapshot; return the state saved with it.
@@ -468,7 +474,7 @@ class StoreServer:
             StoreWriteError: the change could not be written, or the hold has expired.
         """
         with self._hold.keeping(by), self._adding:
-            state = self._buffer.points.go_to(name, aside=aside)
+            state = self._points.go_to(name, aside)
             self._known = Known()  # trajectories set aside are unknown: a resend adds them again
             self._recall()
             self._era += 1
@@ -477,8 +483,8 @@ class StoreServer:
     # -- the rest ---------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Return the buffer's statistics, see :meth:`TrajectoryReplayBuffer.get_stats`."""
-        return self._buffer.get_stats()
+        """Return the statistics that can be summed, see :meth:`TrajectoryReplayBuffer.get_stats`."""
+        return {name: value for name, value in self._buffer.get_stats().items() if name != "committed"}
 
     def mirror_state(self) -> MirrorState | None:
         """Return the state of the store's mirror; None without a mirror."""

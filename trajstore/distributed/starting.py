@@ -33,7 +33,7 @@ _METHODS = {
     "wait": ("flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
     "read": (
         *("read", "trajectories", "extents", "facts", "rows", "late_rows", "changes", "described", "stats"),
-        *("tick", "mirror_state", "history", "saved_points", "snapshot_names", "commits"),
+        *("tick", "mirror_state", "history", "snapshots", "state_at", "changes_to", "commits"),
     ),
     "save": (
         *("hold", "prepare_checkpoint", "publish_checkpoint", "pin", "remove_snapshot", "save_point", "go_to"),

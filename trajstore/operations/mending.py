@@ -12,13 +12,13 @@ import numpy as np
 
 from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
+from trajstore._core.buffer.saved_points import stores_of
 from trajstore._core.reading.places import Place, find_place, rank_number
 from trajstore._core.reading.sources import StoreSource
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore.operations.opening import open_readable
-from trajstore.operations.points import stores_of
 
 
 @dataclass(frozen=True)

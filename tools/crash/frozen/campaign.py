@@ -27,7 +27,7 @@ from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
 from trajstore.errors import StoreLockedError, TrajstoreError
 from trajstore.operations.verify import verify
-from trajstore.points import saved_points
+from trajstore.points import points_at
 
 _LAST_REQUEST = 120
 
@@ -187,7 +187,7 @@ class _Round:
         return [line for line in entries(self.journal) if event in (None, line["event"])]
 
     def points(self) -> set[int]:
-        return {point.step for point in saved_points(self.url, **self.options)}
+        return {point.step for point in points_at(self.url, **self.options).saved}
 
     def picture(self, living: bool) -> dict[str, str]:
         """Return the version of every object, without those that a living writer renews, and those of readers."""

@@ -44,6 +44,7 @@ from trajstore._core.reading.places import is_file_of_rlinf, store_above
 from trajstore._core.reading.read_snapshot import ReadSnapshot
 from trajstore._core.reading.shard_access import flat_of
 from trajstore._core.reading.sources import Source, StoreSource
+from trajstore._core.sampling.draws import rng_json
 from trajstore._core.store.additions import label_at, starts_of
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
@@ -84,11 +85,6 @@ class CheckpointState:
     seed: int | None
     rng_state: torch.Tensor | None
     ranks: int | None = None
-
-    @staticmethod
-    def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
-        """Return seed and state of the generator as JSON values."""
-        return {"seed": seed, "rng_state": base64.b64encode(rng_state.numpy().tobytes()).decode()}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> CheckpointState:
@@ -294,7 +290,7 @@ def _write_store(
     target.publish(points)
     catalog.load_pins()
     catalog.next_shard = len(catalog.shards)
-    extra = {} if state.rng_state is None else CheckpointState.rng_json(state.seed, state.rng_state)
+    extra = {} if state.rng_state is None else rng_json(state.seed, state.rng_state)
     extra |= {} if state.ranks is None else {"ranks": state.ranks}
     local, index = isinstance(target, LocalDirectory), catalog.snapshot_file()
     metadata = catalog.metadata_file(trajectory_format=state.trajectory_format, **extra)

@@ -25,9 +25,10 @@ from trajstore._core.base.extensions import extension
 from trajstore._core.buffer.checkpoint import Layout
 from trajstore._core.buffer.loading import Loaded, LoadRequest
 from trajstore._core.buffer.mirroring import MirrorOfBuffer
+from trajstore._core.buffer.points import Points
 from trajstore._core.buffer.reader import Reader, unpickled
 from trajstore._core.buffer.retention import Retention
-from trajstore._core.buffer.saved_points import PointsOfBuffer
+from trajstore._core.buffer.saved_points import OwnStore
 from trajstore._core.buffer.sink import Sink, StoreSink
 from trajstore._core.buffer.view import View
 from trajstore._core.columns.rollouts import flatten_rollouts
@@ -280,9 +281,13 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
     # -- points, mirror, checkpoints --------------------------------------------------------------
 
     @property
-    def points(self) -> PointsOfBuffer:
+    def points(self) -> Points:
         """Saved points of this buffer's store, for going back, and pins."""
-        return PointsOfBuffer(self._sink, self._live, self._draws)
+        return Points(self._own_store)
+
+    @property
+    def _own_store(self) -> OwnStore:
+        return OwnStore(self._sink, self._live, self._draws)
 
     @property
     def mirror(self) -> MirrorOfBuffer:
@@ -407,11 +412,11 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
     def get_stats(self) -> dict[str, float]:
         """Return the statistics of a reader, and those of the buffer's own store.
 
-        ``pending_bytes`` wait to be written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that
-        these and its pins need, ``held_bytes`` of files kept only because a reader still shows evicted trajectories.
+        Every trajectory up to the id ``committed`` survives a crash; -1 before the first. ``pending_bytes`` wait to be
+        written. ``live_bytes`` are of its trajectories, ``shard_bytes`` of the files that these and its pins need,
+        ``held_bytes`` of files kept only because a reader still shows evicted trajectories.
         """
-        figures = self._sink.figures()
-        return {**super().get_stats(), **figures}
+        return {**super().get_stats(), **self._sink.figures(), "committed": self._sink.committed}
 
     def save_checkpoint(self, save_path: str | Path, *, layout: Layout = "trajstore") -> None:
         self._sink.flush()

@@ -1,52 +1,66 @@
-"""Saved points of a buffer: its store, generator and other resume state, at a step of the model."""
+"""The stores of :class:`~trajstore._core.buffer.points.Points`: a buffer's own, and those at a path."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trajstore._core.base.arguments import check_kind, path_or_url, text, truth, whole, whole_or_none
+from trajstore._core.base.arguments import path_or_url
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.checkpoint import CheckpointState
+from trajstore._core.buffer.points import Listing, Points, SnapshotChanges, Stores, asked
 from trajstore._core.buffer.sink import Sink, StoreSink
 from trajstore._core.buffer.view import View
+from trajstore._core.files.base import Directory
 from trajstore._core.files.opening import check_options, open_directory
+from trajstore._core.reading.places import Place, is_of_rank, nothing_at, place_in, rank_of
 from trajstore._core.sampling.draws import Draws
+from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.saved_points import SavedPoint
-from trajstore._core.store.states import asked
+from trajstore._core.store.run_ids import ALONE
+from trajstore._core.store.saved_points import snapshots_of
+from trajstore._core.writing.inbox import Pending
 from trajstore._core.writing.points import Gone
+from trajstore._core.writing.points import Points as WriterPoints
+from trajstore._core.writing.unattended import held_points
 from trajstore._core.writing.writer import StoreWriter
-from trajstore.errors import StoreError
+from trajstore.errors import ConfigurationError, StoreError, counted
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-KEEP_CALLS = "all calls are kept, also those after the snapshot (`discard` the sessions that begin anew), of"
+_KEEP_CALLS = "all calls are kept, also those after the snapshot (`discard` the sessions that begin anew), of"
 """Warning after going to a snapshot."""
 
-KEPT = 3
-"""Default number of saved points to keep."""
 
-
-@dataclass(frozen=True, slots=True)
-class PointsOfBuffer:
-    """``buffer.points``: the watermark, saved points and pins of a buffer's store.
+class OwnStore(Stores):
+    """The store of a buffer, with the buffer's generator.
 
     Args:
-        _sink: its store; a buffer in memory only saves no points.
-        _view: its contents.
-        _draws: its generator.
+        sink: its store; a buffer in memory only saves no points.
+        view: its contents.
+        draws: its generator.
     """
 
-    _sink: Sink
-    _view: View
-    _draws: Draws
+    name, count = "this store", 1
+
+    def __init__(self, sink: Sink, view: View, draws: Draws) -> None:
+        self._sink, self._view, self._draws = sink, view, draws
+
+    def _writer(self, call: str) -> StoreWriter:
+        """Return the writer of a buffer.
+
+        Raises:
+            StoreError: it has no store.
+        """
+        if not isinstance(self._sink, StoreSink):
+            raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
+        return self._sink.writer
 
     def _own(self, call: str) -> StoreWriter:
         """Return the writer of a buffer that shows only its own store.
@@ -54,103 +68,48 @@ class PointsOfBuffer:
         Raises:
             StoreError: it has no store, or shows a load from elsewhere.
         """
-        if not isinstance(self._sink, StoreSink):
-            raise StoreError(f"points.{call}: this buffer has no store of its own; use auto_save=True")
-        request = self._view.request
+        writer, request = self._writer(call), self._view.request
         if request is not None:
             raise StoreError(
                 f"points.{call}: this buffer shows trajectories loaded from {request.directory.url}, but a saved "
-                f"point has only those of its own store {self._sink.writer.directory.url}; to have both in one "
+                f"point has only those of its own store {writer.directory.url}; to have both in one "
                 "store, save_checkpoint(NEW), and make the buffer with auto_save_path=NEW"
             )
-        return self._sink.writer
+        return writer
 
-    @property
-    def committed(self) -> int:
-        """Watermark: every trajectory of this buffer's store up to this id survives a crash; -1 before the first."""
-        return self._sink.committed
+    def snapshots(self) -> Listing:
+        return {ALONE: self._own("snapshots").points.snapshots()}
 
-    @property
-    def saved(self) -> list[SavedPoint]:
-        """The saved points of the current line, lowest step first; ``saved_points(path)`` lists those of any store.
+    def state(self, name: str | int) -> dict[str, Any]:
+        return self._own("state").points.state(name)
 
-        The current line is the history of the present state. Points saved after one to which the store went back are on
-        other lines: :attr:`snapshots` has them.
-
-        Raises:
-            StoreError: the buffer has no store, or shows a load from elsewhere.
-        """
-        return self._own("saved").points.saved()
-
-    @property
-    def snapshots(self) -> list[SavedPoint]:
-        """Everything that :meth:`go_to` accepts: saved points of all lines, pins, and heads that were left.
-
-        Raises:
-            StoreError: the buffer has no store, or shows a load from elsewhere.
-        """
-        return self._own("snapshots").points.snapshots()
-
-    def save(self, step: int, state: Mapping[str, Any] | None = None, *, keep: int | None = KEPT) -> SavedPoint:
-        """Save a point of the store at a step of the model, for :meth:`go_to`.
-
-        Everything added before is flushed first. Call it before writing the model's own checkpoint, so that every
-        checkpoint of the model has its point.
-
-        Args:
-            step: of the model; a point of the same step is replaced.
-            state: further state of the run: plain values, tensors, and objects with a ``state_dict`` (a loader, a
-                sampler), which is called at that moment. The buffer's own generator is saved anyway.
-            keep: number of points of the current line to keep, by highest step; older ones are removed, with
-                trajectories that only they held. None = all.
-
-        Raises:
-            StoreError: the buffer has no store, or shows a load from elsewhere.
-            ConfigurationError: there is a point of a later step; or ``state`` has an unsupported value; says where.
-            StoreWriteError: it could not be written; an earlier point of this step is unchanged.
-        """
-        return self._save(step, state, keep)
-
-    def _save(
-        self, step: int, state: Mapping[str, Any] | None, keep: int | None, ranks: int | None = None
-    ) -> SavedPoint:
-        """See :meth:`save`; ``ranks``: number of ranks of a run that save together."""
-        step, keep = whole("step", step, 0), whole_or_none("keep", keep, 1)
-        check_kind("state", state, Mapping, "a dict")
+    def save(self, step: int, state: Mapping[str, Any], ranks: int | None = None) -> Listing:
+        """See :class:`Stores`; ``ranks``: number of ranks of a run that save together."""
         writer = self._own("save")
         self._sink.flush()
         self._sink.warn_of_open(f"the point of step {step} lacks")
 
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             # The parts before the generator that they draw from: parts bring their own state of it.
-            parts = asked(state or {})
-            generator = CheckpointState.rng_json(self._draws.seed, self._draws.rng_state)
+            parts = asked(state)
+            generator = self._draws.to_json()
             return parts, generator if ranks is None else {**generator, "ranks": ranks}
 
-        return uninterrupted(partial(writer.points.save, step, capture, keep))
+        return {ALONE: uninterrupted(partial(writer.points.save, step, capture))}
 
-    def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
-        """Show a snapshot: its trajectories, late values and saved points; draws continue from there.
+    def pin(self, name: str) -> Listing:
+        writer = self._writer("pin")
+        self._sink.flush()
+        self._sink.warn_of_open(f"the pin {name} lacks")
+        return {ALONE: uninterrupted(partial(writer.points.pin, name, **self._draws.to_json()))}
 
-        Trajectories evicted since come back; trajectories added since are hidden. The state before becomes a snapshot
-        itself, ``aside-...``, unless one has it already: going to that undoes this. No id is given twice. Open sessions
-        keep all their calls, with a warning that names them.
+    def remove(self, name: str | int) -> None:
+        writer = self._writer("remove")
+        uninterrupted(partial(writer.points.remove, name))
+        writer.rewriter.note()
 
-        Args:
-            name: of a snapshot; or step of a saved point of the current line.
-            aside: False deletes the state before, with the saved points that no other state needs.
-
-        Returns:
-            The state that was saved with a point, with the state dicts of objects that had one; else empty.
-
-        Raises:
-            StoreNotFoundError: there is no such snapshot; names the existing ones.
-            StoreError: the buffer has no store, or shows a load from elsewhere.
-            CorruptStoreError: the snapshot is damaged; nothing was changed.
-            StoreWriteError: it could not be written; make the buffer again, which shows one state or the other.
-        """
-        name = text("name", name) if isinstance(name, str) else whole("name", name, 0)
-        aside, writer = truth("aside", aside), self._own("go_to")
+    def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
+        writer = self._own("go_to")
 
         def change() -> Gone:
             gone = writer.points.go_to(name, aside=aside)
@@ -162,35 +121,15 @@ class PointsOfBuffer:
         gone = self._while_nothing_is_added(writer, change)
         restored = CheckpointState.from_json(gone.details)
         self._draws.take_up(restored.seed, restored.rng_state)
-        self._sink.warn_of_open(KEEP_CALLS)
+        self._sink.warn_of_open(_KEEP_CALLS)
         return dict(gone.state)
 
-    def rollback(self, step: int, *, aside: bool = True) -> dict[str, Any]:
-        """Go to the saved point of a step of the current line, see :meth:`go_to`."""
-        return self.go_to(whole("step", step, 0), aside=aside)
-
-    def pin(self, name: str) -> int:
-        """Keep the present state under a name; return the store's generation.
-
-        ``load_checkpoint(path, pin=name)`` reads it and :meth:`go_to` goes back to it, whatever is added, evicted or
-        annotated later.
-
-        Raises:
-            StoreError: the buffer has no store (``auto_save=False``).
-            ConfigurationError: the name is not a valid file name, or is reserved for saved points.
-        """
-        name = text("name", name)
+    def changes(self, name: str | int, aside: bool) -> list[SnapshotChanges]:
+        writer = self._own("changes")
         self._sink.flush()
-        self._sink.warn_of_open(f"the pin {name} lacks")
-        return self._sink.pin(name, CheckpointState.rng_json(self._draws.seed, self._draws.rng_state))
-
-    def remove(self, name: str | int) -> None:
-        """Remove a pin, a saved point (its step, or ``step-750``), or a head that was left (``aside-12``).
-
-        Removing a head also removes the saved points on its line alone. Evicted trajectories that only it named are
-        deleted. Warns if there is no such snapshot.
-        """
-        self._sink.remove_snapshot(text("name", name) if isinstance(name, str) else whole("name", name, 0))
+        self._sink.take_in_values()
+        with writer.log.standing_still() as catalog:
+            return [SnapshotChanges.of(catalog, name, aside)]
 
     def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
         with self._view.steady:
@@ -205,50 +144,144 @@ class PointsOfBuffer:
         return result
 
 
-def saved_points(path: str | Path, **storage_options: Any) -> list[SavedPoint]:
-    """Return the saved points of a store's current line, lowest step first, without opening it for writing.
+class StoresAt(Stores):
+    """The store at a path, or the stores of a run, which no process has open for writing while they change.
 
     Args:
-        path: directory or URL.
-        storage_options: passed on to the fsspec file system.
-
-    Raises:
-        StoreNotFoundError: there is no store.
-        CorruptStoreError: it is damaged.
+        place: of the store, or of the run.
     """
-    check_options(path, storage_options)
-    catalog = Catalog.open(open_directory(path_or_url("path", path), **storage_options))
-    return [SavedPoint.of(head) for head in catalog.points()]
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.name = place.url
+        self.count = 1 if place.kind == "store" else None
+
+    def held(self) -> AbstractContextManager[object]:
+        stores_of(self._place)  # refuses a run with an absent rank
+        return nullcontext()
+
+    def begun(self) -> Container[int]:
+        return [rank for rank, directory in self._directories().items() if Catalog.open(directory).next_id]
+
+    def _directories(self) -> dict[int, Directory]:
+        if self._place.kind == "store":
+            return {ALONE: self._place.directory}
+        ranks = [part for part in self._place.parts if part.kind == "store" and is_of_rank(part.name)]
+        return {rank_of(part.directory): part.directory for part in ranks}
+
+    def snapshots(self) -> Listing:
+        return {rank: snapshots_of(Catalog.open(directory)) for rank, directory in self._directories().items()}
+
+    def state(self, name: str | int) -> dict[str, Any]:
+        return Catalog.open(stores_of(self._place)[0].directory).read_state(name)
+
+    def save(self, step: int, state: Mapping[str, Any]) -> Listing:
+        parts, stores = asked(state), stores_of(self._place)
+        details = {} if self.count else {"ranks": len(stores)}
+        self._each(stores, lambda points: points.save(step, lambda: (parts, details)))
+        return self.snapshots()
+
+    def pin(self, name: str) -> Listing:
+        self._each(stores_of(self._place), lambda points: points.pin(name))
+        return self.snapshots()
+
+    def remove(self, name: str | int) -> None:
+        self._each(stores_of(self._place), lambda points: points.remove(name))
+
+    def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
+        stores = self._having(name)
+        for store in stores:  # all, before any change
+            SnapshotChanges.of(_with_pending(store)[0], name, aside)
+        gone = self._each(stores, lambda points: points.go_to(name, aside=aside))
+        for store in stores:
+            warn_of_open(store.url, _KEEP_CALLS)
+        return dict(gone[0].state)
+
+    def changes(self, name: str | int, aside: bool) -> list[SnapshotChanges]:
+        results = []
+        for store in self._having(name):
+            catalog, added = _with_pending(store)
+            fences = 0 if store.directory.can_append else 1  # a writer of an object store begins with one
+            results.append(SnapshotChanges.of(catalog, name, aside, added + fences))
+        return results
+
+    @staticmethod
+    def _each(stores: list[Place], call: Callable[[WriterPoints], T]) -> list[T]:
+        results = []
+        for store in stores:
+            with held_points(store.directory) as points:
+                results.append(call(points))
+        return results
+
+    def _having(self, name: str | int) -> list[Place]:
+        """Return the stores of a run without empty ones above the number of ranks that a point records."""
+        stores = stores_of(self._place)
+        ranks = Catalog.open(stores[0].directory).snapshot(name).ranks
+        if not ranks:
+            return stores
+        above = [store for store in stores if is_of_rank(store.name) and rank_of(store.directory) >= ranks]
+        empty = [store for store in above if not len(Catalog.open(store.directory).index)]
+        for store in empty:
+            logger.warning("%s: is skipped: it is empty, and %s saved the point", store.url, counted(ranks, "rank"))
+        return [store for store in stores if store not in empty]
 
 
-def saved_state(path: str | Path, step: int, **storage_options: Any) -> dict[str, Any]:
-    """Return the state saved with a point, for readers of a store that another process writes.
+def points_at(path: str | Path, **storage_options: Any) -> Points:
+    """Return the saved points of a store or run at a path, without opening it for writing.
+
+    SnapshotChanges wait for a store's lock and hold it for a moment, so no buffer may have the store open meanwhile.
 
     Args:
-        path: directory or URL of the store.
-        step: of the point.
+        path: directory or URL of a store, or of a run, the folder with the stores ``rank_*``.
         storage_options: passed on to the fsspec file system.
 
     Raises:
-        StoreNotFoundError: there is no store, or no such point; names the existing ones.
-        CorruptStoreError: the state is missing or damaged.
+        StoreNotFoundError: no known format is there. Its calls raise ``CorruptStoreError`` for a damaged store,
+            ``StoreLockedError`` for a change while a writer has it open, and ``ConfigurationError`` for a change of a
+            run with an absent rank, or of a directory that is not trajstore's.
     """
     check_options(path, storage_options)
     directory = open_directory(path_or_url("path", path), **storage_options)
-    return Catalog.open(directory).read_state(whole("step", step, 0))
+    place = place_in(directory)
+    if place is None:
+        raise nothing_at(path, directory)
+    return Points(StoresAt(place))
+
+
+def stores_of(place: Place) -> list[Place]:
+    """Return the store at a place, or all stores of a complete run.
+
+    Raises:
+        ConfigurationError: the place is not a store of trajstore, or is a run with an absent or foreign rank.
+    """
+    if place.kind == "store":
+        return [place]
+    stores = [part for part in place.parts if part.kind == "store"]
+    if place.kind != "run" or len(stores) < len(place.parts) or place.lacking:
+        others = [f"{part.name} is no store of trajstore" for part in place.parts if part.kind != "store"]
+        why = "; ".join((*place.lacking, *others)) if place.kind == "run" else f"it is of the kind {place.kind!r}"
+        raise ConfigurationError(f"{place.url}: is neither a store of trajstore nor a run with all its ranks: {why}")
+    return stores
+
+
+def _with_pending(place: Place) -> tuple[Catalog, int]:
+    """Return the catalog of a store with the late values in its inbox, and the number of their commits."""
+    pending, catalog = Pending(place.directory), Catalog.open(place.directory)
+    added, *_ = pending.add_to(catalog)
+    return catalog, added
 
 
 def _left(gone: Gone) -> str:
     """Describe the changes by going to a snapshot."""
     change = gone.change
-    counted = (
+    counted_changes = (
         (f"trajectories ({change.nbytes:,} bytes) no longer shown", len(change.leaving)),
         ("trajectories shown again", len(change.returning)),
         ("late values that do not count any more", change.values),
         ("late values that count again", change.values_back),
         ("saved points on another line", len(change.points)),
     )
-    parts = [f"{effect}: {count:,}" for effect, count in counted if count]
+    parts = [f"{effect}: {count:,}" for effect, count in counted_changes if count]
     if gone.aside is not None:
         parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
     return "; ".join(parts)

@@ -212,13 +212,6 @@ class Sink:
         """Free the disk space of evicted trajectories; return the number of damaged shards, which stay as they are."""
         return 0
 
-    def pin(self, name: str, state: Mapping[str, object]) -> int:
-        """Keep the present state readable under a name; return its generation."""
-        raise StoreError("points.pin: this buffer has no store of its own; use auto_save=True or save_checkpoint")
-
-    def remove_snapshot(self, name: str | int) -> None:
-        """Remove a snapshot."""
-
     def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values of the store's trajectories, and values by row, one tensor per trajectory.
 
@@ -427,7 +420,8 @@ class StoreSink(Sink):
             self.sessions.look()
 
     def warn_of_open(self, what: str) -> None:
-        warn_of_open(self.writer.directory.url, what)
+        if self._may_have_sessions():
+            warn_of_open(self.writer.directory.url, what)
 
     def _may_have_sessions(self) -> bool:
         directory = self.writer.directory
@@ -462,13 +456,6 @@ class StoreSink(Sink):
     def compact(self, *, compress: bool = False) -> int:
         self.writer.compact(compress=compress)
         return len(self.writer.rewriter.damaged)
-
-    def pin(self, name: str, state: Mapping[str, object]) -> int:
-        return uninterrupted(partial(self.writer.points.pin, name, **state))
-
-    def remove_snapshot(self, name: str | int) -> None:
-        uninterrupted(partial(self.writer.points.remove, name))
-        self.writer.rewriter.note()
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
         others = [number for number in update.ids if not self._view.is_own(number)]

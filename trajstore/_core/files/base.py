@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import re
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,14 @@ def is_safe_name(name: str) -> bool:
 
 Buffer = bytes | bytearray | memoryview
 """Any contiguous bytes that can be written."""
+
+
+def crc32_of(pieces: Sequence[Buffer]) -> int:
+    """Return the CRC-32 of consecutive pieces."""
+    crc = 0
+    for piece in pieces:
+        crc = zlib.crc32(piece, crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)

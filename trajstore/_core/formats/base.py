@@ -21,7 +21,7 @@ import torch
 
 from trajstore._core.columns.flat import FlatTrajectory
 from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
-from trajstore._core.files.base import Buffer, EncodedFile
+from trajstore._core.files.base import Buffer, EncodedFile, crc32_of
 from trajstore.errors import CorruptStoreError
 
 SHARDS_FOLDER = "shards"
@@ -227,14 +227,6 @@ def read_label(label: Any, source: str) -> Mapping[str, Any]:
         raise CorruptStoreError(f"{source}: label: the checksum does not fit the content")
     value: Mapping[str, Any] = orjson.loads(body)
     return value
-
-
-def crc32_of(pieces: Sequence[Buffer]) -> int:
-    """Return the CRC-32 of consecutive pieces."""
-    crc = 0
-    for piece in pieces:
-        crc = zlib.crc32(piece, crc)
-    return crc
 
 
 def rows_from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:

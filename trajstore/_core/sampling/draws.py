@@ -5,6 +5,7 @@ A buffer draws with ``Contents.lock`` held.
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import socket
@@ -200,6 +201,10 @@ class Draws:
         """State of torch's generator: uint8, ``[bytes]``."""
         return self._generator.get_state()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return seed and state of the generator as JSON values."""
+        return rng_json(self.seed, self.rng_state)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state for :meth:`load_state_dict`."""
         return {"seed": self.seed, "rng_state": self.rng_state}
@@ -218,6 +223,11 @@ class Draws:
             raise ConfigurationError(f"state: rng_state is not that of a generator ({error})") from error
         self.seed = seed
         self.continue_here()
+
+
+def rng_json(seed: int | None, rng_state: torch.Tensor) -> dict[str, Any]:
+    """Return seed and state of a generator as JSON values."""
+    return {"seed": seed, "rng_state": base64.b64encode(rng_state.numpy().tobytes()).decode()}
 
 
 def _empty(window: Window) -> EmptyBufferError:

@@ -34,10 +34,9 @@ from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
 from trajstore._core.store.moves import Moved, check_moved, move_entries, move_from_json
 from trajstore._core.store.notes import Noted, Notes
-from trajstore._core.store.pin_names import STEP
 from trajstore._core.store.row_notes import RowShard
 from trajstore._core.store.run_ids import ID_LIMIT, in_run
-from trajstore._core.store.saved_points import Pins, Snapshot
+from trajstore._core.store.saved_points import STEP, Pins, Snapshot
 from trajstore._core.store.sealed import (
     COPY_NAME,
     INDEX_NAME,

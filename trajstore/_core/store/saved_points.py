@@ -6,25 +6,40 @@ Guarded like the catalog it belongs to. See docs/design/saved-points.md.
 
 from __future__ import annotations
 
+import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
 from trajstore._core.columns.limits import MAX_GENERATION, MAX_ID
-from trajstore._core.files.base import Buffer, Directory, EncodedFile, check_name
-from trajstore._core.formats.base import crc32_of
+from trajstore._core.files.base import Buffer, Directory, EncodedFile, check_name, crc32_of
 from trajstore._core.store.log_records import lie_in, natural, parse_ranges
-from trajstore._core.store.pin_names import ASIDE, IN_UTF8, STEP
 from trajstore._core.store.sealed import seal, unseal
 from trajstore._core.store.states import decode_state
-from trajstore.errors import CorruptStoreError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError
+
+if TYPE_CHECKING:
+    from trajstore._core.store.committed import Committed
 
 PINS_FOLDER = "pins"
+
+STEP = re.compile(r"step-(\d+)(?:\.(\d+))?")
+"""A saved point: its step, and the visit in which it was saved. Without a visit: the point on the current line."""
+
+ASIDE = re.compile(r"aside-(\d+)")
+"""A head that was left."""
+
+IN_UTF8 = "start Python with PYTHONUTF8=1, or choose another locale than LC_ALL=C"
+"""Remedy where file names cannot be read or written."""
+
+_LONGEST = 200  # bytes: file systems take 255, and ".json" or a state's suffix follows
+_UNFIT = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]")
 
 _STATE, _VALUES = ".state", ".values"
 
@@ -101,16 +116,18 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SavedPoint:
-    """A snapshot of a store, as users see it.
+    """A snapshot of a store, or of all stores of a run, as users see it.
 
     Attributes:
         step: of the model; 0 for a snapshot that is not a saved point.
-        generation: of the store.
+        generation: of the store; of a run the highest.
         trajectories: their number.
         state_bytes: size of its state's file; 0 without one.
         ranks: number of ranks of a run that save it together; None for a single store.
         name: for ``go_to``, ``remove`` and ``open(pin=)``.
         kind: ``"point"``, ``"pin"``, or ``"aside"`` for a head that was left.
+        on_line: whether it is a saved point of the current line.
+        lacking: numbers of the ranks of a run without it; a run cannot go back to such a point.
     """
 
     step: int
@@ -120,12 +137,29 @@ class SavedPoint:
     ranks: int | None = None
     name: str = ""
     kind: Kind = "point"
+    on_line: bool = True
+    lacking: tuple[int, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has it."""
+        return not self.lacking
 
     @staticmethod
-    def of(head: Snapshot) -> SavedPoint:
+    def of(head: Snapshot, on_line: bool = True) -> SavedPoint:
         """Return the user's view of a snapshot."""
         size = 0 if head.state is None else head.state.size
-        return SavedPoint(head.step or 0, head.generation, head.count, size, head.ranks, head.name, head.kind)
+        return SavedPoint(
+            head.step or 0, head.generation, head.count, size, head.ranks, head.name, head.kind, on_line=on_line
+        )
+
+
+def snapshots_of(catalog: Committed) -> list[SavedPoint]:
+    """Return the saved points of a store's current line, lowest step first, and its other snapshots, by name."""
+    line = catalog.points()
+    names = {head.name for head in line}
+    others = [SavedPoint.of(head, on_line=False) for head in catalog.snapshots() if head.name not in names]
+    return [*map(SavedPoint.of, line), *others]
 
 
 class Pins:
@@ -352,3 +386,36 @@ def values_file(name: str, unique: str, values: Mapping[str, Any]) -> tuple[Enco
 
 def _told(file: EncodedFile) -> tuple[EncodedFile, dict[str, Any]]:
     return file, {"file": file.name, "size": file.nbytes, "crc32": crc32_of(file.pieces)}
+
+
+# -- names of snapshots ---------------------------------------------------------------------------
+
+
+def point_name(step: int, visit: int | None = None) -> str:
+    """Return the name of the saved point of a step; without a visit, the one on the current line."""
+    return f"step-{step}" + ("" if visit is None else f".{visit}")
+
+
+def aside_name(generation: int) -> str:
+    """Return the name of the head left by the commit of a generation."""
+    return f"aside-{generation}"
+
+
+def check_pin_name(name: str) -> None:
+    """Refuse an invalid name for a user's pin.
+
+    Raises:
+        ConfigurationError: it is not a valid file name, or is reserved for saved points or heads that were left.
+    """
+    fits = not name.startswith(".") and not _UNFIT.search(name)
+    if not fits or not 0 < len(name.encode(errors="replace")) <= _LONGEST:
+        raise ConfigurationError(
+            f"pin {name[:80]!r}: must be the name of a file: at most {_LONGEST} bytes, no slashes or control "
+            "characters, no dot at its beginning"
+        )
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise ConfigurationError(f"pin {name[:80]!a}: names of files are {error.encoding} here; {IN_UTF8}") from error
+    if STEP.fullmatch(name) or ASIDE.fullmatch(name):
+        raise ConfigurationError(f"pin {name!r}: such names are reserved for saved points; choose another")

@@ -67,14 +67,6 @@ def read_plain(data: bytes, otherwise: str) -> dict[str, Any]:
     return state
 
 
-def asked(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state in which each value with a ``state_dict`` method is replaced by its result."""
-    return {
-        name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
-        for name, value in state.items()
-    }
-
-
 def _plain(value: Any, where: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach()

@@ -13,16 +13,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore._core.base import locks
-from trajstore._core.files.base import EncodedFile
-from trajstore._core.formats.base import crc32_of
+from trajstore._core.files.base import EncodedFile, crc32_of
 from trajstore._core.store.log_records import id_ranges
-from trajstore._core.store.pin_names import aside_name, check_pin_name, point_name
 from trajstore._core.store.rollback import Change, has_a_name, plan_change, with_live
 from trajstore._core.store.saved_points import (
     SavedPoint,
     SideFile,
     Snapshot,
+    aside_name,
+    check_pin_name,
     pin_file,
+    point_name,
+    snapshots_of,
     state_file,
     values_file,
 )
@@ -111,6 +113,7 @@ class Points:
         self._directory = log.directory
         self._one = locks.lock("Points._one")
         """Allows one change at a time: files that no snapshot names yet must not be deleted as leftovers."""
+        self._may_have_leftovers = False
         with log.changing():
             if not log.directory.can_append:
                 self._claim()
@@ -151,20 +154,26 @@ class Points:
         with written(f": nothing {what}"):
             self._directory.confirm()
 
-    def saved(self) -> list[SavedPoint]:
-        """Return the saved points of the current line, lowest step first."""
-        with self._log.standing_still() as catalog:
-            return [SavedPoint.of(head) for head in catalog.points()]
-
     def snapshots(self) -> list[SavedPoint]:
-        """Return all snapshots, sorted by name."""
+        """Return all snapshots, see :func:`snapshots_of`."""
         with self._log.standing_still() as catalog:
-            return [SavedPoint.of(head) for head in catalog.snapshots()]
+            return snapshots_of(catalog)
+
+    def state(self, name: str | int) -> dict[str, Any]:
+        """Return the state saved with a point.
+
+        Raises:
+            StoreNotFoundError: there is no such point; names the existing ones.
+            CorruptStoreError: its file is missing or damaged.
+        """
+        with self._changing():
+            catalog = self._log.catalog
+            return catalog.pins.state_of(catalog.snapshot(name))
 
     # -- taking -----------------------------------------------------------------------------------
 
-    def pin(self, name: str, **details: Any) -> int:
-        """Take a snapshot of the committed state, and return its generation.
+    def pin(self, name: str, **details: Any) -> list[SavedPoint]:
+        """Take a snapshot of the committed state, and return all snapshots.
 
         Raises:
             ConfigurationError: the name is not a valid file name, or belongs to a saved point or a head that was left.
@@ -173,19 +182,16 @@ class Points:
         """
         check_pin_name(name)
         with self._one_change():
-            head = self._write(name, lambda: ({}, details))
-            with self._changing():
-                self._release(())  # files of an earlier snapshot of this name
-            return head.generation
+            self._write(name, lambda: ({}, details))
+            return self.snapshots()
 
-    def save(self, step: int, capture: Capture, keep: int | None) -> SavedPoint:
-        """Save a point of the committed state, and remove the oldest points of the current line.
+    def save(self, step: int, capture: Capture) -> list[SavedPoint]:
+        """Save a point of the committed state, replacing one of the same step, and return those of the line.
 
         Args:
             step: of the model.
             capture: called while nothing can be committed or evicted; returns the state, and further values for the
                 point's file (the buffer's generator).
-            keep: number of points to keep, those of the highest steps; None = all.
 
         Raises:
             ConfigurationError: there is a point of a later step, or the state has a value that cannot be saved.
@@ -203,17 +209,20 @@ class Points:
                 state, details = capture()
                 return state, {"step": step, **details}
 
-            head = self._write(name, with_step)
-            with self._changing():
-                replaced = [old for old in before if old.step == step and old.name != name]
-                old = [] if keep is None else catalog.points()[:-keep]
-                self._release([*self._on_no_line(replaced), *old])
-            return SavedPoint.of(head)
+            self._write(name, with_step)
+            if replaced := [old for old in before if old.step == step and old.name != name]:
+                with self._changing():
+                    self._release(self._on_no_line(replaced))
+            with self._log.standing_still():
+                return list(map(SavedPoint.of, catalog.points()))
 
-    def _write(self, name: str, capture: Capture) -> Snapshot:
-        """Take a snapshot; within :meth:`_one_change`. Files of an earlier one of this name stay."""
+    def _write(self, name: str, capture: Capture) -> None:
+        """Take a snapshot, replacing one of this name; within :meth:`_one_change`."""
         catalog = self._log.catalog
         with self._changing():
+            if self._may_have_leftovers:
+                self._release(())
+            replaces = self._may_have_leftovers = name in catalog.pins.heads
             taken = self._taken(name, *capture())
             catalog.pins.expect(taken.head)
         try:
@@ -227,8 +236,12 @@ class Points:
             with self._log.standing_still():
                 catalog.pins.arrived(name)
                 catalog.load_pins()
+                self._may_have_leftovers = True
             raise
-        return head
+        if replaces:
+            with self._changing():
+                catalog.drop_unnamed()
+                self._release(())
 
     def _add(self, head: Snapshot) -> None:
         """Add a snapshot whose files are durable; within :meth:`_changing`.
@@ -238,7 +251,6 @@ class Points:
         """
         catalog = self._log.catalog
         catalog.pins.arrived(head.name, head)
-        catalog.drop_unnamed()
         if self._directory.can_append:
             return
         catalog.load_pins()
@@ -318,6 +330,7 @@ class Points:
             self._log.release_pins([head.name for head in heads])
         if unnamed := self._log.catalog.pins.unnamed_files():
             self._directory.remove(unnamed)
+        self._may_have_leftovers = False
 
     # -- going to a snapshot ----------------------------------------------------------------------
 
