@@ -232,8 +232,11 @@ class World:
             self._coming = "none" if last else self.plan.crashes[life]
             self._crash_at = 0 if self._coming == "none" else self.tasks.step + self.chance.randrange(20, 2500)
             self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
+            if life and not self._living:  # the writer finds a store that others use
+                self._start_others()
+                self.tasks.wait("sleep", self.chance.choice((0.0, 0.0005, 0.002)))
             self._start_writer()
-            if life == 0 or self._was != "kill":
+            if life == 0:
                 self._start_others()
             while self._writer_process in self._living or (last and self._living):
                 self.tasks.wait(_CLIENTS)
@@ -244,12 +247,11 @@ class World:
                 self.disk.lose_power(random.Random(f"power/{self.seed}/{life}"))
             if self._crashed == "node":
                 self._lose_node()
-            self._was = self._crashed
             self._look(last=last)
         self.disk._compare()
         self.end("")
 
-    _was = _coming = ""
+    _coming = ""
 
     def _lose_node(self) -> None:
         """Remove the store, and restore it from its mirror, where there is one yet; the first restore may be killed."""
