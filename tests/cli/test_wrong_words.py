@@ -59,7 +59,7 @@ WRONG = [
     ("query store 'select from'", "sql: 'select from'"),
     ("query store 'select foo from trajectories'", "there is no column 'foo'"),
     ("query store 'select foo from messages'", "there is no column 'foo'"),
-    ("query store 'select foo from message'", "there is trajectories, messages, tokens, steps"),
+    ("query store 'select foo from message'", "there is trajectories, messages, calls, tokens, steps"),
     ("list store --columns task,task", "--columns: name each fact"),
     ("list store --columns ''", "--columns: name each fact"),
     ("list store --columns foo", "--columns: there is no fact 'foo'"),
