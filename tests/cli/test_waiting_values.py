@@ -109,6 +109,7 @@ def test_refused_values_are_told_as_such_before_a_writer_refuses_them_and_after(
     filled(path, [0])
     with monkeypatch.context() as patch:
         patch.setattr(Inbox, "look", lambda _: True)
+        patch.setattr(Inbox, "record", lambda _: None)
         annotate(path, 0, {"score": "high"}, who="anna")
         with writer_to(path) as writer:
             annotate(writer, 0, {"score": 1})

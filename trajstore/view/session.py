@@ -60,7 +60,7 @@ class OpenSessions:
             "sessions": [_in_milliseconds(session) for session in newest[:MOST]],
             "of": len(newest),
             "damaged": [
-                f"{file.name}: the record at byte {begin:,} is damaged and left out; see trajstore verify"
+                f"{file.name}: the record at byte {begin:,} is damaged and left out; see `trajstore verify`"
                 for folder in self._folders.values()
                 for file in folder.files.values()
                 for begin in file.damaged
