@@ -14,6 +14,7 @@ import torch
 
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore._core.base.machine_code import packing_kernels
 from trajstore._core.formats import FORMATS, get_format
 from trajstore._core.sampling.tree import SumTree
 from trajstore.operations.inspect import inspect
@@ -40,7 +41,8 @@ def _use(folder: Path, form: str) -> None:
 
 
 def _use_kernels() -> None:
-    """Call what a small store does not need."""
+    """Load and call what a small store does not need."""
+    packing_kernels._load()
     with TrajectoryReplayBuffer(sample_window_size=1) as buffer:
         buffer.add_trajectories([witness(0), witness(1)])  # the first one leaves memory
         check_batch(buffer.sample(1))

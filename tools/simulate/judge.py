@@ -77,9 +77,9 @@ class Model:
         self.adding -= set(new.values())
         self._retain()
 
-    def _retain(self) -> None:
+    def _retain(self, seen: Collection[int] = ()) -> None:
         if self.limit is not None:
-            self.evicting |= set(sorted(self.keys)[: -self.limit])
+            self.evicting |= set(sorted({*self.keys, *seen})[: -self.limit])
 
     def go_back(self, step: int) -> None:
         """A rollback begins; until it is done, readers see what is left or what is come back to."""
@@ -126,6 +126,7 @@ class Model:
 
     def check_seen(self, seen: Collection[int], must: Collection[int], gone: Collection[int]) -> None:
         """Ids were listed; ``must`` and ``gone`` are those that were durable, and evicted, before the listing began."""
+        self._retain(seen)  # also of additions that have not returned yet
         lost = sorted(set(must) - set(seen) - self.evicting)
         if lost:
             raise BrokenPromiseError(f"what was acknowledged is there: {lost} are not among {sorted(seen)}")
