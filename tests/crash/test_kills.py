@@ -1,4 +1,4 @@
-"""Short campaigns of kills and freezes; long ones have the marker campaign. See docs/crash-testing.md."""
+"""Short campaigns of kills, of resumed loops and of freezes; long ones have the marker campaign. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tools.crash.campaign import run_campaign
 from tools.crash.forked import forking
 from tools.crash.frozen.campaign import run_campaign as freeze
 from tools.crash.journal import KEEP, Journal, Promises, read_journal
+from tools.crash.resume.campaign import MOMENTS
+from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore._core.base.types import IntArray
 from trajstore._core.sampling.base import Additions
@@ -32,6 +34,15 @@ def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path, kills: int, p
     assert result.problems == []
     assert result.counts["kills"] == kills
     assert result.counts["promises checked"] > promises
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=LONG)])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kills: int) -> None:
+    result = kill_around_checkpoints(tmp_path, kills=kills, seed=2)
+    assert result.problems == []
+    assert result.counts["kills"] == kills
+    assert result.counts["steps compared"] > 0
+    assert kills < 100 or all(result.counts[f"killed {moment}"] for moment in MOMENTS)
 
 
 def _after_warming() -> None:

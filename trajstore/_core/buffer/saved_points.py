@@ -229,7 +229,7 @@ class StoresAt(Stores):
 def points_at(path: str | Path, **storage_options: Any) -> Points:
     """Return the saved points of a store or run at a path, without opening it for writing.
 
-    SnapshotChanges wait for a store's lock and hold it for a moment, so no buffer may have the store open meanwhile.
+    Changes wait for a store's lock and hold it for a moment, so no buffer may have the store open meanwhile.
 
     Args:
         path: directory or URL of a store, or of a run, the folder with the stores ``rank_*``.
