@@ -1,4 +1,4 @@
-"""Short campaigns of kills, of resumed loops and of freezes; long ones have the marker campaign. See docs/crash-testing.md."""
+"""Short campaigns of kills, resumed loops and freezes; long ones have the marker campaign: docs/crash-testing.md."""
 
 from __future__ import annotations
 
