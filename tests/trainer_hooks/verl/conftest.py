@@ -12,7 +12,6 @@ import pytest
 
 try:
     import transfer_queue  # noqa: F401
-
     import verl  # noqa: F401
 except ImportError as error:
     warnings.warn(f"tests of the verl plugin are left out: {error}", stacklevel=1)

@@ -16,6 +16,7 @@ import transfer_queue as tq
 from omegaconf import OmegaConf
 from torch import Tensor
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from tests import rays
 from tests.support.faults import FaultPlan, failing_disk
@@ -34,7 +35,6 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import TaskTable
 from trajstore import TrajectoryReplayBuffer
 from trajstore.trajectory import AgentTrajectory
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 N = 4
 """Rollouts per prompt."""

@@ -14,6 +14,7 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 from omegaconf import OmegaConf
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.verl.cuts import (
@@ -29,7 +30,6 @@ from trainer_hooks.verl.cuts import (
 )
 from trainer_hooks.verl.tasks import TaskTable, rollout_counts
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreWriteError
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 CUT = Cut(
     step=7,

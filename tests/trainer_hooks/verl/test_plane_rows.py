@@ -12,6 +12,7 @@ import pytest
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 from tests.support.waiting import wait_until
 from tests.trainer_hooks.verl import plane
@@ -27,7 +28,6 @@ from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION
 from trainer_hooks.verl.sampler import ReplaySampler
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore.errors import ConfigurationError
-from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 
 pytestmark = pytest.mark.usefixtures("data_plane")
 
