@@ -50,7 +50,7 @@ def override_verl(compose_verl: Compose) -> Compose:
     return overridden
 
 
-@pytest.fixture(scope="package")  # stops Ray before other tests start theirs
+@pytest.fixture(scope="module")  # stops Ray before other tests start theirs
 def _plane() -> Iterator[None]:
     from tests.trainer_hooks.verl.plane import own_plane  # verl need not be installed
 
