@@ -114,6 +114,12 @@ def test_traces_come_back_and_only_what_they_add_is_stored(buffer: TrajectoryRep
         assert (about["session_id"], about["trace_count"]) == ("u:1", 12)
         assert about["first_trace_at"] <= about["last_trace_at"]
         assert (await store.list_sessions(since=4e9), await store.list_sessions(limit=0)) == ([], [])
+        leaving = asyncio.ensure_future(store.store_trace("left", "u:2", made_trace(1, [1, 2], [])))
+        await asyncio.sleep(0)
+        leaving.cancel()  # as when the gateway's client goes away
+        await store.flush()
+        assert await store.get_trace("left") is not None
+        assert await store.delete_session("u:2") == 1
         await store.close()
         again = SessionTraceStore(tmp_path / "store")  # after a restart
         assert await again.get_trace("t11") == traces[11]

@@ -379,6 +379,20 @@ def test_tasks_that_are_cancelled_and_writes_that_fail(tmp_path: Path, monkeypat
     assert [fields["k"] for fields in records(tmp_path) if "k" in fields] == [0, 1]
 
 
+def test_a_task_without_a_thread_that_waits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "one")
+        monkeypatch.setattr(journal, "start_thread", refuse)
+        with pytest.raises(RuntimeError, match="thread"):
+            asyncio.run(session.add_call_async([1], [2], call_id="a"))
+        monkeypatch.undo()
+        asyncio.run(session.add_call_async([1], [2], call_id="a"))
+        assert [call.id for call in session.calls()] == ["a"]
+
+
 def test_where_there_are_no_sessions(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer() as memory, pytest.raises(errors.StoreError, match="no store of its own"):
         memory.session("task")

@@ -118,11 +118,11 @@ class Gateway:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def recorded(self, recording: Coroutine[Any, Any, None]) -> None:
-        """Run the recording of a call, which :meth:`flush` waits for."""
+        """Run the recording of a call, which :meth:`flush` waits for, to its end also if the caller is cancelled."""
         task = asyncio.ensure_future(recording)
         self._recording.add(task)
         task.add_done_callback(self._recording.discard)
-        await task
+        await asyncio.shield(task)
 
     async def flush(self) -> None:
         """Return when the calls that this event loop is recording are durable, or were refused."""

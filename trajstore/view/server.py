@@ -181,8 +181,8 @@ class Service:
 
     async def _session(self, request: Request) -> Response:
         name, row = _said(request, "id"), _said(request, "row")
-        told = await self._ask(lambda: self._living.open_session(name))
-        return _json(told or await self._result(self._reading, lambda: self._living.session(name, row)))
+        opened = await self._ask(lambda: self._living.open_session(name))
+        return _json(opened or await self._result(self._reading, lambda: self._living.session(name, row)))
 
     async def _path(self, request: Request) -> Response:
         name, call = _said(request, "id"), _said(request, "call")

@@ -210,8 +210,8 @@ def _in_order(calls: list[Answer]) -> list[Answer]:
         above = call["above"]
         base = by_name.get(call["base"])
         base = base if base is not None and base < places[id(call)] else None
-        told = {name: value for name, value in call.items() if name != "above"}
+        shown = {name: value for name, value in call.items() if name != "above"}
         taken = max(0 if above is None else above["stop"], (call["shared"] or 0) if base is not None else 0)
-        told |= {"parent": None if above is None else places[id(above)], "base": base}
-        ordered.append(told | {"added": max(0, call["start"] - taken)})
+        shown |= {"parent": None if above is None else places[id(above)], "base": base}
+        ordered.append(shown | {"added": max(0, call["start"] - taken)})
     return ordered

@@ -44,7 +44,7 @@ class Entry:
         error: why it failed.
         gate: held until the thread that waits for the record shall look again.
         group: the records that were written with it and whose threads are still to be woken.
-        future: of the event loop in which a task waits for it, if one does.
+        future: of the task that waits for it; None without one, or once it is resumed.
     """
 
     __slots__ = ("data", "error", "future", "gate", "group", "is_awaited", "is_done", "is_next", "is_queued")
@@ -179,20 +179,22 @@ class CallJournal:
 
     async def written(self, entry: Entry) -> None:
         """:meth:`wait`, in a task of an event loop: a thread of the journal waits for the records of all tasks."""
-        entry.future = asyncio.get_running_loop().create_future()
+        future = entry.future = asyncio.get_running_loop().create_future()
         with self._lock:
             if self._waiting is None:
-                self._waiting = threading.Thread(target=self._wait_for_tasks, name="trajstore-calls", daemon=True)
-                start_thread(self._waiting)
+                waiting = threading.Thread(target=self._wait_for_tasks, name="trajstore-calls", daemon=True)
+                start_thread(waiting)  # if it cannot be started, the next task tries again
+                self._waiting = waiting
         self._of_tasks.put(entry)
         if not entry.is_done:
-            await entry.future
+            await future
         self._check_written(entry)
 
     def _wait_for_tasks(self) -> None:
         while (entry := self._of_tasks.get()) is not None:
             with contextlib.suppress(StoreWriteError):  # the task raises it
                 self.wait(entry)
+            _resume_tasks([entry])  # does nothing, unless an interrupt ended the thread that wrote the record
 
     def _check_written(self, entry: Entry) -> None:
         if entry.error is not None:
@@ -224,8 +226,8 @@ class CallJournal:
             self._is_dirty = True
             write_all(descriptor, [entry.data for entry in entries])
             os.fdatasync(descriptor)
-        except (OSError, ValueError) as error:
-            self._fail(error if isinstance(error, OSError) else OSError(str(error)))
+        except (OSError, ValueError, MemoryError) as error:
+            self._fail(error if isinstance(error, OSError) else OSError(str(error) or "out of memory"))
         else:
             self._written = self.size + sum(len(entry.data) for entry in entries), entries
             self._settle()
@@ -277,13 +279,14 @@ class CallJournal:
 
 
 def _resume_tasks(entries: Iterable[Entry]) -> None:
-    """Let the tasks go on that wait for records which are done: each event loop is told once."""
+    """Resume the tasks that wait for these records, which are done, with one call to each event loop."""
     futures: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
     for entry in entries:
-        if entry.future is not None:
-            futures.setdefault(entry.future.get_loop(), []).append(entry.future)
+        future, entry.future = entry.future, None
+        if future is not None:
+            futures.setdefault(future.get_loop(), []).append(future)
     for loop, waiting in futures.items():
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # a closed loop has no tasks that wait
             loop.call_soon_threadsafe(_resume, waiting)
 
 

@@ -125,11 +125,13 @@ class _Segment:
             prompt: equals the tokens before the segment.
             content: its bytes.
         """
-        if content.startswith(self.content, self.start * prompt.itemsize):
+        begin, width = self.start * prompt.itemsize, prompt.itemsize
+        if content[begin : begin + width] != self.content[:width]:
+            return self.start
+        if content.startswith(self.content, begin):
             return self.stops[-1]
         theirs = prompt[self.start : self.stops[-1]]
-        mine = np.frombuffer(bytes(self.content[: theirs.nbytes]), np.int32)
-        differs = mine != theirs
+        differs = np.frombuffer(self.content[: theirs.nbytes], np.int32) != theirs
         return self.start + (int(differs.argmax()) if differs.any() else len(theirs))
 
 
