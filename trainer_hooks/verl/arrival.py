@@ -22,8 +22,8 @@ from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     LEFT_OUT,
     SAMPLING,
-    session_of,
-    trajectories_of,
+    rollout_of,
+    sessions_of,
 )
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
@@ -84,27 +84,13 @@ class VerlRollouts:
 
     def rollouts(self, rows: Sequence[Row]) -> list[tuple[AgentTrajectory, list[int]]]:
         """Return the rollouts among rows, without replayed rows and padding."""
-        sessions: dict[str, list[int]] = {}
-        for place, row in enumerate(rows):
-            if not row.tag.get("is_padding", False):
-                session = session_of(row.key)
-                if int(session.rpartition("_")[2]) < FIRST_REPLAYED_SESSION:
-                    sessions.setdefault(session, []).append(place)
+        places = {row.key: place for place, row in enumerate(rows)}
         made = []
-        for places in sessions.values():
-            places.sort(key=lambda place: int(rows[place].key.rpartition("_")[2]))
-            outputs = [rows[place] for place in places]
-            (rollout,) = trajectories_of(
-                outputs,
-                self._outcome,
-                step=_step_of(outputs[-1]),
-                run=self._run,
-                fingerprint=self._tokenizer.fingerprint,
-            )
-            for name in ("trained", "task_rollouts"):  # not known yet
-                del rollout.metadata[name]
-            rollout.metadata[SAMPLING] = self._sampling
-            made.append((rollout, places))
+        for outputs in sessions_of(row for row in rows if not row.tag.get("is_padding", False)):
+            if int(outputs[0].key.split("_")[1]) < FIRST_REPLAYED_SESSION:
+                rollout = rollout_of(outputs, self._outcome, run=self._run, fingerprint=self._tokenizer.fingerprint)
+                rollout.metadata[SAMPLING] = self._sampling
+                made.append((rollout, [places[row.key] for row in outputs]))
         return made
 
     def finish(self, rollouts: Sequence[AgentTrajectory]) -> None:
@@ -131,13 +117,6 @@ class VerlRollouts:
         """Return the number of rollouts without text, although it was wanted."""
         failed = 0 if self._scribe is None else self._scribe.without_text
         return {"without_text": failed + (self._without_text if self._decoder else 0)}
-
-
-def _step_of(row: Row) -> int:
-    """Return the step after the newest weights that sampled; without these, the step that asked for the rollout."""
-    versions = [row.tag.get(name) for name in ("min_global_steps", "max_global_steps")]
-    known = [int(version) for version in versions if version is not None]
-    return max(known) + 1 if len(known) == len(versions) else int(row.tag.get("global_steps", 1))
 
 
 def recorded_rollouts(reader: Reader, ids: Iterable[int] | None = None) -> Iterator[AgentTrajectory]:

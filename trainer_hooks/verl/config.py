@@ -52,10 +52,9 @@ def _format(_name: str, value: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingConfig(Settings):
-    """``exp_manager.recording``: storage of every sampled rollout.
+    """``exp_manager.recording``: storage of every sampled rollout. The pool chooses among them.
 
     Attributes:
-        enable: record rollouts. The pool chooses among them; without them it has a store of its own.
         path: directory or URL; ``None`` = ``<trainer.default_local_dir>/trajstore/rollouts``.
         format: format of new shards.
         capacity: number of trajectories to keep, deleting the oldest; ``None`` = all. Those that the pool, or that of a
@@ -72,7 +71,6 @@ class RecordingConfig(Settings):
 
     section: ClassVar[str] = f"{SECTION}.recording"
 
-    enable: bool = True
     path: Text | None = None
     format: Annotated[str, _format] = "pt"
     capacity: Count | None = None
@@ -170,13 +168,11 @@ class ReplayBlock:
     def paths(self) -> dict[str, str]:
         """Paths and URLs of everything that is written, by option."""
         given = {
-            f"{SECTION}.recording.path": self.recording_path if self.recording.enable else None,
-            f"{SECTION}.recording.path (its ledger)": self.ledger_folder if self.recording.enable else None,
+            f"{SECTION}.recording.path": self.recording_path,
+            f"{SECTION}.recording.path (its ledger)": self.ledger_folder,
             "trainer.default_local_dir": self.folder.parent,
             f"{MAKER}.store.path": (self.guidance.store or {}).get("path") if self.guidance.is_on else None,
         }
-        if self.experience_replay.enable:
-            given[f"{REPLAY_SECTION}.store.path"] = (self.experience_replay.store or {}).get("path")
         return {name: str(path) for name, path in given.items() if path is not None}
 
     @property
@@ -201,9 +197,6 @@ class ReplayBlock:
             raise ConfigurationError(f"trainer.default_local_dir: {root}, must be a local folder, as verl writes there")
         folder = Path(str(root)).absolute() / FOLDER
         replay = keys_of(block.get("experience_replay"), REPLAY_SECTION)
-        recording = RecordingConfig.from_node(block.get("recording"))
-        if not recording.enable:  # the usual default is a pool in memory, which would not survive a crash
-            replay.setdefault("store", {"path": str(folder / "pool")})
         if "success_threshold" in replay:
             raise ConfigurationError(
                 f"{REPLAY_SECTION}.success_threshold: an outcome is 1 from {SECTION}.outcome.success on; set that"
@@ -216,7 +209,7 @@ class ReplayBlock:
             experience_replay=ExperienceReplayConfig.from_mapping(
                 replay, n_rollout=n_rollout if replay.get("enable") else None
             ),
-            recording=recording,
+            recording=RecordingConfig.from_node(block.get("recording")),
             outcome=OutcomeRule.from_node(block.get("outcome")),
             on_resume=block.get("on_resume", "exact"),
             folder=folder,
@@ -289,18 +282,11 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     if block.on_resume not in get_args(OnResume):
         return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
     problems = []
-    if not (replay.enable or block.recording.enable or block.guidance.is_on):
-        problems.append(
-            f"{SECTION}: neither recording.enable nor experience_replay.enable is true;"
-            " use trainer.v1.trainer_mode=sync"
-        )
-    if replay.enable and replay.store is not None and block.recording.enable:
+    if replay.enable and replay.store is not None:
         problems.append(
             f"{REPLAY_SECTION}.store.path: {replay.store['path']}, would have copies of the rollouts in"
             f" {block.recording_path}, among which the pool chooses; leave out {REPLAY_SECTION}.store"
         )
-    if replay.enable and block.on_resume == "keep" and not block.recording.enable:
-        problems.append(f"{SECTION}.on_resume: keep, needs {SECTION}.recording.enable=true, from where it is read")
     if replay.enable and replay.use_current_policy_entropy:
         problems.append(
             f"{REPLAY_SECTION}.use_current_policy_entropy: true, but verl's actor computes no entropies before the"
@@ -331,7 +317,7 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
             " nothing would be replayed"
         )
     rollouts, capacity = prompts * block.n_rollout * (block.draws_ahead + 1), block.recording.capacity
-    if block.recording.enable and capacity is not None and capacity < rollouts:
+    if capacity is not None and capacity < rollouts:
         problems.append(
             f"{SECTION}.recording.capacity: {capacity}, is below the {rollouts} rollouts of"
             f" {counted(block.draws_ahead + 1, 'step')} (data.train_batch_size = {prompts}, rollout.n ="

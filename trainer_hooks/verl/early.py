@@ -44,22 +44,21 @@ def install() -> None:
 
 
 def record_on_arrival(config: Any) -> None:
-    """Let TransferQueue record rollouts, if the options say so: set its backend to ours, over the configured one.
+    """Let TransferQueue record rollouts in our modes: set its backend to ours, over the configured one.
 
     Args:
         config: verl's whole configuration, an OmegaConf node; changed.
     """
     backend = config.transfer_queue.backend
-    if not _records(config) or backend.storage_backend == BACKEND:
+    if not _is_ours(config) or backend.storage_backend == BACKEND:
         return
     with open_dict(backend):
         backend[BACKEND] = {"transport": backend.storage_backend}
         backend.storage_backend = BACKEND
 
 
-def _records(config: Any) -> bool:
-    modes = config.trainer.v1.trainer_mode in REPLAY_MODES and config.trainer.get("use_v1", True)
-    return bool(modes) and ReplayBlock.from_config(config).recording.enable
+def _is_ours(config: Any) -> bool:
+    return config.trainer.v1.trainer_mode in REPLAY_MODES and bool(config.trainer.get("use_v1", True))
 
 
 def check_options(config: Any) -> None:
@@ -71,9 +70,7 @@ def check_options(config: Any) -> None:
     Raises:
         ConfigurationError: options conflict, or ``enable`` is set for a trainer that ignores it.
     """
-    mode = str(config.trainer.v1.trainer_mode)
-    v1 = bool(config.trainer.get("use_v1", True))
-    if mode in REPLAY_MODES and v1:
+    if _is_ours(config):
         for option, path in ReplayBlock.from_config(config).paths.items():
             with naming(option, path):
                 open_directory(path)
@@ -82,7 +79,8 @@ def check_options(config: Any) -> None:
     block = config.get(SECTION)
     if not block and not is_asked_for(config):
         return
-    ignored = f"trainer.v1.trainer_mode={mode}" if v1 else "trainer.use_v1=False"
+    is_v1 = config.trainer.get("use_v1", True)
+    ignored = f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}" if is_v1 else "trainer.use_v1=False"
     if is_asked_for(config):
         raise ConfigurationError(
             f"{MAKER}, {SECTION}: options of guidance, but {ignored} guides nothing; set trainer.v1.trainer_mode to one"

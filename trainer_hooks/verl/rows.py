@@ -18,10 +18,9 @@ from torch import Tensor
 from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import plain, restored
-from trainer_hooks.replay import mean_entropy
 from trainer_hooks.replay.compact import small_ids, small_mask, with_usual_columns
 from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
-from trainer_hooks.replay.rows import ROWS, pack_rows, row_count
+from trainer_hooks.replay.rows import ROWS, pack_rows
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
@@ -38,16 +37,13 @@ FIRST_REPLAYED_SESSION = 1000
 TASK = ("index", "data_source")
 """Columns that identify a row's task."""
 
-NEEDED_UNRATED = (*TASK, "prompts", "responses", "response_mask")
+NEEDED = (*TASK, "prompts", "responses", "response_mask")
 """Required columns of recorded rows."""
-
-NEEDED = (*NEEDED_UNRATED, "rm_scores", "old_log_probs")
-"""Required columns of rows that are trained on."""
 
 REPLAYED = (*TASK, "response_mask", "old_log_probs", "exp_mask")
 """Required columns of replayed rows."""
 
-WELCOME = ("entropy", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
+WELCOME = ("rm_scores", "rollout_log_probs", "extra_fields", "raw_prompt", "reward_model", "num_turns")
 """Optional columns, recorded if present."""
 
 ROUTES = "routed_experts"
@@ -126,22 +122,17 @@ def output_of(key: str) -> int:
     return int(key.rpartition("_")[2])
 
 
-def trajectories_of(
-    rows: Sequence[Row], outcome: OutcomeRule, *, step: int, run: str, fingerprint: str, trained: bool = True
-) -> list[AgentTrajectory]:
-    """Return the generated rows of a step as trajectories, one per session, in order of arrival.
+def rollout_of(outputs: Sequence[Row], outcome: OutcomeRule, *, run: str, fingerprint: str) -> AgentTrajectory:
+    """Return the generated rows of a session as its rollout.
 
     Tensors are not shared with the rows; ids and masks use small dtypes (``trainer_hooks.replay.compact``).
     ``messages`` is the prompt. ``reward.outcome`` is ``None`` if the reward gave none. The engine's log-probs are left
-    out if the row's prompt differs from the one it was sampled with. ``policy_version`` and ``old_log_probs`` are those
-    of the policy that sampled: if its weights are older than the actor's, the engine's log-probs, where there are any.
-    ``metadata`` has:
+    out if the row's prompt differs from the one it was sampled with. Log-probs and entropies of the actor come later
+    (``trainer_hooks.replay.late_values``). ``metadata`` has:
 
-    - ``run``, ``step``, and ``uid`` of the group;
+    - ``run``, ``uid`` of the group, and ``step``: that after the newest weights that sampled, or the one that asked;
     - ``min_global_steps``, ``max_global_steps``: the weights that sampled;
     - ``token_scores``: ``[[position in the response, score], ...]``, per row if a session has several ``outputs``;
-    - ``task_rollouts``: the task's number of sessions in this step, as a crash may lose part of a group;
-    - ``trained``: False for groups that the sampler dropped, which have no log-probs of the actor;
     - if present: ``ground_truth``, ``num_turns``, ``turn_scores``, ``tool_rewards``, ``extra_fields`` with all
       other fields of the agent loop, and ``columns`` with all other columns;
     - ``session``: which row of an agent session it is, if the agent loop returned one; per row;
@@ -150,38 +141,38 @@ def trajectories_of(
     - after an offer: ``guidance``, the experience shown, or ``not_guided``, the reason for showing none.
 
     Args:
-        rows: all rows of the step, with the columns of :data:`NEEDED`.
+        outputs: in order, with the columns of :data:`NEEDED`.
         outcome: rule of the outcome.
-        step: number of the training step whose actor computed ``old_log_probs``, with the weights of the step before.
         run: identifies the process that made them.
         fingerprint: fingerprint of tokenizer and chat template.
-        trained: True if the rows are trained on.
-
-    Raises:
-        ConfigurationError: a row's key is not in verl's format.
     """
-    sessions = _sessions(rows)
-    made = []
-    for outputs in sessions:
-        parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
-        made.append(parts[0] if len(parts) == 1 else _session(parts))
-    count = Counter(trajectory.task_id for trajectory in made)
-    for trajectory, outputs in zip(made, sessions, strict=True):
-        trajectory.metadata |= {"outputs": len(outputs), "task_rollouts": count[trajectory.task_id], "trained": trained}
+    step = _step_of(outputs[-1])
+    parts = [_trajectory_of(row, outcome, step=step, run=run, fingerprint=fingerprint) for row in outputs]
+    made = parts[0] if len(parts) == 1 else _session(parts)
+    made.metadata["outputs"] = len(outputs)
     return made
 
 
+def _step_of(row: Row) -> int:
+    """Return the step after the newest weights that sampled; without these, the step that asked for the rollout."""
+    versions = [row.tag.get(name) for name in ("min_global_steps", "max_global_steps")]
+    known = [int(version) for version in versions if version is not None]
+    return max(known) + 1 if len(known) == len(versions) else int(row.tag.get("global_steps", 1))
+
+
 def finished_of(rows: Sequence[Row], outcome: OutcomeRule, *, step: int) -> list[AgentTrajectory]:
-    """Return what :func:`trajectories_of` does, but only ids, version, reward and ``metadata["task_rollouts"]``.
+    """Return the rollouts of a step's rows, in order of arrival, without tokens, which the recorder has.
+
+    They have ids, version, reward, and ``metadata["task_rollouts"]``: the task's number of sessions in this step, as a
+    crash may lose part of a group.
 
     Args:
         rows: all rows of the step, with ``index`` and ``data_source``; optionally ``rm_scores`` and ``extra_fields``.
-        outcome: as there.
-        step: as there.
+        outcome: rule of the outcome.
+        step: number of the training step.
     """
-    sessions = _sessions(rows)
     made = []
-    for outputs in sessions:
+    for outputs in sessions_of(rows):
         first = _identity(outputs[0], step)
         made.append(AgentTrajectory(messages=[], reward=_reward(outputs[-1], outcome), **first))
     count = Counter(trajectory.task_id for trajectory in made)
@@ -190,8 +181,12 @@ def finished_of(rows: Sequence[Row], outcome: OutcomeRule, *, step: int) -> list
     return made
 
 
-def _sessions(rows: Sequence[Row]) -> list[list[Row]]:
-    """Return the outputs of each session, in order."""
+def sessions_of(rows: Iterable[Row]) -> list[list[Row]]:
+    """Return the outputs of each session, in order.
+
+    Raises:
+        ConfigurationError: a row's key is not in verl's format.
+    """
     sessions: dict[str, list[Row]] = {}
     for row in rows:
         sessions.setdefault(session_of(row.key), []).append(row)
@@ -211,34 +206,26 @@ def _session(outputs: Sequence[AgentTrajectory]) -> AgentTrajectory:
     first.metadata = {name: value for name, value in last.metadata.items() if name not in _OF_ONE_OUTPUT} | own
     session = pack_rows(outputs, per_row=_OF_ONE_OUTPUT)
     session.reward = last.reward
-    if session.entropys is not None and session.response_mask is not None:
-        session.entropy = mean_entropy(session.entropys, session.response_mask)
     return session
 
 
-def replayable(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
-    """Return the replayable rollouts of one step, in a reproducible order.
+def in_order(made: Iterable[AgentTrajectory]) -> list[AgentTrajectory]:
+    """Return the rollouts of one step in a reproducible order.
 
-    Excludes single outputs of multi-output sessions, which earlier versions recorded separately. Sorted by task and
-    session, so that the pool is the same in two equal runs: uids and the order of arrival differ between runs.
+    Sorted by task and session, so that the pool is the same in two equal runs: uids and the order of arrival differ
+    between runs.
     """
-    chosen = [rollout for rollout in made if rollout.metadata.get("outputs", 1) == row_count(rollout)]
-    return sorted(chosen, key=lambda rollout: (rollout.task_id, int(rollout.rollout_id.split("_")[1])))
+    return sorted(made, key=lambda rollout: (rollout.task_id, int(rollout.rollout_id.split("_")[1])))
 
 
 def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, fingerprint: str) -> AgentTrajectory:
     columns = row.columns
     prompt, mask, scores = columns["prompts"], small_mask(columns["response_mask"]).clone(), columns.get("rm_scores")
-    old_log_probs, engines, entropys = (
-        None if (column := columns.get(name)) is None else column.clone()
-        for name in ("old_log_probs", "rollout_log_probs", "entropy")
-    )
+    engines = columns.get("rollout_log_probs")
     placed = [] if scores is None else [[place, float(scores[place])] for place in scores.nonzero().flatten().tolist()]
     extra = columns.get("extra_fields") or {}
-    # After an exchange they belong to another prompt.
-    of_engine = None if is_exchanged(extra) else engines
-    identity = _identity(row, step)
-    lags = identity["policy_version"] < step and of_engine is not None and old_log_probs is not None
+    if is_exchanged(extra):  # they belong to another prompt
+        engines = None
     values: dict[str, Any] = {}
     agent = {SESSION: plain(extra[SESSION])} if agent_session_of(extra) else {}
     rest = {name: value for name, value in extra.items() if name not in agent}
@@ -259,15 +246,12 @@ def _trajectory_of(row: Row, outcome: OutcomeRule, *, step: int, run: str, finge
         input_ids=small_ids(torch.cat([prompt, columns["responses"]])),
         loss_mask=torch.cat([torch.zeros(len(prompt), dtype=mask.dtype), mask]),
         response_start=len(prompt),
-        old_log_probs=of_engine if lags else old_log_probs,
-        entropys=entropys,
-        entropy=None if entropys is None else mean_entropy(entropys, mask),
         response_mask=mask,
-        rollout_log_probs=of_engine,
+        rollout_log_probs=None if engines is None else engines.clone(),
         reward=_reward(row, outcome),
         tokenizer_fingerprint=fingerprint,
         metadata=_with_attached(metadata, values) if values else metadata,
-        **identity,
+        **_identity(row, step),
     )
 
 
@@ -369,8 +353,8 @@ def replayed_row(template: Row, trajectory: AgentTrajectory, number: int, *, own
 
     Args:
         template: a row of the same prompt.
-        trajectory: one row of a history. From :func:`trajectories_of`; from another program, with its outcome as score;
-            or a demonstration, whose log-probs the actor computes later.
+        trajectory: one row of a history. From :func:`rollout_of`, after training; from another program, with its
+            outcome as score; or a demonstration, whose log-probs the actor computes later.
         number: number of the history within the prompt, from 0.
         output: number of the row in its history.
         own_group: make the row its own GRPO group.

@@ -21,7 +21,6 @@ from typing import Any, TypeVar, cast
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
-from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import LossOptions
 from trainer_hooks.metrics import shown
@@ -39,23 +38,21 @@ from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, wr
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
-from trainer_hooks.verl.reading import RunTokenizer, Scribe
+from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.reuse import Reuse
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     NEEDED,
-    NEEDED_UNRATED,
     REPLAYED,
     TASK,
     WELCOME,
     finished_of,
     has_outcome,
+    in_order,
     is_reused,
     messages_of,
     output_of,
-    replayable,
     session_of,
-    trajectories_of,
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import TaskTable, task_name
@@ -101,9 +98,6 @@ class ReplaySession:
     ) -> None:
         self._block = block
         self._tasks = tasks
-        self._fingerprint = tokenizer.fingerprint
-        recording = block.recording
-        self._scribe = Scribe(tokenizer, text=recording.text and block.guidance.enable_summarizer)
         self._run = run
         self._checkpoints = Path(checkpoints).absolute()
         self._histories = Histories(
@@ -124,19 +118,14 @@ class ReplaySession:
         self._scored: dict[str, ScoredRow] = {}
         """Rows of the current step by key."""
         self._without_outcome = FirstTold(logger)
-        self._recorder: RecorderHandle | None = None
-        if recording.enable:
-            with naming(f"{SECTION}.recording.path", block.recording_path):
-                recorder = RecorderHandle()
-                recorder.open(
-                    StoreOptions(block.recording_path, recording.format, recording.capacity),
-                    VerlRollouts(block.outcome, tokenizer, run, text=recording.text, sampling=block.sampling),
-                )
-                self._recorder = recorder
+        self._is_closed = False
+        recording, path = block.recording, (f"{SECTION}.recording.path", block.recording_path)
+        self._format = VerlRollouts(block.outcome, tokenizer, run, text=recording.text, sampling=block.sampling)
+        with naming(*path):
+            self._recorder = RecorderHandle()
+            self._recorder.open(StoreOptions(block.recording_path, recording.format, recording.capacity), self._format)
         try:
-            recorded = self._recorder if block.experience_replay.enable else None
-            own = f"{REPLAY_SECTION}.store.path", (block.experience_replay.store or {}).get("path")
-            with naming(*own if recorded is None else (f"{SECTION}.recording.path", block.recording_path)):
+            with naming(*path):
                 self._hook: ReplayHook[str] = ReplayHook(
                     block.experience_replay,
                     n_rollout=block.n_rollout,
@@ -148,10 +137,10 @@ class ReplaySession:
                     draws_ahead=block.draws_ahead,
                     max_prompt_length=block.max_prompt_length,
                     max_response_length=block.max_response_length,
-                    store=None if recorded is None else cast(PoolStore, RecordedPool(recorded)),
+                    store=cast(PoolStore, RecordedPool(self._recorder)) if block.experience_replay.enable else None,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
-            self._ledger = Ledger(block.ledger_folder) if recording.enable else None
+            self._ledger = Ledger(block.ledger_folder)
         except BaseException:
             self.close()
             raise
@@ -160,11 +149,6 @@ class ReplaySession:
     def replays(self) -> bool:
         """True if rows are replayed, False if they are only recorded."""
         return self._block.experience_replay.enable  # the hook would wait for histories being drawn
-
-    @property
-    def _reads_rollouts(self) -> bool:
-        """True if tokens and messages of rollouts are read from the data plane, as no recorder has them."""
-        return self._recorder is None and (self.replays or self.guided.is_on)
 
     @property
     def loss_options(self) -> LossOptions:
@@ -229,16 +213,17 @@ class ReplaySession:
             batch.reorder(spread(kinds, ranks, len(kinds) // multiple))
         return batch
 
-    def validated(self, batch: KVBatchMeta, step: int) -> None:
+    def validated(self, batch: KVBatchMeta) -> None:
         """Collect validation rollouts as experience, if configured.
 
         Args:
             batch: the rows.
-            step: last finished step.
         """
         if not self.guided.wants_validation:
             return
-        made = self._made(dataplane.read_rows(batch, NEEDED_UNRATED, (*WELCOME, "rm_scores")), step, trained=False)
+        rows = dataplane.read_rows(batch, NEEDED, WELCOME)
+        made = [rollout for rollout, _ in self._format.rollouts(rows)]
+        self._format.finish(made)
         self.guided.validated(made)
 
     def dropped(self, batch: KVBatchMeta, step: int) -> None:
@@ -263,10 +248,9 @@ class ReplaySession:
         for uid, places in groups.items():
             wanted = self._histories.take(uid)
             fresh = [place for place in places if int(batch.keys[place].split("_")[1]) < FIRST_REPLAYED_SESSION]
-            needed, welcome = (NEEDED_UNRATED, WELCOME) if self._reads_rollouts else (TASK, ("extra_fields",))
-            rows = dataplane.read_rows(dataplane.part_of(batch, fresh), needed, (*welcome, "rm_scores"))
+            rows = dataplane.read_rows(dataplane.part_of(batch, fresh), TASK, ("extra_fields", "rm_scores"))
             if rows:
-                made += self._trajectories(rows, step, trained=False)
+                made += self._finished(rows, step)
                 asked[made[-1].task_id] += wanted
         self._dropped += len(made)
         self._dropped_successes += sum(is_success(outcome_of(rollout)) for rollout in made)
@@ -289,14 +273,13 @@ class ReplaySession:
             StoreWriteError: a store could not write.
         """
         real, joined = dataplane.without_padding(batch), self._histories.joined
-        needed, welcome = (NEEDED, WELCOME) if self._reads_rollouts else ((*TASK, "rm_scores"), ("extra_fields",))
         fresh, replayed = (
             [place for place, key in enumerate(real.keys) if (key in joined) is is_replayed]
             for is_replayed in (False, True)
         )
-        rows = dataplane.read_rows(dataplane.part_of(real, fresh), needed, welcome)
+        rows = dataplane.read_rows(dataplane.part_of(real, fresh), (*TASK, "rm_scores"), ("extra_fields",))
         again = dataplane.read_rows(dataplane.part_of(real, replayed), REPLAYED, ("rollout_log_probs",))
-        made = self._trajectories(rows, step)
+        made = self._finished(rows, step)
         self._scored = self._scored_rows(rows, again, made)
         forget_log_probs(rows, batch.partition_id)
         figures = self._report(made, TRAINED_STEP, step)
@@ -322,7 +305,7 @@ class ReplaySession:
         figures |= self._histories.take_refused()
         taken = self._on_disk(
             lambda: self._hook.rollouts_done(
-                replayable(whole),
+                in_order(whole),
                 [row.task for row in scored],
                 [row.actor is not None for row in scored],
                 [row.version for row in scored],
@@ -360,8 +343,6 @@ class ReplaySession:
                 (``on_error: raise``).
         """
         recorder, ledger, scored = self._recorder, self._ledger, self._scored
-        if recorder is None or ledger is None:
-            return
         rows = dataplane.read_rows(dataplane.without_padding(batch), (*TRAINED, *TOKENS), (WEIGHTS,))
         self._recorded(recorder.flush)
         try:
@@ -383,8 +364,6 @@ class ReplaySession:
         Raises:
             StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error: raise``).
         """
-        if self._recorder is None:
-            return {}
         start = time.perf_counter()
         rewards = [rollout.reward or Reward() for rollout in made]
         scores = [reward.metadata.get("score") for reward in rewards]
@@ -395,9 +374,8 @@ class ReplaySession:
             SCORE: [score if isinstance(score, int | float) else None for score in scores],
             REUSED_BY: [self._run if rollout.rollout_id in self._reused_names else None for rollout in made],
         }
-        recorder = self._recorder
-        self._recorded(lambda: recorder.set_values([rollout.rollout_id for rollout in made], values))
-        status = self._recorded(recorder.status)
+        self._recorded(lambda: self._recorder.set_values([rollout.rollout_id for rollout in made], values))
+        status = self._recorded(self._recorder.status)
         figures = {"recording/rollouts": float(len(made)), "recording/seconds": time.perf_counter() - start}
         if status is None:
             return figures
@@ -426,12 +404,9 @@ class ReplaySession:
             self._unrecorded += 1
         return status
 
-    def _trajectories(self, rows: Sequence[Row], step: int, *, trained: bool = True) -> list[AgentTrajectory]:
-        """Return rollouts, without tokens if the recorder has them; count those without outcome, log the first."""
-        if self._reads_rollouts:
-            made = self._made(rows, step, trained=trained)
-        else:
-            made = finished_of(rows, self._block.outcome, step=step)
+    def _finished(self, rows: Sequence[Row], step: int) -> list[AgentTrajectory]:
+        """Return rollouts without tokens, which the recorder has; count those without outcome, log the first."""
+        made = finished_of(rows, self._block.outcome, step=step)
         reused = {row.key for row in rows if output_of(row.key) == 0 and is_reused(row)}
         self._reused_names |= reused
         self._generated += len(made) - len(reused)
@@ -447,22 +422,15 @@ class ReplaySession:
             )
         return made
 
-    def _made(self, rows: Sequence[Row], step: int, *, trained: bool) -> list[AgentTrajectory]:
-        made = trajectories_of(
-            rows, self._block.outcome, step=step, run=self._run, fingerprint=self._fingerprint, trained=trained
-        )
-        self._scribe.finish(made)
-        return made
-
     def _whole(self, made: Sequence[AgentTrajectory]) -> Sequence[AgentTrajectory]:
         """Return rollouts with tokens and messages, as the recorder has them; those that it lost are left out."""
-        if self._recorder is None or not (self.replays or self.guided.is_on):
+        if not (self.replays or self.guided.is_on):
             return made
         return self._recorder.rollouts([rollout.rollout_id for rollout in made])
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
         """Update the statistics of tasks with rollouts without log-probs; they are not admitted to the pool."""
-        manager, rollouts = self._hook.manager, replayable(made)
+        manager, rollouts = self._hook.manager, in_order(made)
         if manager is None or not rollouts:
             return
         self._on_disk(lambda: manager.judge(rollouts, asked))
@@ -495,7 +463,7 @@ class ReplaySession:
             StoreWriteError: the state, or the data it refers to, did not reach the disk.
         """
         rollouts, rollouts_store = -1, ""
-        if self._recorder is not None and (status := self._recorded(self._recorder.flush)) is not None:
+        if (status := self._recorded(self._recorder.flush)) is not None:
             rollouts, rollouts_store = status.committed, status.store_id
         pool = self._on_disk(self._hook.state_dict) or None
         expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
@@ -537,8 +505,7 @@ class ReplaySession:
             self._find_finished(own, folder, step)
             if has_pool and self._block.on_resume == "keep":
                 self._take_in_since(cut)
-        if self._ledger is not None:
-            self._ledger.continue_from(step or None)
+        self._ledger.continue_from(step or None)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -559,8 +526,7 @@ class ReplaySession:
 
         Without a checkpoint: those that the first weights sampled.
         """
-        recording = self._block.recording
-        if self._recorder is None or not recording.reuse or guides_training(self._block.guidance):
+        if not self._block.recording.reuse or guides_training(self._block.guidance):
             return
         runs: set[str] | None = None
         if folder is not None:
@@ -583,10 +549,11 @@ class ReplaySession:
         Raises:
             StoreWriteError: a flush failed.
         """
-        recorder, self._recorder = self._recorder, None  # which may be another session's by the next call
+        if self._is_closed:  # the recorder may be another session's now
+            return
+        self._is_closed = True
         with ExitStack() as last_first:
-            if recorder is not None:
-                last_first.callback(self._recorded, recorder.close)
+            last_first.callback(self._recorded, self._recorder.close)
             for name in ("_ledger", "guided", "_hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)
@@ -632,14 +599,14 @@ class ReplaySession:
 
     def _take_in_since(self, cut: Cut | None) -> None:
         """Admit rollouts recorded after a checkpoint (without one: all) to the pool, step by step."""
-        status = None if self._recorder is None else self._recorded(self._recorder.flush)
+        status = self._recorded(self._recorder.flush)
         if status is None or (cut is not None and status.store_id != cut.rollouts_store):
             logger.warning("the rollouts recorded since the checkpoint are not in this run's store; none were taken in")
             return
         steps = 0
         for made in steps_since(self._block.recording_path, cut):
             # Those of the interrupted step follow with it.
-            rollouts = [rollout for rollout in replayable(made) if not self.reuse.waits_for(rollout.rollout_id)]
+            rollouts = [rollout for rollout in in_order(made) if not self.reuse.waits_for(rollout.rollout_id)]
             trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
             self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
             self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))

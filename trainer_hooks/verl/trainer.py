@@ -102,7 +102,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             join=lambda batch: self._session.join(batch),
             finished=lambda uids, tags, metric: self._session.join_finished(uids, tags, metric),
             dropped=lambda batch: self._session.dropped(batch, self.global_steps),
-            validated=lambda batch: self._session.validated(batch, self.global_steps),
+            validated=lambda batch: self._session.validated(batch),
         )
 
     def _init_dataloader(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,16 @@ from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.utils import tensordict_utils as tu
 
+from trainer_hooks.replay.late_values import TASK_ROLLOUTS, TRAINED_STEP, with_training
+from trainer_hooks.replay.rows import join_responses, lengths_of_rows
 from trainer_hooks.transfer_queue import Row
+from trainer_hooks.verl.config import OutcomeRule
+from trainer_hooks.verl.rows import rollout_of, sessions_of
+from trajstore._core.columns.facts import GIVEN
+from trajstore.trajectory import AgentTrajectory
 
 VOCABULARY = 50
+RULE = OutcomeRule()
 
 
 def fresh_row(
@@ -97,6 +105,26 @@ def new_prompts(*indices: int, content: str = "task") -> TensorDict:
         "raw_prompt": [[{"role": "user", "content": f"{content} {index}"}] for index in indices],
     }
     return TensorDict({name: NonTensorStack(*values) for name, values in columns.items()}, batch_size=len(indices))
+
+
+def recorded_of(rows: Sequence[Row], outcome: OutcomeRule = RULE, fingerprint: str = "tokens") -> list[AgentTrajectory]:
+    """Return the rollouts of rows as they are recorded on arrival."""
+    return [rollout_of(outputs, outcome, run="run-a", fingerprint=fingerprint) for outputs in sessions_of(rows)]
+
+
+def trained_of(rows: Sequence[Row], outcome: OutcomeRule = RULE, step: int = 5) -> list[AgentTrajectory]:
+    """Return the rollouts of :func:`rated` rows as a store shows them after the step that trained on them."""
+    late = {"old_log_probs": "old_log_probs", "entropy": "entropys"}
+    arrived = [Row(row.key, row.tag, {k: v for k, v in row.columns.items() if k not in late}) for row in rows]
+    rollouts, sessions = recorded_of(arrived, outcome), sessions_of(rows)
+    counts = Counter(rollout.task_id for rollout in rollouts)
+    for rollout, outputs in zip(rollouts, sessions, strict=True):
+        prompts = [prompt for _, prompt in lengths_of_rows(rollout)]
+        for column, name in late.items():
+            if all(column in row.columns for row in outputs):
+                rollout.notes[name] = join_responses([row.columns[column] for row in outputs], prompts)
+        rollout.metadata[GIVEN] = {TRAINED_STEP: step, TASK_ROLLOUTS: counts[rollout.task_id]}
+    return list(map(with_training, rollouts))
 
 
 def rated(row: Row, seed: int = 0) -> Row:

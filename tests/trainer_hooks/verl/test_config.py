@@ -66,7 +66,7 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
             enable=False,
             use_current_policy_entropy=False,
         ),
-        recording=RecordingConfig(enable=True, path=None, format="pt", capacity=None, on_error="raise"),
+        recording=RecordingConfig(path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
         on_resume="exact",
         folder=folder,
@@ -85,14 +85,14 @@ def test_empty_is_as_good_as_absent(override_verl: Compose, block: str) -> None:
 def test_every_key(compose_verl: Compose) -> None:
     block = block_of(
         compose_verl,
-        "+exp_manager.recording={enable:true,path:s3://bucket/rollouts,format:pkl,capacity:10000,on_error:warn}",
+        "+exp_manager.recording={path:s3://bucket/rollouts,format:pkl,capacity:10000,on_error:warn}",
         "+exp_manager.outcome={key:acc,success:2}",
         "+exp_manager.on_resume=keep",
         f"+{REPLAY}={{enable:true,exp_ratio:[[0.0,0.1],[1.0,0.5]],offpolicy_trajectories_per_task:3,"
         "off_policy_shaping:none,group_offpolicy:shared}",
     )
     assert block.recording == RecordingConfig(
-        enable=True, path="s3://bucket/rollouts", format="pkl", capacity=10_000, on_error="warn"
+        path="s3://bucket/rollouts", format="pkl", capacity=10_000, on_error="warn"
     )
     assert block.recording_path == "s3://bucket/rollouts"
     assert block.outcome == OutcomeRule(key="acc", success=2)
@@ -100,12 +100,6 @@ def test_every_key(compose_verl: Compose) -> None:
     assert replay.exp_ratio == ((0.0, 0.1), (1.0, 0.5))
     assert (replay.off_policy_shaping, replay.group_offpolicy) == (None, "shared")
     assert block.on_resume == "keep"
-    unrecorded = (ON, "+exp_manager.recording.enable=false")
-    for given, store in (
-        (f"+{REPLAY}.store={{path:pool,capacity:300}}", {"path": "pool", "capacity": 300}),
-        (f"+{REPLAY}.store=null", None),
-    ):
-        assert block_of(compose_verl, *unrecorded, given).experience_replay.store == store
 
 
 def test_values_may_be_interpolations(override_verl: Compose) -> None:
@@ -173,7 +167,6 @@ def test_what_cannot_be_is_refused_by_its_key(override_verl: Compose, override: 
 
 CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "het without replay": (["actor_rollout_ref.actor.policy_loss.loss_mode=het"], "policy_loss.loss_mode: het"),
-    "nothing enabled": (["+exp_manager.recording.enable=false"], "neither recording.enable nor experience_replay"),
     "another loss": ([ON, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"], "policy_loss.loss_mode: gspo"),
     "bypass": ([ON, "algorithm.rollout_correction.bypass_mode=true"], "algorithm.rollout_correction.bypass_mode"),
     "gae": ([ON, "algorithm.adv_estimator=gae"], "algorithm.adv_estimator: gae"),
@@ -192,10 +185,6 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "no such difficulty": ([ON, f"+{REPLAY}.replay_difficulty=99"], "99, must be below n_rollout = 4"),
     "distillation": ([ON, "distillation.enabled=true"], "distillation.enabled"),
     "skipped rollouts": ([ON, "skip.rollout_tq.enable=true"], "skip.rollout_tq.enable"),
-    "kept but not recorded": (
-        [ON, "+exp_manager.recording.enable=false", "+exp_manager.on_resume=keep"],
-        "exp_manager.on_resume: keep",
-    ),
     "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
     "copies": (
         [ON, f"+{REPLAY}.store.path=fast"],
@@ -204,15 +193,6 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "the ledger and guidance": (
         [ON, *MAKES, "+experience_maker.store.path=checkpoints/here/trajstore/rollouts/ledger"],
         "is the folder of exp_manager.recording.path (its ledger) too",
-    ),
-    "experience in the pool": (
-        [
-            ON,
-            *MAKES,
-            "+exp_manager.recording.enable=false",
-            "+experience_maker.store.path=checkpoints/here/trajstore/pool",
-        ],
-        "is the folder of experience_maker.store.path too",
     ),
     "a step is deleted": (
         ["+exp_manager.recording.capacity=4095"],
@@ -241,14 +221,13 @@ def test_all_contradictions_are_told_at_once(override_verl: Compose) -> None:
 
 
 def test_what_only_replay_cannot_be_together_with_is_no_matter_to_recording(override_verl: Compose) -> None:
-    block = block_of(
+    block_of(
         override_verl,
         "algorithm.adv_estimator=gae",
         "distillation.enabled=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "actor_rollout_ref.rollout.n=1",
     )
-    assert block.recording.enable
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "het"])
@@ -425,10 +404,6 @@ def test_options_of_what_is_switched_off_are_no_error(override_verl: Compose) ->
     check_options(override_verl([*BASE, "trainer.v1.trainer_mode=sync", *off]))
 
 
-def test_nothing_but_guidance_is_enough_for_the_trainer(override_verl: Compose) -> None:
-    assert block_of(override_verl, *SHOWS, "+exp_manager.recording.enable=false").guidance.is_on
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [("nosuch://a/b", "Protocol not known: nosuch"), ("~/x", "only a shell expands '~'"), ("FILE", "must be a folder")],
@@ -441,7 +416,6 @@ def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
     mode = "trainer.v1.trainer_mode=sync_replay"
     for overrides in (
         (f"+exp_manager.recording.path='{path}'",),
-        (ON, "+exp_manager.recording.enable=false", f"+{REPLAY}.store.path='{path}'"),
         (*MAKES, f"+experience_maker.store.path='{path}'"),
     ):
         with pytest.raises(TrajstoreError, match=says) as caught:

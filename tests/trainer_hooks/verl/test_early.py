@@ -45,7 +45,7 @@ def test_contradictions_are_told_as_early(override_verl: Compose) -> None:
     [
         (("trainer.v1.trainer_mode=sync_replay",), True),
         (("trainer.v1.trainer_mode=sync_replay", "transfer_queue.backend.storage_backend=MooncakeStore"), True),
-        (("trainer.v1.trainer_mode=sync_replay", ON, "+exp_manager.recording.enable=false"), False),
+        (("trainer.v1.trainer_mode=sync_replay", "trainer.use_v1=False"), False),
         (("trainer.v1.trainer_mode=sync",), False),
     ],
 )

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer_hooks.verl.builders import fresh_row, rated
+from tests.trainer_hooks.verl.builders import fresh_row, recorded_of
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.transfer_queue import Row
-from trainer_hooks.verl.config import OutcomeRule, RecordingConfig
+from trainer_hooks.verl.config import RecordingConfig
 from trainer_hooks.verl.reading import RunTokenizer, Scribe, name_of
-from trainer_hooks.verl.rows import trajectories_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError
@@ -28,13 +27,13 @@ def conversation(tokenizer: Any) -> Row:
     spoken = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in parts]
     response = torch.tensor([part for ids, _ in spoken for part in ids])
     mask = torch.tensor([mask for ids, mask in spoken for _ in ids])
-    row = rated(fresh_row("u1", response=len(response), index=17))
+    row = fresh_row("u1", response=len(response), index=17)
     columns = {**row.columns, "responses": response, "response_mask": mask, "loss_mask": mask}
     return Row(row.key, row.tag, columns)
 
 
 def made_of(row: Row, tokenizer: RunTokenizer, *, text: bool = True) -> AgentTrajectory:
-    made = trajectories_of([row], OutcomeRule(), step=5, run="run-a", fingerprint=tokenizer.fingerprint)
+    made = recorded_of([row], fingerprint=tokenizer.fingerprint)
     Scribe(tokenizer, text=text).finish(made)
     return made[0]
 
@@ -89,12 +88,12 @@ class Broken:
 def test_a_tokenizer_that_fails_costs_the_text_of_that_rollout_only(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [rated(fresh_row("u1", number, response=4, seed=number)) for number in range(3)]
+    rows = [fresh_row("u1", number, response=4, seed=number) for number in range(3)]
     rows[1].columns["responses"][2] = 99
     scribe = Scribe(RunTokenizer("f1", decoder=Broken(99, error)), text=True)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            made = trajectories_of(rows, OutcomeRule(), step=5, run="run-a", fingerprint="f1")
+            made = recorded_of(rows)
             scribe.write(made)
     assert [message for message in caplog.messages if "u1_1_0 is recorded without text" in message] == caplog.messages
     assert len(caplog.messages) == 1
@@ -164,9 +163,9 @@ def test_names_of_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def bytes_of_a_rollout(folder: Path, prompt: int, response: int, rollouts: int = 32) -> float:
     rows = []
     for number in range(rollouts):
-        row = rated(fresh_row(f"{number:032x}", prompt=prompt, response=response, seed=number))
+        row = fresh_row(f"{number:032x}", prompt=prompt, response=response, seed=number)
         rows.append(Row(row.key, row.tag, row.columns))
-    made = trajectories_of(rows, OutcomeRule(), step=5, run="f" * 32, fingerprint="f" * 16)
+    made = recorded_of(rows, fingerprint="f" * 16)
     drawn = torch.Generator().manual_seed(0)
     for rollout in made:
         rollout.input_ids = torch.randint(0, 151_000, rollout.input_ids.shape, dtype=torch.int32, generator=drawn)

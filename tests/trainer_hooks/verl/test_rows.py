@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.trainer_hooks.verl.builders import fresh_row, rated
+from tests.trainer_hooks.verl.builders import RULE, fresh_row, rated, recorded_of, trained_of
 from trainer_hooks.metrics import rollout_metrics
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
 from trainer_hooks.replay.outcomes import asked_for
@@ -27,12 +27,11 @@ from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     finished_of,
     has_outcome,
+    in_order,
     plain,
     recorded_log_probs,
-    replayable,
     replayed_row,
     session_of,
-    trajectories_of,
     why_no_outcome,
 )
 from trainer_hooks.verl.tasks import task_name
@@ -40,15 +39,9 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Reward
 
-RULE = OutcomeRule()
-
 
 def recorded(row: Row, outcome: OutcomeRule = RULE) -> AgentTrajectory:
-    return step_of([row], outcome)[0]
-
-
-def step_of(rows: list[Row], outcome: OutcomeRule = RULE) -> list[AgentTrajectory]:
-    return trajectories_of(rows, outcome, step=5, run="run-a", fingerprint="tokens")
+    return trained_of([row], outcome)[0]
 
 
 def through_a_store(trajectories: list[AgentTrajectory], folder: Path) -> list[AgentTrajectory]:
@@ -211,13 +204,11 @@ def test_what_the_agent_loop_tells_is_recorded_and_stays_with_its_rollout(tmp_pa
     assert extra["other"] is None, "another rollout's: the history has none"
 
 
-def test_a_rollout_that_is_not_trained_on_needs_no_log_probs() -> None:
+def test_a_rollout_without_a_reward_or_log_probs_is_recorded() -> None:
     row = fresh_row("u1")
     columns = {name: value for name, value in row.columns.items() if name != "rm_scores"}
-    (made,) = trajectories_of(
-        [Row(row.key, row.tag, columns)], RULE, step=5, run="run-a", fingerprint="tokens", trained=False
-    )
-    assert (made.old_log_probs, made.reward, made.metadata["trained"]) == (None, None, False)
+    (made,) = recorded_of([Row(row.key, row.tag, columns)])
+    assert (made.old_log_probs, made.reward, "trained" in made.metadata) == (None, None, False)
 
 
 # ---- the replayed row ----
@@ -365,7 +356,7 @@ def test_other_keys_are_refused(key: str) -> None:
 def made_in_a_step() -> list[AgentTrajectory]:
     """Two prompts of one task and one of another; session 1 of the first prompt has two outputs."""
     places = [("b", 1, 0, 1), ("a", 10, 0, 1), ("a", 1, 1, 1), ("a", 0, 0, 1), ("a", 1, 0, 1), ("c", 0, 0, 2)]
-    return step_of(
+    return trained_of(
         [rated(fresh_row(uid, session, output=output, index=index)) for uid, session, output, index in places]
     )
 
@@ -373,11 +364,10 @@ def made_in_a_step() -> list[AgentTrajectory]:
 def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> None:
     """Outputs arrive in any order; ``plane/test_unusual_groups.py`` replays the rows."""
     made = made_in_a_step()
-    assert [rollout.rollout_id for rollout in replayable(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
-    assert replayable([]) == []
+    assert [rollout.rollout_id for rollout in in_order(made)] == ["a_0_0", "b_1_0", "a_1_0", "a_10_0", "c_0_0"]
     outputs = [rated(fresh_row("u", output=output)) for output in (1, 0)]
     scored = [with_scores(row, torch.full((4,), 0.2 - number / 10)) for number, row in enumerate(outputs)]
-    (held,) = through_a_store(step_of(scored), tmp_path)
+    (held,) = through_a_store(trained_of(scored), tmp_path)
     assert (held.metadata["outputs"], row_count(held)) == (2, 2)
     assert held.reward.metadata["score"] == pytest.approx(0.8), "that of the last output"
     assert held.entropy == pytest.approx(float(held.entropys[held.response_mask == 1].mean()))
@@ -388,12 +378,12 @@ def test_a_session_of_two_outputs_is_one_rollout_of_two_rows(tmp_path: Path) -> 
 def test_reports_of_rollouts_are_those_of_whole_rollouts(data: st.DataObject) -> None:
     rows = []
     for session in range(data.draw(st.integers(1, 4))):
+        versions = {
+            name: data.draw(st.sampled_from([None, 2, 4, 9])) for name in ("min_global_steps", "max_global_steps")
+        }
         for output in range(data.draw(st.integers(1, 2))):
             row = rated(fresh_row(f"u{session % 2}", session, output=output, index=session % 2))
             scores = torch.tensor([0.0, 0.25, data.draw(st.sampled_from([0.0, 0.5, math.nan])), 0.0])
-            versions = {
-                name: data.draw(st.sampled_from([None, 2, 4, 9])) for name in ("min_global_steps", "max_global_steps")
-            }
             columns = {**row.columns, "rm_scores": data.draw(st.sampled_from([None, scores]))}
             columns["extra_fields"] = {"reward_extra_info": {"acc": data.draw(st.sampled_from([0.0, 1.0, "no"]))}}
             rows.append(Row(row.key, {**row.tag, **versions}, columns))
@@ -401,20 +391,14 @@ def test_reports_of_rollouts_are_those_of_whole_rollouts(data: st.DataObject) ->
     rule = OutcomeRule(key=data.draw(st.sampled_from([None, "acc"])))
     kept = ("index", "data_source", "rm_scores", "extra_fields")
     few = [Row(row.key, row.tag, {name: row.columns[name] for name in kept}) for row in rows]
-    for whole, report in zip(step_of(rows, rule), finished_of(few, rule, step=5), strict=True):
+    for whole, report in zip(trained_of(rows, rule), finished_of(few, rule, step=5), strict=True):
         for name in ("rollout_id", "task_id", "data_id", "policy_version", "reward"):
             assert repr(getattr(report, name)) == repr(getattr(whole, name)), name
         assert report.metadata == {"task_rollouts": whole.metadata["task_rollouts"]}
 
 
-def test_outputs_that_were_recorded_one_by_one_are_not_replayed() -> None:
-    rollout = recorded(rated(fresh_row("a", 1)))
-    rollout.metadata["outputs"] = 2  # as earlier versions did
-    assert replayable([rollout]) == []
-
-
 def test_what_a_crash_took_of_a_group_was_asked_for_too() -> None:
-    sessions = replayable(made_in_a_step())
+    sessions = made_in_a_step()
     whole = dict(Counter(session.task_id for session in sessions))
     assert asked_for(sessions) == whole
     assert asked_for([session for session in sessions if session.rollout_id != "a_0_0"]) == whole
