@@ -1,11 +1,10 @@
-"""Configuration of experience replay: one frozen dataclass, from a dict, a YAML file or an OmegaConf node."""
+"""Configuration of experience replay: one frozen dataclass, from a dict or an OmegaConf node."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from trainer_hooks.batch import GroupOffPolicy
@@ -16,7 +15,6 @@ from trainer_hooks.replay.rules import PoolOptions
 from trainer_hooks.replay.store import BufferStore, store_options
 from trajstore._core.base.arguments import finite, whole
 from trajstore._core.base.settings import Count, NotNegative, Share, names_of, refuse
-from trajstore.errors import ConfigurationError, MissingDependencyError
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ class ExperienceReplayConfig(PoolOptions):
         """Return the configuration with these keys; absent ones have their defaults.
 
         Args:
-            values: a dict, or anything with ``keys()`` and ``[key]`` such as an OmegaConf node.
+            values: a dict, as YAML is read into, or anything with ``keys()`` and ``[key]`` such as an OmegaConf node.
             n_rollout: rollouts per task, to check k against it.
 
         Raises:
@@ -120,38 +118,6 @@ class ExperienceReplayConfig(PoolOptions):
         if n_rollout is not None:
             result.pool_rules(n_rollout)
         return result
-
-    @staticmethod
-    def from_yaml(path: str | Path, *, section: str = SECTION, n_rollout: int | None = None) -> ExperienceReplayConfig:
-        """Return the configuration in a section of a YAML file.
-
-        Args:
-            path: the file.
-            section: dotted path of the section; empty if the keys are at the top.
-            n_rollout: rollouts per task, to check k against it.
-
-        Raises:
-            ConfigurationError: no such file or section, not YAML, unknown keys, values out of range.
-            MissingDependencyError: PyYAML is not installed.
-        """
-        try:
-            import yaml  # type: ignore[import-untyped]  # an optional package, needed only here
-        except ImportError:
-            raise MissingDependencyError("pyyaml", "yaml") from None
-        try:
-            node = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ConfigurationError(f"{path}: not YAML: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"path: {path}: cannot be read: {error}") from error
-        for name in section.split(".") if section else ():
-            if not isinstance(node, Mapping) or name not in node:
-                raise ConfigurationError(f"{path}: has no section {section}; add it, or name another")
-            node = node[name]
-        try:
-            return ExperienceReplayConfig.from_mapping({} if node is None else node, n_rollout=n_rollout)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{path}: {error}") from error
 
     def warn(self, *, knows_entropy: bool) -> None:
         """Log options that have no effect, or a surprising one.

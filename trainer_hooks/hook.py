@@ -45,7 +45,7 @@ from trainer_hooks.replay.contract import task_id_of
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.prompts import Message, RowPrompts, prompt_of
 from trainer_hooks.replay.rows import whole_sessions
-from trainer_hooks.replay.store import BufferStore, PoolStore
+from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.trained import StepRecorder
 from trajstore._core.base.arguments import finite, path_or_url, share, whole
 from trajstore._core.base.closing import Closing, of_no_use_when_closed
@@ -114,7 +114,7 @@ class ReplayHook(Closing, Generic[Task]):
         max_response_length: int | None = None,
         ledger: str | Path | None = None,
         rollouts: str | Path | None = None,
-        store: PoolStore | None = None,
+        store: BufferStore | None = None,
     ) -> None:
         for name, folder in (("ledger", ledger), ("rollouts", rollouts)):
             if folder is not None:

@@ -16,15 +16,13 @@ from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
 from trainer_hooks.replay.facts import POOL_FACTS, with_pool_facts
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.state import PoolState, recover
-from trainer_hooks.replay.store import PoolPoint, newest_point
+from trainer_hooks.replay.store import RECORDED, PoolPoint, entries_of, newest_point
 from trajstore._core.buffer.reader import Reader
-from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.base import Directory
-from trajstore._core.reading.shard_access import ShardAccess
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import id_from
 from trajstore._core.store.saved_points import PINS_FOLDER
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
 if TYPE_CHECKING:
@@ -44,61 +42,29 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     Raises:
         CorruptStoreError: the pool's point cannot be decoded.
     """
-    if not is_of_a_pool(catalog):
+    point = newest_point(catalog)
+    if point is None:
         return None
-    access = ShardAccess(catalog)
-    try:
-        recovered = recover(_Documents(catalog, access), _entry)
-    finally:
-        access.close()
-    live = [entry.trajectory_id for entry in recovered.state.all_entries()]
+    document, ids = point.document, catalog.index["trajectory_id"]
+    state, there = PoolState.of_document(document), set(ids.tolist())
+    tasks = {task: there.intersection(numbers) for task, numbers in entries_of(document).items()}
+    live = [number for numbers in tasks.values() for number in numbers]
+    recorded = bool(document.get(RECORDED))
     report = {
         "trajectories": len(live),
-        "tasks": len(recovered.state.entries),
-        "demonstrations": recovered.state.demonstrations(),
-        "difficulties": {str(key): count for key, count in sorted(recovered.state.buckets.sizes().items())},
-        "skipped_tasks": len(recovered.state.skip),
-        "others": len(catalog.index) - len(live),
-        "recorded": recovered.among_others,
+        "tasks": sum(map(bool, tasks.values())),
+        "demonstrations": len(there.intersection(document["demonstrations"])),
+        "difficulties": {str(key): count for key, count in sorted(state.buckets.sizes().items())},
+        "skipped_tasks": len(state.skip),
+        "others": len(ids) - len(live),
+        "recorded": recorded,
     }
-    return report, recovered.among_others | np.isin(catalog.index["trajectory_id"], np.array(live, np.int64))
+    return report, recorded | np.isin(ids, np.array(live, np.int64))
 
 
 def is_of_a_pool(catalog: Catalog) -> bool:
     """Return whether a store has a pool: a saved point with its state."""
     return newest_point(catalog) is not None
-
-
-def _entry(record: AgentTrajectory, trajectory_id: int) -> PoolEntry | Refusal:
-    """Return the entry of a record without tokens; it cannot be compared by tokens."""
-    return PoolEntry.of_record(record, trajectory_id, trajectory_id.to_bytes(8, "big"))
-
-
-class _Documents:
-    """The records of a store without their tensors."""
-
-    def __init__(self, catalog: Catalog, access: ShardAccess) -> None:
-        self._catalog = catalog
-        self._index = catalog.index
-        self._access = access
-
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        return self._read(self._index.position_of(trajectory_id))
-
-    def kept(self, ids: Collection[int], /) -> set[int]:
-        return {*ids} & {*self._index["trajectory_id"].tolist()}
-
-    def newest_id(self) -> int:
-        return max(self._index["trajectory_id"].tolist(), default=-1)
-
-    def newest_point(self) -> PoolPoint | None:
-        return newest_point(self._catalog)
-
-    def _read(self, position: int) -> AgentTrajectory:
-        record = self._access.trajectory(self._index, position, (DOCUMENT,))
-        if not isinstance(record, AgentTrajectory):
-            raise StoreError(f"position {position}: a step trajectory, which a pool cannot hold")
-        return record
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,14 +7,16 @@ position, so that every row attends to exactly its own conversation, whatever th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from examples.grpo.environments import Environment, Episode, TextTask
 from examples.grpo.tokenizer import WordTokenizer
-from trajstore.trajectory import AgentTrajectory, Reward
+from trainer_hooks.replay.rows import pack_rows
+from trajstore.errors import InvalidTrajectoryError
+from trajstore.trajectory import RESPONSE_COLUMNS, AgentTrajectory, Reward
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -175,3 +177,27 @@ class RolloutWorker:
             is_terminated=True,
             tokenizer_fingerprint=self._tokenizer.fingerprint,
         )
+
+
+def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a rollout with one row for each of the model's turns: the conversation so far, and that turn trained on.
+
+    These are the rows of ``linear_think`` if no turn has thoughts.
+    """
+    ids, mask, before = trajectory.input_ids, trajectory.loss_mask, trajectory.response_start
+    if ids is None or mask is None or before is None:
+        raise InvalidTrajectoryError(f"rollout {trajectory.rollout_id!r}: lacks input_ids, loss_mask or response_start")
+    written = (mask != 0).tolist()
+    starts = [
+        place for place, is_written in enumerate(written) if is_written and (place == 0 or not written[place - 1])
+    ]
+    rows = []
+    for start in starts:
+        end = next((place for place in range(start, len(written)) if not written[place]), len(written))
+        row = replace(trajectory, response_start=start, input_ids=ids[:end], attention_mask=None)
+        row.loss_mask = torch.cat([torch.zeros_like(mask[:start]), mask[start:end]])
+        for name in RESPONSE_COLUMNS:
+            if (column := getattr(trajectory, name)) is not None:
+                setattr(row, name, column[start - before : end - before])
+        rows.append(row)
+    return pack_rows(rows) if rows else trajectory

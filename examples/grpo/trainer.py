@@ -20,7 +20,7 @@ from examples.grpo.curves import summarize
 from examples.grpo.environments import Environment, TextTask, make_environment
 from examples.grpo.guided import word_maker, word_template
 from examples.grpo.model import build_model, response_log_probs
-from examples.grpo.rollout import RolloutWorker
+from examples.grpo.rollout import RolloutWorker, turns_as_rows
 from examples.grpo.tokenizer import WordTokenizer
 from examples.grpo.warm_start import warm_start
 from trainer_hooks.advantages import compute_grpo_outcome_advantage, share_by_rollout
@@ -30,7 +30,7 @@ from trainer_hooks.guidance.manager import RolloutMode
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.plan import PlannedTask, rows_of_rollout
-from trainer_hooks.replay.rows import turns_as_rows, whole_sessions
+from trainer_hooks.replay.rows import whole_sessions
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from examples.grpo.config import TrainerConfig
 from examples.grpo.model import response_log_probs
+from examples.grpo.rollout import turns_as_rows
 from examples.grpo.trainer import ReferenceTrainer
 from tests.examples.runs import HOUSEHOLD, SORT, Train, environment, replay
+from tests.replay.conftest import row
 from trainer_hooks.batch import Batch
 from trainer_hooks.replay.rows import row_count, rows_of
+from trajstore.trajectory import AgentTrajectory
 
 CONFIGS = [SORT, HOUSEHOLD]
 
@@ -144,3 +147,22 @@ def test_a_training_in_which_each_turn_is_a_row() -> None:
         assert max(int(row_count(trajectory)) for held in manager.task2trajectories.values() for trajectory in held) > 1
     assert replayed_rows
     assert several
+
+
+def test_each_turn_a_row() -> None:
+    turn = row(2, 6)
+    mask = torch.tensor([1, 1, 0, 0, 1, 0])
+    turn.response_mask, turn.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
+    first, second = rows_of(turns_as_rows(turn))
+    assert (first.response_start, second.response_start) == (2, 6)
+    assert torch.equal(first.input_ids, turn.input_ids[:4])  # type: ignore[arg-type]
+    assert torch.equal(second.input_ids, turn.input_ids[:7])  # type: ignore[arg-type]
+    assert [part.loss_mask.tolist() for part in (first, second) if part.loss_mask is not None] == [
+        [0, 0, 1, 1],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]
+    assert torch.equal(second.old_log_probs, turn.old_log_probs[4:5])  # type: ignore[arg-type]
+    nothing = AgentTrajectory(
+        input_ids=torch.tensor([1]), loss_mask=torch.tensor([0]), response_start=1, response_mask=torch.zeros(0).long()
+    )
+    assert turns_as_rows(nothing) is nothing

@@ -20,7 +20,7 @@ from tests.replay.conftest import build, rollouts, row, step
 from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, newest_pool
 from trainer_hooks.replay.compact import with_small_columns
-from trainer_hooks.replay.persistence import from_plain, read_pool, to_plain, write_pool
+from trainer_hooks.replay.persistence import read_pool, write_pool
 from trajstore._core.reading.places import POOL_FILES
 from trajstore.errors import (
     CorruptStoreError,
@@ -29,6 +29,7 @@ from trajstore.errors import (
     StoreWriteError,
     UnsafeContentError,
 )
+from trajstore.interop.rollouts import row_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=8)
@@ -42,21 +43,7 @@ def filled() -> ExperienceManager:
 
 
 def plain(manager: ExperienceManager) -> dict[str, list[dict[str, object]]]:
-    return {task: [to_plain(history) for history in held] for task, held in manager.task2trajectories.items()}
-
-
-def test_a_trajectory_keeps_every_field_and_dtype() -> None:
-    given = build(
-        old_log_probs=torch.tensor([-0.1, -3e-38, -1.0, -2.0], dtype=torch.bfloat16),
-        attention_mask=torch.ones(6, dtype=torch.bool),
-        entropys=None,
-        is_terminated=False,
-        data_id="7",
-    )
-    back = from_plain(pickle.loads(pickle.dumps(to_plain(given))))
-    assert to_plain(back) == to_plain(given)
-    assert (back.old_log_probs.dtype, back.attention_mask.dtype) == (torch.bfloat16, torch.bool)  # type: ignore[union-attr]
-    assert torch.equal(back.old_log_probs, given.old_log_probs)  # type: ignore[arg-type]
+    return {task: [row_of(history, {}) for history in held] for task, held in manager.task2trajectories.items()}
 
 
 def test_a_pool_goes_to_disk_and_back(tmp_path: Path) -> None:
@@ -137,7 +124,7 @@ def test_a_pool_of_agentevolver_is_read_and_goes_round_in_our_files(shared_fixtu
     write_pool(tmp_path / "step_120", contents)
     again = read_pool(tmp_path / "step_120").task2trajectories
     for task, held in contents.task2trajectories.items():
-        assert [to_plain(history) for history in again[task]] == [to_plain(history) for history in held]
+        assert [row_of(history, {}) for history in again[task]] == [row_of(history, {}) for history in held]
 
 
 class Hostile:
@@ -178,8 +165,8 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[
         ("task2trajectories.pkl", pickle.dumps([1]), "dict of task ids"),
         ("task2trajectories.pkl", pickle.dumps({"a": 3}), "task 'a'"),
         ("task2trajectories.pkl", pickle.dumps({"a": [3]}), "task 'a'"),
-        ("task2trajectories.pkl", pickle.dumps({"": [{"dtypes": {}}]}), "task '' must be a name"),
-        ("task2trajectories.pkl", pickle.dumps({"a": [{"dtypes": {}, "task_id": "b"}]}), "another task"),
+        ("task2trajectories.pkl", pickle.dumps({"": [{}]}), "task '' must be a name"),
+        ("task2trajectories.pkl", pickle.dumps({"a": [{"task_id": "b"}]}), "another task"),
     ],
 )
 def test_damaged_files_are_named_and_change_nothing(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -225,7 +212,7 @@ def write_files(folder: Path, pool: object, buckets: str = '{"1": ["a"]}') -> Pa
 
 def test_a_defaultdict_of_ours_is_read(tmp_path: Path) -> None:
     pool = defaultdict(
-        list, {"a": [to_plain(AgentTrajectory(task_id="a", metadata={"deep": {"er": [1, {"x": None}]}}))]}
+        list, {"a": [row_of(AgentTrajectory(task_id="a", metadata={"deep": {"er": [1, {"x": None}]}}), {})]}
     )
     contents = read_pool(write_files(tmp_path / "step_1", pool))
     assert contents.task2trajectories["a"][0].metadata == {"deep": {"er": [1, {"x": None}]}}

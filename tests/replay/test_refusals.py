@@ -18,6 +18,7 @@ from trainer_hooks.replay.entry import DEMONSTRATION
 from trainer_hooks.replay.exchange import seed_pool
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.interop.rollouts import row_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 RULES = PoolRules(n_rollout=4)
@@ -293,7 +294,7 @@ UNREADABLE: dict[str, Any] = {
     "a reward that is a number": {"reward": 1},
     "an outcome that is a text": {"reward": {"outcome": "x"}},
     "rows of several lengths": {"entropys": [[1.0], [2.0, 3.0]]},
-    "no dtypes": {"dtypes": {}},
+    "an unknown field": {"dtypes": {}},
     "ids that are a text": {"input_ids": "abc"},
     "ids of more than 64 bits": {"input_ids": [2**70] * 6},
     "a list for a name": {"rollout_id": [1]},
@@ -307,7 +308,7 @@ UNREADABLE: dict[str, Any] = {
 def test_a_trajectory_of_files_that_cannot_be_read_is_refused_by_itself(
     same_run: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    whole = persistence.to_plain(rollout())
+    whole = row_of(rollout(), {})
     persistence.write_pool(tmp_path / "files", persistence.PoolContents({1: ["a"]}, [], {}))
     several = [None if change is None else {**whole, **change} for change in UNREADABLE.values()]
     path = tmp_path / "files" / persistence.TRAJECTORIES_FILE

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.replay.conftest import row
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trainer_hooks.replay.rows import ROWS, pack_rows, response_length, row_count, rows_of, turns_as_rows
+from trainer_hooks.replay.rows import ROWS, pack_rows, response_length, row_count, rows_of
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -72,25 +72,6 @@ def test_a_pool_keeps_draws_and_gives_up_a_rollout_as_a_whole(tmp_path: Path) ->
         other = ExperienceManager(rules)
         other.load_experience_pool_from_disk(tmp_path / "step_1")
         assert [row_count(history) for history in other.task2trajectories["a"]] == [2, 2]
-
-
-def test_each_turn_a_row() -> None:
-    turn = row(2, 6)
-    mask = torch.tensor([1, 1, 0, 0, 1, 0])
-    turn.response_mask, turn.loss_mask = mask, torch.cat([torch.zeros(2, dtype=torch.int64), mask])
-    first, second = rows_of(turns_as_rows(turn))
-    assert (first.response_start, second.response_start) == (2, 6)
-    assert torch.equal(first.input_ids, turn.input_ids[:4])  # type: ignore[arg-type]
-    assert torch.equal(second.input_ids, turn.input_ids[:7])  # type: ignore[arg-type]
-    assert [part.loss_mask.tolist() for part in (first, second) if part.loss_mask is not None] == [
-        [0, 0, 1, 1],
-        [0, 0, 0, 0, 0, 0, 1],
-    ]
-    assert torch.equal(second.old_log_probs, turn.old_log_probs[4:5])  # type: ignore[arg-type]
-    nothing = AgentTrajectory(
-        input_ids=torch.tensor([1]), loss_mask=torch.tensor([0]), response_start=1, response_mask=torch.zeros(0).long()
-    )
-    assert turns_as_rows(nothing) is nothing
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,9 @@ from trainer_hooks.agentevolver import (
     from_agentevolver,
 )
 from trainer_hooks.replay.agentevolver import ForeignObject
-from trainer_hooks.replay.persistence import read_pool, to_plain
+from trainer_hooks.replay.persistence import read_pool
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.interop.rollouts import row_of
 from trajstore.trajectory import Reward as PlainReward
 
 pytest.importorskip("verl", exc_type=ImportError)
@@ -264,7 +265,7 @@ def test_rollouts_of_agentevolvers_classes_enter_as_its_pools_do(folder: str, sh
     with (shared_fixtures / folder / "task2trajectories.pkl").open("rb") as file:
         alive = Living(file).load()
     for task, held in read_pool(shared_fixtures / folder).task2trajectories.items():
-        assert [to_plain(from_agentevolver(one, task)) for one in alive[task]] == list(map(to_plain, held))
+        assert [row_of(from_agentevolver(one, task), {}) for one in alive[task]] == [row_of(one, {}) for one in held]
         if held[0].input_ids is None:
             continue
         manager = ExperienceManager(config())

@@ -81,31 +81,6 @@ def test_it_comes_from_omegaconf() -> None:
     assert ExperienceReplayConfig(exp_ratio=[[0, 0.5]]).exp_ratio == config.exp_ratio  # type: ignore[arg-type]
 
 
-def test_it_comes_from_yaml(tmp_path: Path) -> None:
-    pytest.importorskip("yaml")
-    path = tmp_path / "train.yaml"
-    path.write_text(
-        "trainer: {lr: 1}\n"
-        "exp_manager:\n"
-        "  experience_replay:\n"
-        "    enable: true\n"
-        "    max_policy_age: null\n"
-        "    off_policy_shaping: none\n"
-        "    experience_rbound: 4\n"
-    )
-    assert ExperienceReplayConfig.from_yaml(path) == ExperienceReplayConfig(enable=True, experience_rbound=4)
-    path.write_text("off_policy_shaping: 0.1\n")
-    assert ExperienceReplayConfig.from_yaml(path, section="").off_policy_shaping == 0.1
-    with pytest.raises(ConfigurationError, match=r"train\.yaml: has no section exp_manager\.experience_replay"):
-        ExperienceReplayConfig.from_yaml(path)
-    path.write_text("a: [")
-    with pytest.raises(ConfigurationError, match=r"train\.yaml: not YAML"):
-        ExperienceReplayConfig.from_yaml(path)
-    path.write_text("exp_ratios: 1\n")
-    with pytest.raises(ConfigurationError, match=r"train\.yaml: .*exp_ratios: unknown key"):
-        ExperienceReplayConfig.from_yaml(path, section="")
-
-
 @pytest.mark.parametrize(
     ("key", "value"),
     [

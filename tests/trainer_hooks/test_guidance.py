@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.grpo.rollout import turns_as_rows
 from tests.guidance.rollouts import rollout
 from tests.verl_plugin.assets import make_tokenizer
 from trainer_hooks.batch import build_batch
@@ -24,7 +25,6 @@ from trainer_hooks.guidance.summary import unicode_of
 from trainer_hooks.plan import PlannedTask, rows_of_plan
 from trainer_hooks.replay.conversation import ChatTemplate, with_tokens
 from trainer_hooks.replay.message_rows import load_tokenizer
-from trainer_hooks.replay.rows import turns_as_rows
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory, Reward
 

@@ -106,19 +106,6 @@ class PoolEntry:
     is_corrected: bool = False
     """Whether a later outcome replaced the recorded one."""
 
-    @classmethod
-    def of_record(cls, record: AgentTrajectory, trajectory_id: int, digest: bytes) -> PoolEntry:
-        """Return the entry of a trajectory that is displayed but not replayed, from its document alone."""
-        return cls(
-            trajectory_id=trajectory_id,
-            task_id=record.task_id,
-            entropy=record.entropy,
-            outcome=None,
-            policy_version=record.policy_version,
-            digest=digest,
-            is_demonstration=is_demonstration(record),
-        )
-
     @property
     def known_outcome(self) -> float | None:
         """The outcome; ``None`` if it is unknown or not finite."""

@@ -18,17 +18,16 @@ import numpy as np
 
 from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.entry import Departure, PoolEntry
-from trainer_hooks.replay.outcomes import outcome_of
+from trainer_hooks.replay.outcomes import TaskOutcome, outcome_of
 from trainer_hooks.replay.selection import AdmissionPlan
 from trainer_hooks.replay.state import (
     PoolState,
-    TaskChange,
     generator_state,
     recover,
     set_generator_state,
     warn_of_unreadable,
 )
-from trainer_hooks.replay.store import PoolStore
+from trainer_hooks.replay.store import BufferStore
 from trajstore.errors import StoreError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
@@ -49,7 +48,7 @@ class PoolLedger:
         CorruptStoreError: the pool cannot be decoded.
     """
 
-    def __init__(self, store: PoolStore, generator: np.random.Generator) -> None:
+    def __init__(self, store: BufferStore, generator: np.random.Generator) -> None:
         self.store = store
         self.generator = generator
         self.left: Counter[str] = Counter()
@@ -119,9 +118,9 @@ class PoolLedger:
             held = self.state.entries[entry.task_id]
             self.state.set_entries(entry.task_id, tuple(fresh if other is entry else other for other in held))
 
-    def change(self, changes: Mapping[str, TaskChange]) -> None:
-        """Apply changes to buckets and skip set."""
-        left = self.state.apply(changes)
+    def retire(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> None:
+        """Retire solved tasks: :meth:`PoolState.retire`."""
+        left = self.state.retire(outcomes, n_rollout)
         self._count(Departure.TASK_SOLVED, len(left))
         self._garbage.extend(left)
 
@@ -183,6 +182,7 @@ class PoolLedger:
         return {
             **self.document(),
             "entries": {task: [entry.trajectory_id for entry in held] for task, held in self.state.entries.items()},
+            "demonstrations": [entry.trajectory_id for entry in self.state.all_entries() if entry.is_demonstration],
             "newest": self.store.newest_id(),
             "left": list(self._garbage),
         }

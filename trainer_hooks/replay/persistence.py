@@ -3,9 +3,8 @@
 ==================================== ============================================================
 ``difficulty2task_dict.json``        ``{"3": ["task_1", ...], ...}``
 ``skip_uid_set.json``                ``["task_7", ...]``
-``task2trajectories.pkl``            ``{"task_1": [{field: value}, ...], ...}``: the fields of
-                                     ``AgentTrajectory``, tensors as lists of numbers, their
-                                     dtypes under ``"dtypes"``, the reward as a dict
+``task2trajectories.pkl``            ``{"task_1": [{field: value}, ...], ...}``: rollouts as in files
+                                     of the format ``jsonl`` (:mod:`trajstore.interop.rollouts`)
 ==================================== ============================================================
 
 AgentEvolver writes the same three files, but pickles objects of its own classes; these can be read too
@@ -18,18 +17,15 @@ import dataclasses
 import logging
 import pickle
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agentevolver
 from trainer_hooks.replay.outcomes import outcome_of
 from trajstore._core.columns.limits import shown
-from trajstore._core.columns.schema import dtypes
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.folders import publish_folder
 from trajstore._core.files.held import check_path
@@ -44,16 +40,14 @@ from trajstore.errors import (
     counted,
     listed,
 )
-from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
+from trajstore.interop.rollouts import rollout_of, row_of
+from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)
 
 TRAJECTORIES_FILE, BUCKETS_FILE, SKIP_FILE = POOL_FILES
 
 _STEP = re.compile(r"step_(\d+)")
-_FIELDS = {field.name for field in dataclasses.fields(AgentTrajectory)}
-_REWARD_FIELDS = {field.name for field in dataclasses.fields(Reward)}
-_TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ def write_pool(directory: Path, contents: PoolContents) -> None:
         StoreWriteError: it did not reach the disk.
     """
     buckets = {str(difficulty): tasks for difficulty, tasks in sorted(contents.difficulty2task_dict.items())}
-    plain = {task: [to_plain(trajectory) for trajectory in held] for task, held in contents.task2trajectories.items()}
+    plain = {task: [row_of(one, {}) for one in held] for task, held in contents.task2trajectories.items()}
     files = [
         EncodedFile(BUCKETS_FILE, [orjson.dumps(buckets)]),
         EncodedFile(SKIP_FILE, [orjson.dumps(contents.skip_uid_set)]),
@@ -155,7 +149,7 @@ def _trajectory(one: Any, task: str) -> AgentTrajectory:
         ValueError: it is not a trajectory of that task (also AttributeError, KeyError, OverflowError, RuntimeError,
             TypeError).
     """
-    trajectory = from_agentevolver(one, task) if isinstance(one, ForeignObject) else from_plain(one)
+    trajectory = from_agentevolver(one, task) if isinstance(one, ForeignObject) else rollout_of(one)
     for name, kind in (("rollout_id", str), ("metadata", dict), ("messages", list), ("reward", Reward | None)):
         if not isinstance(getattr(trajectory, name), kind):
             raise TypeError(f"field {name}: {shown(getattr(trajectory, name))}")
@@ -214,39 +208,3 @@ def _read_buckets(directory: Path) -> dict[int, list[str]]:
             listed(dict.fromkeys(twice)),
         )
     return {difficulty: tasks for difficulty, tasks in buckets.items() if tasks}
-
-
-def to_plain(trajectory: AgentTrajectory) -> dict[str, Any]:
-    """Return a trajectory as dicts, lists, strings and numbers; inverse of :func:`from_plain`."""
-    plain: dict[str, Any] = {field.name: getattr(trajectory, field.name) for field in dataclasses.fields(trajectory)}
-    kinds = {}
-    for name in _TENSORS:
-        tensor = plain[name]
-        if tensor is not None:
-            kinds[name] = str(tensor.dtype).removeprefix("torch.")
-            plain[name] = tensor.tolist()
-    plain["reward"] = None if trajectory.reward is None else dataclasses.asdict(trajectory.reward)
-    plain["dtypes"] = kinds
-    return plain
-
-
-def from_plain(plain: Mapping[str, Any]) -> AgentTrajectory:
-    """Return the trajectory that :func:`to_plain` encoded. Fields of newer versions are ignored.
-
-    Raises:
-        TypeError: ``plain`` is not an encoded trajectory (also KeyError, ValueError).
-    """
-    if not isinstance(plain, Mapping):
-        raise TypeError(f"a trajectory must be a dict, is a {type(plain).__name__}")
-    values = {name: value for name, value in plain.items() if name in _FIELDS}
-    kinds = plain["dtypes"]
-    for name in _TENSORS:
-        if values.get(name) is not None:
-            values[name] = torch.tensor(values[name], dtype=dtypes()[kinds[name]])
-    reward = values.get("reward")
-    values["reward"] = None if reward is None else _reward(reward)
-    return AgentTrajectory(**values)
-
-
-def _reward(values: Mapping[str, Any]) -> Reward:
-    return Reward(**{name: value for name, value in values.items() if name in _REWARD_FIELDS})

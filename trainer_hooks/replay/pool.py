@@ -48,10 +48,11 @@ from trainer_hooks.replay.selection import (
     undecided,
     worthy,
 )
-from trainer_hooks.replay.state import Draws, PoolState, TaskChange, generator_of, replayed_copy
-from trainer_hooks.replay.store import BufferStore, PoolStore
+from trainer_hooks.replay.state import Draws, PoolState, replayed_copy, set_generator_state
+from trainer_hooks.replay.store import BufferStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
+from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class ExperienceManager:
         self,
         rules: PoolRules,
         *,
-        store: PoolStore | None = None,
+        store: BufferStore | None = None,
         tokenizer_fingerprint: str = "",
         tokenizer: MessageTokenizer | None = None,
         current_entropy: CurrentEntropy | None = None,
@@ -139,7 +140,7 @@ class ExperienceManager:
             InvalidTrajectoryError: a trajectory has no ``task_id``.
         """
         outcomes = count_outcomes(trajectories, self.rules.success_threshold, asked)
-        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        self._state.place(outcomes, self.rules.n_rollout)
 
     def update_skip_uid_set_and_filter_trajectories(
         self,
@@ -222,8 +223,8 @@ class ExperienceManager:
             StoreWriteError: the store could not write.
         """
         outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
-        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
-        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
+        self._state.place(outcomes, self.rules.n_rollout)
+        self._ledger.retire(outcomes, self.rules.n_rollout)
 
     def admit(
         self,
@@ -260,7 +261,7 @@ class ExperienceManager:
         check_trajectories(
             worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._state.fingerprint
         )  # before all changes
-        self._ledger.change(self._state.placed(outcomes, self.rules.n_rollout))
+        self._state.place(outcomes, self.rules.n_rollout)
         kept = list(self._keep(rollouts, None, outcomes, left_out).values())
         offered = len(kept) + self.refused.total() - before
         self._take(kept, are_checked=True)
@@ -316,13 +317,10 @@ class ExperienceManager:
             if not is_worth_keeping(demonstration, self.rules):
                 self.refused[(outcome_refusal(demonstration) or Refusal.NOT_WORTH_KEEPING).value] += 1
         state = self._state
-        unplaced = [
-            demonstration.task_id
-            for demonstration in worthy
-            if demonstration.task_id not in state.buckets and demonstration.task_id not in state.skip
-        ]
-        held = [task for task in dict.fromkeys(unplaced) if task in state.entries]
-        self._ledger.change({task: TaskChange(0, skip=False) for task in held})
+        for task in dict.fromkeys(demonstration.task_id for demonstration in worthy):
+            if task in state.entries and task not in state.buckets and task not in state.skip:
+                state.buckets.place(task, 0)
+        state.note_sizes()
         return self.refused - before
 
     # ---- before a step ----
@@ -631,7 +629,7 @@ class ExperienceManager:
         store = self._ledger.store
         if store.store_id:
             return {"store_id": store.store_id, "point": self._ledger.save(keep=True)}
-        held = {task: list(map(persistence.to_plain, held)) for task, held in self._held().items()}
+        held = {task: [row_of(one, {}) for one in held] for task, held in self._held().items()}
         return {**self._ledger.document(), "trajectories": held}
 
     def hold(self, states: Iterable[Mapping[str, Any]]) -> None:
@@ -661,8 +659,9 @@ class ExperienceManager:
             return
         fresh = PoolState.of_document(state)
         try:
-            generator = generator_of(state["generator"])
-            held = [persistence.from_plain(plain) for plains in state["trajectories"].values() for plain in plains]
+            generator = np.random.Generator(np.random.PCG64())
+            set_generator_state(generator, state["generator"])
+            held = [rollout_of(row) for rows in state["trajectories"].values() for row in rows]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
         check_same(fresh.fingerprint, self._state.fingerprint, "the saved pool")
@@ -787,7 +786,7 @@ class ExperienceManager:
         self._refuse(refused, trajectories)
         if left_out is not None:
             left_out.update({reason: left_out.get(reason, 0) + count for reason, count in others.items()})
-        self._ledger.change(self._state.retired(outcomes, self.rules.n_rollout))
+        self._ledger.retire(outcomes, self.rules.n_rollout)
         return kept
 
     def _current_entropies(self, tasks: Sequence[str], n: int) -> dict[int, float]:

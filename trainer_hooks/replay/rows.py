@@ -251,31 +251,6 @@ def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
     return descriptions
 
 
-def turns_as_rows(trajectory: AgentTrajectory) -> AgentTrajectory:
-    """Return a rollout with one row for each of the model's turns: the conversation so far, and that turn trained on.
-
-    These are the rows of ``linear_think`` if no turn has thoughts.
-
-    Raises:
-        InvalidTrajectoryError: it lacks its tokens.
-    """
-    ids, mask, before = _tokens(trajectory)
-    written = (mask != 0).tolist()
-    starts = [
-        place for place, is_written in enumerate(written) if is_written and (place == 0 or not written[place - 1])
-    ]
-    rows = []
-    for start in starts:
-        end = next((place for place in range(start, len(written)) if not written[place]), len(written))
-        row = dataclasses.replace(trajectory, response_start=start, input_ids=ids[:end], attention_mask=None)
-        row.loss_mask = torch.cat([torch.zeros_like(mask[:start]), mask[start:end]])
-        for name in _RESPONSE:
-            if (column := getattr(trajectory, name)) is not None:
-                setattr(row, name, column[start - before : end - before])
-        rows.append(row)
-    return pack_rows(rows) if rows else trajectory
-
-
 def _tokens(row: AgentTrajectory) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return ids, loss mask and start of the response."""
     ids, mask, start = row.input_ids, row.loss_mask, row.response_start

@@ -9,6 +9,7 @@ Takes no lock: only the training loop that owns the pool calls it.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +25,7 @@ from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
-from trainer_hooks.replay.store import RECORDED, PoolRecords, ids_of
+from trainer_hooks.replay.store import RECORDED, PoolRecords, entries_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.trajectory import AgentTrajectory
 
@@ -33,9 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_STEPS = 200
 """Number of steps whose tasks per difficulty are kept, for the viewer."""
 
-_VERSION = 2
-
-GeneratorState = dict[str, str | int]
+_VERSION = 3
 
 Uses = dict[tuple[str, bytes], int]
 """Number of draws, by task and digest of the tokens."""
@@ -47,21 +46,9 @@ MakeEntry = Callable[[AgentTrajectory, int], PoolEntry | Refusal]
 """Makes an entry from a stored trajectory and its id, or returns why it cannot be replayed."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskChange:
-    """One step's change to one task."""
-
-    difficulty: int | None
-    """Its bucket from now on; ``None`` = no bucket."""
-    skip: bool
-    """Whether it is in the skip set from now on."""
-    forget: bool = False
-    """Whether its trajectories leave the pool."""
-
-
 @dataclass
 class PoolState:
-    """Buckets, skip set and entries. Live changes and recovery go through the same methods."""
+    """Buckets, skip set and entries."""
 
     buckets: DifficultyBuckets = field(default_factory=DifficultyBuckets)
     skip: dict[str, None] = field(default_factory=dict)
@@ -136,50 +123,47 @@ class PoolState:
         keys = ((entry.task_id, entry.digest) for entry in self.all_entries())
         return {key: self.uses[key] for key in keys if key in self.uses}
 
-    def placed(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
-        """Return the changes that put tasks into their buckets; a skipped task without a failure gets none."""
-        changes = {}
+    def place(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> None:
+        """Put tasks into their buckets; a skipped task without a failure gets none."""
         for task, outcome in outcomes.items():
             difficulty = outcome.difficulty(n_rollout)
-            if difficulty is not None:
-                skip = not outcome.failed and task in self.skip
-                changes[task] = TaskChange(None if skip else difficulty, skip)
-        return changes
+            if difficulty is None:
+                continue
+            if task in self.skip and not outcome.failed:
+                self.buckets.remove(task)
+            else:
+                self.buckets.place(task, difficulty)
+                self.skip.pop(task, None)
+        self.note_sizes()
 
-    def retired(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskChange]:
-        """Return the changes that put solved tasks into the skip set, and remove failed tasks from it."""
-        changes = {}
+    def retire(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> list[int]:
+        """Put solved tasks into the skip set, and remove failed tasks from it.
+
+        Returns:
+            The ids of trajectories that left the pool.
+        """
+        left: list[int] = []
         for task, outcome in outcomes.items():
             if outcome.solved(n_rollout):
-                changes[task] = TaskChange(None, skip=True, forget=True)
+                self.buckets.remove(task)
+                self.skip[task] = None
+                left += [entry.trajectory_id for entry in self.entries.get(task, ())]
+                self.set_entries(task, ())
             elif outcome.failed:
-                changes[task] = TaskChange(self.buckets.difficulty(task), skip=False)
-        return changes
+                self.skip.pop(task, None)
+        self.note_sizes()
+        return left
+
+    def note_sizes(self) -> None:
+        """Record the tasks per difficulty for this step."""
+        self.difficulties[self.global_steps] = self.buckets.sizes()
+        if len(self.difficulties) > MOST_STEPS:
+            del self.difficulties[next(iter(self.difficulties))]
 
     def open_to(self, outcomes: Mapping[str, TaskOutcome], n_rollout: int) -> dict[str, TaskOutcome]:
         """Return the tasks whose rollouts may enter: unsolved, and either not skipped or with a failure."""
         unsolved = {task: outcome for task, outcome in outcomes.items() if not outcome.solved(n_rollout)}
         return {task: outcome for task, outcome in unsolved.items() if outcome.failed or task not in self.skip}
-
-    def apply(self, changes: Mapping[str, TaskChange]) -> list[int]:
-        """Apply a step's changes and return the ids of trajectories that left the pool."""
-        left: list[int] = []
-        for task, change in changes.items():
-            if change.difficulty is None:
-                self.buckets.remove(task)
-            else:
-                self.buckets.place(task, change.difficulty)
-            if change.skip:
-                self.skip[task] = None
-            else:
-                self.skip.pop(task, None)
-            if change.forget:
-                left.extend(entry.trajectory_id for entry in self.entries.get(task, ()))
-                self.set_entries(task, ())
-        self.difficulties[self.global_steps] = self.buckets.sizes()
-        if len(self.difficulties) > MOST_STEPS:
-            del self.difficulties[next(iter(self.difficulties))]
-        return left
 
     def set_entries(self, task: str, entries: tuple[PoolEntry, ...]) -> None:
         """Set the entries of a task, and drop the uses of those that leave. Without entries, the task is removed."""
@@ -261,44 +245,21 @@ def replayed_copy(record: AgentTrajectory, trajectory_id: int | None = None) -> 
     return trajectory
 
 
-def generator_state(generator: np.random.Generator) -> GeneratorState:
-    """Return a PCG64 generator's state as JSON; its 128-bit numbers are hexadecimal."""
-    state = generator.bit_generator.state
-    return {
-        "bit_generator": str(state["bit_generator"]),
-        "state": hex(state["state"]["state"]),
-        "inc": hex(state["state"]["inc"]),
-        "has_uint32": int(state["has_uint32"]),
-        "uinteger": int(state["uinteger"]),
-    }
+def generator_state(generator: np.random.Generator) -> str:
+    """Return a generator's state as JSON text, since its numbers have 128 bits."""
+    return json.dumps(generator.bit_generator.state)
 
 
-def set_generator_state(generator: np.random.Generator, state: GeneratorState) -> None:
+def set_generator_state(generator: np.random.Generator, state: str) -> None:
     """Set a generator to a state that :func:`generator_state` returned.
 
     Raises:
         CorruptStoreError: ``state`` is no such state.
     """
     try:
-        generator.bit_generator.state = {
-            "bit_generator": state["bit_generator"],
-            "state": {"state": int(str(state["state"]), 16), "inc": int(str(state["inc"]), 16)},
-            "has_uint32": int(state["has_uint32"]),
-            "uinteger": int(state["uinteger"]),
-        }
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptStoreError(f"experience pool: not the state of a random generator: {error}") from error
-
-
-def generator_of(state: GeneratorState) -> np.random.Generator:
-    """Return a generator in a state that :func:`generator_state` returned.
-
-    Raises:
-        CorruptStoreError: ``state`` is no such state.
-    """
-    generator = np.random.Generator(np.random.PCG64())
-    set_generator_state(generator, state)
-    return generator
+        generator.bit_generator.state = json.loads(state)
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"not the state of a random generator: {error!r}") from error
 
 
 @dataclass
@@ -306,7 +267,7 @@ class Recovered:
     """The pool in a store."""
 
     state: PoolState
-    generator: GeneratorState | None
+    generator: str | None
     """State of the random generator at the newest saved point; ``None`` without a point."""
     point: str
     """Name of the newest saved point, if nothing was added since; else empty."""
@@ -331,12 +292,16 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
     point = store.newest_point()
     if point is None:
         return Recovered(PoolState(), None, "", [], 0)
-    state = PoolState.of_document(point.document)
-    listed, left, newest = _ids_in(point.document)
+    document = point.document
+    state, listed = PoolState.of_document(document), entries_of(document)
+    try:
+        left, newest = list(map(int, document["left"])), int(document["newest"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
     is_changed = store.newest_id() > newest
-    there = store.kept([*ids_of(point.document), *left])
-    result = Recovered(state, point.document["generator"], "" if is_changed else point.name, [], 0)
-    result.among_others = bool(point.document.get(RECORDED))
+    there = store.kept([*(number for numbers in listed.values() for number in numbers), *left])
+    result = Recovered(state, document["generator"], "" if is_changed else point.name, [], 0)
+    result.among_others = bool(document.get(RECORDED))
     result.garbage = [number for number in left if number in there]
     fingerprint = ""
     for task, numbers in listed.items():
@@ -358,16 +323,3 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
             state.entries[task] = tuple(entries)
     state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
     return result
-
-
-def _ids_in(document: Mapping[str, Any]) -> tuple[dict[str, list[int]], list[int], int]:
-    """Return the ids of each task's trajectories, of those that have left, and of the newest one that was stored.
-
-    Raises:
-        CorruptStoreError: the document is damaged.
-    """
-    try:
-        listed = {str(task): list(map(int, numbers)) for task, numbers in document["entries"].items()}
-        return listed, list(map(int, document["left"])), int(document["newest"])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error

@@ -1,4 +1,4 @@
-"""Storage of the pool's records: the required interface, and a buffer on disk or in memory.
+"""Storage of the pool's records: a buffer on disk or in memory.
 
 Takes no lock: only the training loop that owns the pool calls it.
 """
@@ -91,7 +91,7 @@ def _point_of(catalog: Catalog, name: str) -> PoolPoint | None:
 
 
 class PoolRecords(Protocol):
-    """Agent trajectories under ascending ids, read-only."""
+    """Agent trajectories under ascending ids, read-only: what a pool is read from."""
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         """Return a trajectory; the caller must not change it.
@@ -110,60 +110,6 @@ class PoolRecords(Protocol):
         """Return the newest saved point; ``None`` if there is none."""
 
 
-class PoolStore(PoolRecords, Protocol):
-    """Where a pool's trajectories are: a :class:`BufferStore`, or that of another process.
-
-    A crash preserves a prefix of the additions: never a later one without the earlier ones.
-    """
-
-    @property
-    def store_id(self) -> str:
-        """Identifies the store; empty if the records do not survive the process."""
-
-    @property
-    def is_recording(self) -> bool:
-        """True if the store has all rollouts of a trainer."""
-
-    def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """Store private copies and return their ids, ascending and above all earlier ones. All or none."""
-
-    before_close: Callable[[], object] | None
-    """Called by :meth:`close`: saves the pool."""
-
-    def outcomes_given(self, ids: Collection[int], /) -> Mapping[int, float]:
-        """Return which of these had their outcome corrected after addition, by id; :meth:`get` has it too."""
-
-    def query(self, relation: str, /) -> Query:
-        """Return a query over all records, including trajectories that left the pool."""
-
-    def flush(self) -> None:
-        """Block until every addition is as durable as the store can make it."""
-
-    def evict(self, ids: Sequence[int], /) -> None:
-        """Evict trajectories. Unknown ids are ignored."""
-
-    def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
-        """Save a point with this document and all trajectories; return its name.
-
-        Args:
-            document: JSON values.
-            keep: whether the point stays until :meth:`hold` removes it; otherwise the next point replaces it.
-        """
-
-    def go_to(self, name: str, /) -> None:
-        """Show the trajectories of a point again, and continue from it.
-
-        Raises:
-            StoreNotFoundError: there is no such point.
-        """
-
-    def hold(self, names: Collection[str], /) -> None:
-        """Remove all points but these and the newest one. Unknown names are ignored."""
-
-    def close(self) -> None:
-        """Release the store. Idempotent."""
-
-
 Recorded = Callable[[Sequence[AgentTrajectory]], Sequence[int | None]]
 """Returns the ids of rollouts that a trainer recorded, by their names; ``None`` = not recorded."""
 
@@ -171,7 +117,8 @@ Recorded = Callable[[Sequence[AgentTrajectory]], Sequence[int | None]]
 class BufferStore(Closing):
     """The pool's trajectories in a trajectory buffer, on disk or in memory.
 
-    The buffer belongs to the pool. With a capacity, the pool's oldest trajectories are evicted first.
+    The buffer belongs to the pool. With a capacity, the pool's oldest trajectories are evicted first. A crash preserves
+    a prefix of the additions: never a later one without the earlier ones.
 
     If the buffer has all rollouts of a trainer (``recorded``, now or before), the pool only chooses among them: nothing
     is copied or evicted, going to a point changes the choice, not the buffer's contents, and the buffer's retention
@@ -273,7 +220,10 @@ class BufferStore(Closing):
                 self._buffer.close()
 
     def add_trajectories(self, trajectories: list[AgentTrajectory], /) -> list[int]:
-        """As :meth:`PoolStore.add_trajectories`; recorded ones have their ids, and only others are added."""
+        """Store private copies and return their ids. All or none.
+
+        Recorded ones have their ids, and only others are added: with ids above all earlier ones.
+        """
         found = [None] * len(trajectories) if self._recorded is None else self._recorded(trajectories)
         same = [
             number if number is not None and self._is_same(number, trajectory) else None
@@ -296,7 +246,13 @@ class BufferStore(Closing):
         return all(one is other is None or _equal(one, other) for one, other in pairs)
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """As :meth:`PoolStore.get`; a recorded one has the log-probs and entropies of the step that trained on it."""
+        """Return a trajectory; the caller must not change it.
+
+        A recorded one has the log-probs and entropies of the step that trained on it.
+
+        Raises:
+            TrajectoryUnavailableError: no such id, or no longer kept.
+        """
         trajectory = self._buffer.get(trajectory_id)
         if not isinstance(trajectory, AgentTrajectory):
             raise InvalidTrajectoryError(
@@ -313,17 +269,17 @@ class BufferStore(Closing):
         return ids
 
     def kept(self, ids: Collection[int], /) -> set[int]:
-        """As :meth:`PoolStore.kept`."""
+        """Return those of these ids whose trajectories are still kept."""
         asked = np.fromiter(ids, np.int64, len(ids))
         return set(asked[np.isin(asked, self._buffer.trajectory_ids)].tolist())
 
     def newest_id(self) -> int:
-        """As :meth:`PoolStore.newest_id`."""
+        """Return the highest id; -1 if there is none."""
         ids = self._buffer.trajectory_ids
         return int(ids[-1]) if len(ids) else -1
 
     def outcomes_given(self, ids: Collection[int], /) -> Mapping[int, float]:
-        """As :meth:`PoolStore.outcomes_given`: see :func:`trajstore.annotate`."""
+        """Return which of these had their outcome corrected after addition, by id; :meth:`get` has it too."""
         from trajstore._core.reading.late import outcomes_given
 
         def look(contents: Contents) -> dict[int, float]:
@@ -337,20 +293,20 @@ class BufferStore(Closing):
         return self._buffer._live.locked(look)
 
     def query(self, relation: str, /) -> Query:
-        """As :meth:`PoolStore.query`."""
+        """Return a query over all records, including trajectories that left the pool."""
         return self._buffer.query(relation)
 
     def flush(self) -> None:
-        """As :meth:`PoolStore.flush`."""
+        """Block until every addition is as durable as the store can make it."""
         self._buffer.flush()
 
     def evict(self, ids: Sequence[int], /) -> None:
-        """As :meth:`PoolStore.evict`. A trainer's rollouts stay recorded."""
+        """Evict trajectories; unknown ids are ignored, and a trainer's rollouts stay recorded."""
         if not self.is_recording and (known := self.kept(ids)):
             self._buffer.evict(sorted(known))
 
     def newest_point(self) -> PoolPoint | None:
-        """As :meth:`PoolStore.newest_point`."""
+        """Return the newest saved point; ``None`` if there is none."""
         if self._current is not None or not self._is_on_disk:
             return self._current
         catalog = self._catalog()
@@ -359,7 +315,7 @@ class BufferStore(Closing):
         self.is_recording |= point is not None and bool(point.document.get(RECORDED))
         if self.is_recording and self._is_on_disk:
             points = [_point_of(catalog, snapshot.name) for snapshot in catalog.snapshots() if snapshot.kind == "point"]
-            self._protect({one.name: ids_of(one.document) for one in points if one is not None})
+            self._protect({one.name: _ids_of(one.document) for one in points if one is not None})
         return point
 
     def _catalog(self) -> Catalog:
@@ -376,9 +332,13 @@ class BufferStore(Closing):
         self._buffer._live.protected = np.unique(np.concatenate(ids)) if ids else np.zeros(0, np.int64)
 
     def save(self, document: Mapping[str, Any], keep: bool, /) -> str:
-        """As :meth:`PoolStore.save`.
+        """Save a point with this document and all trajectories; return its name.
 
         Points have their own numbers, because training steps may begin again in the same pool.
+
+        Args:
+            document: JSON values.
+            keep: whether the point stays until :meth:`hold` removes it; otherwise the next point replaces it.
         """
         if not self._is_on_disk:
             self._current = PoolPoint("", dict(document))
@@ -393,13 +353,18 @@ class BufferStore(Closing):
         name = points.save(number, {POOL_KEY: text}, keep=None).name
         self._is_kept, self._current = keep, None
         if self.is_recording:
-            self._protect({name: ids_of(document)})
+            self._protect({name: _ids_of(document)})
         return name
 
     def go_to(self, name: str, /) -> None:
-        """As :meth:`PoolStore.go_to`; the state before stays, as a snapshot, until :meth:`hold` removes it.
+        """Show the trajectories of a point again, and continue from it.
+
+        The state before stays, as a snapshot, until :meth:`hold` removes it.
 
         A trainer's rollouts stay as they are, with late values, and the pool chooses as at the point.
+
+        Raises:
+            StoreNotFoundError: there is no such point.
         """
         if not self._is_on_disk:
             raise StoreNotFoundError(
@@ -413,7 +378,10 @@ class BufferStore(Closing):
             raise StoreNotFoundError(f"{name}: a saved point without an experience pool; resume from another")
 
     def hold(self, names: Collection[str], /) -> None:
-        """As :meth:`PoolStore.hold`. Pins of users stay, each with the newest point that led to it."""
+        """Remove all points but these and the newest one. Unknown names are ignored.
+
+        Pins of users stay, each with the newest point that led to it.
+        """
         if not self._is_on_disk:
             return
         points = self._buffer.points
@@ -445,14 +413,18 @@ def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is not None and other is not None and torch.equal(one.to(other.dtype), other)
 
 
-def ids_of(document: Mapping[str, Any]) -> list[int]:
-    """Return the ids of the pool's trajectories in the document of a point.
+def _ids_of(document: Mapping[str, Any]) -> list[int]:
+    return [number for numbers in entries_of(document).values() for number in numbers]
+
+
+def entries_of(document: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the ids of the pool's trajectories by task, from the document of a point.
 
     Raises:
         CorruptStoreError: the document is damaged.
     """
     try:
-        return [int(number) for numbers in document["entries"].values() for number in numbers]
+        return {str(task): list(map(int, numbers)) for task, numbers in document["entries"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
 

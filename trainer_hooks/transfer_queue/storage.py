@@ -107,7 +107,7 @@ class RecorderHandle:
 
 
 class RecordedPool(Closing):
-    """The store of a pool that chooses among the recorder's rollouts: a ``PoolStore`` whose methods the recorder runs.
+    """The store of a pool that chooses among the recorder's rollouts: a ``BufferStore`` that the recorder runs.
 
     Args:
         recorder: with an open store.

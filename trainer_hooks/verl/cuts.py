@@ -45,7 +45,7 @@ class Cut:
     """UUID of the store of this id; empty if nothing was recorded."""
     pool: Mapping[str, Any] | None
     """State of the experience pool; ``None`` if nothing was replayed."""
-    expected: Mapping[str, Sequence[Mapping[str, Any]]]
+    expected: Mapping[str, Sequence[dict[str, Any]]]
     """Pending histories by ``uid`` of prompts with unfinished rollouts, as in asynchronous modes."""
     guidance: str | None = None
     """State of guidance's random choices; ``None`` without guidance. Text, as its integers exceed JSON's."""

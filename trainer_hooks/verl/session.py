@@ -27,8 +27,7 @@ from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
-from trainer_hooks.replay.persistence import from_plain, to_plain
-from trainer_hooks.replay.store import PoolStore
+from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.transfer_queue import RecordedPool, RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
 from trainer_hooks.verl import dataplane
@@ -66,6 +65,7 @@ from trajstore.errors import (
     StoreWriteError,
     counted,
 )
+from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.ledger import Ledger
 from trajstore.trajectory import AgentTrajectory, Reward
 
@@ -137,7 +137,7 @@ class ReplaySession:
                     draws_ahead=block.draws_ahead,
                     max_prompt_length=block.max_prompt_length,
                     max_response_length=block.max_response_length,
-                    store=cast(PoolStore, RecordedPool(self._recorder)) if block.experience_replay.enable else None,
+                    store=cast(BufferStore, RecordedPool(self._recorder)) if block.experience_replay.enable else None,
                 )
             self.guided = GuidedRollouts(block, tokenizer.decoder)
             self._ledger = Ledger(block.ledger_folder)
@@ -466,7 +466,7 @@ class ReplaySession:
         if (status := self._recorded(self._recorder.flush)) is not None:
             rollouts, rollouts_store = status.committed, status.store_id
         pool = self._on_disk(self._hook.state_dict) or None
-        expected = {uid: [to_plain(history) for history in held] for uid, held in self._histories.expected.items()}
+        expected = {uid: [row_of(history, {}) for history in held] for uid, held in self._histories.expected.items()}
         guidance, wanted = self.guided.state(), self._histories.wanted
         cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted, self.prompts)
         self._on_disk(lambda: write_cut(folder, cut))
@@ -566,7 +566,7 @@ class ReplaySession:
             self._hook.load_state_dict(cut.pool)
             self._resumed_from = cut.pool
             if cut.step == step:
-                self._histories.expected = {uid: tuple(map(from_plain, held)) for uid, held in cut.expected.items()}
+                self._histories.expected = {uid: tuple(map(rollout_of, held)) for uid, held in cut.expected.items()}
                 self._histories.wanted = dict(cut.wanted)
         else:
             if folder is not None:
