@@ -53,7 +53,7 @@ def trained(directories: Mapping[int, Directory]) -> DataFrame:
     tables = []
     for rank, directory in directories.items():
         try:
-            tables.append(_table(rank, read_directory(directory.inner(LEDGER_FOLDER))))
+            tables.append(rows_of_ledger(rank, read_directory(directory.inner(LEDGER_FOLDER))))
         except StoreNotFoundError as error:
             absent = error
     if not directories:
@@ -64,7 +64,8 @@ def trained(directories: Mapping[int, Directory]) -> DataFrame:
     return frame
 
 
-def _table(rank: int, ledger: LedgerContents) -> DataFrame:
+def rows_of_ledger(rank: int, ledger: LedgerContents) -> DataFrame:
+    """Return the rows of a ledger with ``trajectory_id``, ``task`` and :data:`COLUMNS`, step by step."""
     pl = polars()
     table = ledger.table()
     ids = table["trajectory"]

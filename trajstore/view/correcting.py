@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
-import orjson
+import msgspec
 
 from trajstore._core.buffer.annotating import annotate
 from trajstore._core.columns.limits import shown
@@ -13,6 +13,15 @@ from trajstore.errors import ConfigurationError
 
 MOST_BYTES = 1 << 19
 """Maximum size of a request; enough for the ids of 10,000 trajectories and the longest text."""
+
+
+class _Request(msgspec.Struct):
+    """A value for trajectories; a number is sent as entered, because a browser would round it."""
+
+    ids: Annotated[list[str], msgspec.Meta(min_length=1)]
+    name: str
+    kind: Literal["number", "text", "nothing"]
+    value: str
 
 
 class Correcting:
@@ -33,35 +42,19 @@ class Correcting:
         self.who = who
 
     def give(self, body: bytes) -> None:
-        """Apply a request ``{"ids", "name", "kind", "value"}``; all are texts, ``ids`` a list of them.
-
-        The kind is ``number``, ``text`` or ``nothing``, which removes the value. A number is sent as entered, because
-        a browser would round it.
+        """Apply a request ``{"ids", "name", "kind", "value"}``; the kind ``nothing`` removes the value.
 
         Raises:
             ConfigurationError: the request is invalid; nothing was changed.
             TrajectoryUnavailableError, StoreNotFoundError, StoreWriteError, CorruptStoreError: as for ``annotate``.
         """
-        asked = _asked(body)
-        name, kind, value = asked["name"], asked["kind"], asked["value"]
-        if kind not in ("number", "text", "nothing"):
-            raise ConfigurationError(f"annotate: kind {kind!r}, must be number, text or nothing")
-        given = _number(name, value) if kind == "number" else value if kind == "text" else None
-        annotate(self._path, asked["ids"], {name: given}, who=self.who)
-
-
-def _asked(body: bytes) -> dict[str, Any]:
-    try:
-        asked: Any = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise ConfigurationError(f"annotate: the request is not JSON: {error}") from error
-    names = ("name", "kind", "value")
-    if not isinstance(asked, dict) or not all(isinstance(asked.get(name), str) for name in names):
-        raise ConfigurationError(f"annotate: the request must have {', '.join(names)}, each a text")
-    ids = asked.get("ids")
-    if not isinstance(ids, list) or not ids or not all(isinstance(number, str) for number in ids):
-        raise ConfigurationError("annotate: the request must have ids, a list of one text or more")
-    return {name: asked[name] for name in ("ids", *names)}
+        try:
+            asked = msgspec.json.decode(body, type=_Request)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigurationError(f"annotate: the request: {error}") from error
+        given = None if asked.kind == "nothing" else asked.value
+        value = _number(asked.name, asked.value) if asked.kind == "number" else given
+        annotate(self._path, asked.ids, {asked.name: value}, who=self.who)
 
 
 def _number(name: str, text: str) -> float:

@@ -36,7 +36,7 @@ from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_
 from trajstore.view.rollout import answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import Shown
-from trajstore.view.training import Training, curves, rows_of, steps_of
+from trajstore.view.training import Training
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -222,24 +222,24 @@ class Living:
         return self.body(row)
 
     def training(self) -> Answer:
-        """Return curves of the training ledgers, see :func:`trajstore.view.training.curves`.
+        """Return curves of the training ledgers, see :meth:`trajstore.view.training.Training.curves`.
 
         Raises:
             CorruptStoreError: a file of a ledger is absent.
         """
-        return {**curves(self._training.read(self._directories())), "state": self.state.name}
+        return {**self._training.read(self._directories()).curves(), "state": self.state.name}
 
     def step(self, number: int) -> Answer:
-        """Return the rows of an optimizer step, see :func:`trajstore.view.training.rows_of`.
+        """Return the rows of an optimizer step, see :meth:`trajstore.view.training.Training.step`.
 
         Raises:
             TrajectoryUnavailableError: no ledger has the step.
             CorruptStoreError: a file of a ledger is absent.
         """
-        return {**rows_of(self._training.read(self._directories()), number), "state": self.state.name}
+        return {**self._training.read(self._directories()).step(number), "state": self.state.name}
 
     def trained(self, shown: str) -> Answer:
-        """Return the steps that trained a trajectory, see :func:`trajstore.view.training.steps_of`.
+        """Return the steps that trained a trajectory, see :meth:`trajstore.view.training.Training.trained`.
 
         Args:
             shown: its id as displayed.
@@ -247,8 +247,8 @@ class Living:
         Raises:
             CorruptStoreError: a file of a ledger is absent.
         """
-        tables = self._training.tables(self._directories())
-        return {**steps_of(tables, id_from("trajectory_id", shown)), "state": self.state.name}
+        trained = self._training.read(self._directories()).trained(id_from("trajectory_id", shown))
+        return {**trained, "state": self.state.name}
 
     def _directories(self) -> dict[int, Directory]:
         return {rank: catalog.directory for rank, catalog in (self._shown.catalogs() or {}).items()}

@@ -6,12 +6,12 @@ import asyncio
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import uvicorn
@@ -32,6 +32,12 @@ from trajstore.view.page import STATIC
 from trajstore.view.shown import Shown
 
 T = TypeVar("T")
+
+Parse = Callable[[Request, str], Any]
+"""Returns a parameter of a request by its name."""
+
+Call = tuple[Callable[..., Answer | bytes], Mapping[str, Parse]]
+"""A function that answers requests, and their parameters, which are its arguments."""
 
 WATCHED = 1.0
 """Seconds between refreshes while a page is open."""
@@ -68,12 +74,6 @@ class Service:
         """End event streams and waiting requests, which would otherwise delay the server's shutdown."""
         self._end.set_result(None)
         self._changed.set()
-
-    async def _read(self, call: Callable[[], bytes]) -> Response:
-        return Response(await self._result(self._reading, call), media_type="application/octet-stream")
-
-    async def _ask(self, call: Callable[[], T]) -> T:
-        return await self._result(self._asking, call)
 
     async def _result(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
         """Return the result of a call in a thread; raise ClientDisconnect if the server ends first."""
@@ -118,27 +118,32 @@ class Service:
 
     def routes(self) -> list[Route | Mount]:
         """Return the handlers by path."""
-        handlers: dict[str, Callable[[Request], Answer]] = {
-            "about": self._about,
-            "page": self._page,
-            "ids": self._ids,
-            "around": self._around,
-            "group": self._group,
-            "facts": lambda request: self._living.facts(_said(request, "id")),
-            "notes": lambda request: self._living.notes(_said(request, "id")),
-            "sessions": lambda _: self._living.open_sessions(),
-            "training": lambda _: self._living.training(),
-            "step": lambda request: self._living.step(_number(request, "step", 0)),
-            "trained": lambda request: self._living.trained(_said(request, "id")),
-            "overview": lambda request: self._living.overview(_said(request, "where")),
+        living = self._living
+        trajectory, rows = {"id": _text}, {"where": _text, "order": _texts}
+        about_many: dict[str, Call] = {
+            "about": (self._about, {}),
+            "page": (living.page, {**rows, "first": _whole, "count": _count, "state": _text}),
+            "ids": (living.ids, {**rows, "state": _text}),
+            "around": (living.around, {**trajectory, **rows}),
+            "group": (living.group, {"task": _text, "version": _version}),
+            "facts": (living.facts, trajectory),
+            "notes": (living.notes, trajectory),
+            "sessions": (living.open_sessions, {}),
+            "path": (living.open_path, {"id": _text, "call": _text}),
+            "training": (living.training, {}),
+            "step": (living.step, {"step": _whole}),
+            "trained": (living.trained, trajectory),
+            "overview": (living.overview, {"where": _text}),
+        }
+        about_one: dict[str, Call] = {
+            "rollout": (living.rollout, trajectory),
+            "frames": (living.frames, {**trajectory, "name": _text, "environment": _whole, "step": _wholes}),
         }
         return [
-            *(Route(f"/api/{name}", self._told(call)) for name, call in handlers.items()),
+            *(Route(f"/api/{name}", self._handler(self._asking, *call)) for name, call in about_many.items()),
+            *(Route(f"/api/{name}", self._handler(self._reading, *call)) for name, call in about_one.items()),
             Route("/", self._index),
             Route("/api/session", self._session),
-            Route("/api/path", self._path),
-            Route("/api/rollout", self._rollout),
-            Route("/api/frames", self._frames),
             Route("/api/sampled", self._sampled),
             Route("/api/annotate", self._annotate, methods=["POST"]),
             Route("/api/events", self._events),
@@ -148,60 +153,31 @@ class Service:
     async def _index(self, _: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
-    def _told(self, call: Callable[[Request], Answer]) -> Callable[[Request], Awaitable[Response]]:
-        """Answer a request about many trajectories with the result of a call."""
+    def _handler(
+        self, thread: ThreadPoolExecutor, call: Callable[..., Answer | bytes], parameters: Mapping[str, Parse]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Answer requests with the result of a call in a thread; its arguments are these parameters of the request."""
 
         async def answer(request: Request) -> Response:
-            return _json(await self._ask(partial(call, request)))
+            given = [parse(request, name) for name, parse in parameters.items()]
+            result = await self._result(thread, partial(call, *given))
+            return _json(result) if isinstance(result, dict) else _binary(result)
 
         return answer
 
-    def _about(self, _: Request) -> Answer:
+    def _about(self) -> Answer:
         write = None if self._correcting is None else {"who": self._correcting.who}
         return {**self._living.about(), "write": write}
 
-    def _page(self, request: Request) -> Answer:
-        asked = request.query_params
-        first, count = _number(request, "first", 0), min(_number(request, "count", 100), _MOST_ROWS)
-        return self._living.page(_said(request, "where"), asked.getlist("order"), first, count, _said(request, "state"))
-
-    def _ids(self, request: Request) -> Answer:
-        order = request.query_params.getlist("order")
-        return self._living.ids(_said(request, "where"), order, _said(request, "state"))
-
-    def _around(self, request: Request) -> Answer:
-        order = request.query_params.getlist("order")
-        return self._living.around(_said(request, "id"), _said(request, "where"), order)
-
-    def _group(self, request: Request) -> Answer:
-        version: int | Literal["all"] | None = "all"
-        if request.query_params.get("version") != "all":
-            version = _number(request, "version", 0, -INT64_MAX) if "version" in request.query_params else None
-        return self._living.group(_said(request, "task"), version)
-
     async def _session(self, request: Request) -> Response:
-        name, row = _said(request, "id"), _said(request, "row")
-        opened = await self._ask(lambda: self._living.open_session(name))
+        name, row = _text(request, "id"), _text(request, "row")
+        opened = await self._result(self._asking, lambda: self._living.open_session(name))
         return _json(opened or await self._result(self._reading, lambda: self._living.session(name, row)))
 
-    async def _path(self, request: Request) -> Response:
-        name, call = _said(request, "id"), _said(request, "call")
-        body = await self._ask(lambda: self._living.open_path(name, call))
-        return Response(body, media_type="application/octet-stream")
-
-    async def _rollout(self, request: Request) -> Response:
-        shown = _said(request, "id")
-        return await self._read(lambda: self._living.rollout(shown))
-
-    async def _frames(self, request: Request) -> Response:
-        shown, name, environment = _said(request, "id"), _said(request, "name"), _number(request, "environment", 0)
-        steps = [_whole("step", text) for text in request.query_params.getlist("step")]
-        return await self._read(lambda: self._living.frames(shown, name, environment, steps))
-
     async def _sampled(self, request: Request) -> Response:
-        where, over, name = _said(request, "where"), _said(request, "over"), _said(request, "name")
-        run = _number(request, "run", 0)
-        answer, samples = await self._ask(lambda: self._living.sampled(where, over, name, run))
+        where, over, name = (_text(request, parameter) for parameter in ("where", "over", "name"))
+        run = _whole(request, "run")
+        answer, samples = await self._result(self._asking, lambda: self._living.sampled(where, over, name, run))
         points = []
         for some in samples:  # one by one, so that a request for a single trajectory can come in between
             if await request.is_disconnected():
@@ -264,19 +240,40 @@ async def _body(request: Request) -> bytes:
     return body
 
 
-def _said(request: Request, name: str) -> str:
+def _text(request: Request, name: str) -> str:
     value: str = request.query_params.get(name, "")
     return value
 
 
-def _number(request: Request, name: str, default: int, least: int = 0) -> int:
-    return _whole(name, request.query_params.get(name, str(default)), least)
+def _texts(request: Request, name: str) -> list[str]:
+    return list(request.query_params.getlist(name))
 
 
-def _whole(name: str, text: str, least: int = 0) -> int:
+def _whole(request: Request, name: str, default: int = 0, least: int = 0) -> int:
+    return _parsed(name, request.query_params.get(name, str(default)), least)
+
+
+def _wholes(request: Request, name: str) -> list[int]:
+    return [_parsed(name, text) for text in request.query_params.getlist(name)]
+
+
+def _count(request: Request, name: str) -> int:
+    return min(_whole(request, name, 100), _MOST_ROWS)
+
+
+def _version(request: Request, name: str) -> int | str | None:
+    given: str | None = request.query_params.get(name)
+    return given if given in (None, "all") else _parsed(name, str(given), -INT64_MAX)
+
+
+def _parsed(name: str, text: str, least: int = 0) -> int:
     if not text.removeprefix("-").isdecimal() or len(text) > 18:
         raise ConfigurationError(f"{name}: {text!r}, must be a whole number")
     return whole(name, int(text), least)
+
+
+def _binary(value: bytes) -> Response:
+    return Response(value, media_type="application/octet-stream")
 
 
 def _json(value: Any) -> Response:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -30,58 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Shown(Protocol):
-    """A source of trajectories for the page."""
-
-    @property
-    def path(self) -> str:
-        """Its display name."""
-
-    @property
-    def damage(self) -> str | None:
-        """Sentence on the part that cannot be shown; None if all can."""
-
-    @property
-    def limits(self) -> Sequence[str]:
-        """Sentences on features that the page lacks for this source."""
-
-    @property
-    def pin(self) -> str | None:
-        """Name of the pin that is shown; None: the newest state."""
-
-    @property
-    def pool(self) -> Pool | None:
-        """The experience pool; None if the source is not one."""
-
-    def __len__(self) -> int:
-        """Return the number of visible trajectories."""
-
-    def refresh(self) -> bool:
-        """Show new contents; return whether they changed."""
-
-    def query(self) -> Query:
-        """Return a query over the trajectories."""
-
-    def get(self, shown: str, /) -> AnyTrajectory:
-        """Return a trajectory by its id as displayed.
-
-        Raises:
-            TrajectoryUnavailableError: there is no such trajectory.
-        """
-
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
-        """Return T and B of some trajectories, each ``[n]``."""
-
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
-        """Return rows of some columns."""
-
-    def catalogs(self) -> Mapping[int, Catalog] | None:
-        """Return the stores' catalogs by rank, which have the late values; None if they are not local."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
 class OfReader:
     """The contents of a store, a checkpoint, a run or a directory of RLinf; for a pool's store, the pool.
 
@@ -96,12 +44,16 @@ class OfReader:
     """
 
     pool: Pool | None = None
+    """The experience pool; None if the source is not one."""
     limits: Sequence[str] = ()
+    """Sentences on features that the page lacks for this source."""
 
     def __init__(self, path: str | Path, *, pin: str | None = None, copied: bool = False) -> None:
         self.path, self.pin = str(path), pin
+        """Display name, and the pin that is shown; None: the newest state."""
         self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
         self.damage = damage and f"A part of the store cannot be shown: {damage}"
+        """Sentence on the part that cannot be shown; None if all can."""
         self._support = pool_support()
         self._records = None if self._support is None else self._support.records(self._reader)
         self._is_pool: bool | None = None
@@ -115,18 +67,27 @@ class OfReader:
             self.damage = f"the pool cannot be read, so the whole store is shown: {error}"
 
     def __len__(self) -> int:
+        """Return the number of visible trajectories."""
         return len(self._reader if self.pool is None else self.pool)
 
     def query(self) -> Query:
+        """Return a query over the trajectories."""
         return self._reader.query() if self.pool is None else self.pool.query()
 
-    def get(self, shown: str, /) -> AnyTrajectory:
+    def get(self, shown: str) -> AnyTrajectory:
+        """Return a trajectory by its id as displayed.
+
+        Raises:
+            TrajectoryUnavailableError: there is no such trajectory.
+        """
         return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
 
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
+        """Return T and B of some trajectories, each ``[n]``."""
         return self._reader._sampling.extents(ids)
 
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+    def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
+        """Return rows of some columns."""
         return self._reader.read(drawn, columns=columns)
 
     def _look(self) -> None:
@@ -140,6 +101,7 @@ class OfReader:
         return not self._is_pool or self._records is None or self._records.is_current()
 
     def refresh(self) -> bool:
+        """Show new contents; return whether they changed."""
         if not self._reader.refresh() and self._is_seen and self._is_current():
             return False
         self._is_seen = False
@@ -147,6 +109,7 @@ class OfReader:
         return True
 
     def catalogs(self) -> Mapping[int, Catalog]:
+        """Return the stores' catalogs by rank, which have the late values."""
         return self._reader._live.catalogs_by_rank()
 
     def close(self) -> None:
@@ -155,7 +118,7 @@ class OfReader:
 
 
 class OfHandle:
-    """The contents of a handle of stores.
+    """The contents of a handle of stores, with the members of :class:`OfReader`.
 
     Facts are fetched once per state, trajectories one by one. While a store does not answer, those of the others are
     visible, and ``damage`` names it.
@@ -200,20 +163,24 @@ class OfHandle:
         facts = self._facts
         return replace(self._handle.query(), facts=lambda: facts)
 
-    def get(self, shown: str, /) -> AnyTrajectory:
+    def get(self, shown: str) -> AnyTrajectory:
         number = id_from("trajectory_id", shown)
         if not (self._facts["trajectory_id"] == number).any():  # avoids waiting for a store that does not exist
             raise TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         return self._handle.get(number)
 
-    def extents(self, ids: IntArray, /) -> tuple[IntArray, IntArray]:
+    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
         return self._handle._sampling.extents(ids)
 
-    def read(self, drawn: Drawn, columns: Sequence[str], /) -> dict[str, Any]:
+    def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
         return self._handle.read(drawn, columns=columns)
 
     def catalogs(self) -> None:
-        return None
+        """Return None: the stores are not local."""
 
     def close(self) -> None:
         """Do nothing; the caller owns the handle."""
+
+
+Shown: TypeAlias = OfReader | OfHandle
+"""A source of trajectories for the page."""
