@@ -20,7 +20,7 @@ from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
 from trajstore.cli import main
 from trajstore.errors import ConfigurationError
 from trajstore.interop import convert
-from trajstore.query.messages import text_of
+from trajstore.query.documents import text_of
 
 pl = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 

@@ -101,7 +101,7 @@ def _listed(message: Any, name: str) -> list[Any]:
 
 def _said(part: Any) -> str:
     """Return the text of a part of a content; of an image, its type and size."""
-    from trajstore.query.messages import image_in
+    from trajstore.query.documents import image_in
 
     if (image := image_in(part)) is not None:
         return f"[{image[0]}, {format_bytes(len(image[1].rstrip('=')) * 3 // 4)}]"

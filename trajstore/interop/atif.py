@@ -28,7 +28,7 @@ from trajstore.interop.formats import (
     python_json,
 )
 from trajstore.interop.rollouts import rollout_of, row_of
-from trajstore.query.messages import text_of
+from trajstore.query.documents import text_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

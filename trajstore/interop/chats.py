@@ -34,8 +34,8 @@ from trajstore.interop.formats import (
 )
 from trajstore.interop.preferences import conversation, first_reply, is_pictured, schema_of
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
+from trajstore.query.documents import text_of
 from trajstore.query.engine import polars
-from trajstore.query.messages import text_of
 from trajstore.trajectory import AgentTrajectory, Reward
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ import orjson
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
 from trajstore.interop.formats import Format, Item, PartsWriter, Row, Selection, damaged, rows_again
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
+from trajstore.query.documents import image_in, text_of
 from trajstore.query.engine import polars
-from trajstore.query.messages import image_in, text_of
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)

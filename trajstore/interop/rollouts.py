@@ -30,8 +30,8 @@ from trajstore.interop.formats import (
     read_lines,
     read_parquet,
 )
+from trajstore.query.documents import text_of
 from trajstore.query.engine import polars
-from trajstore.query.messages import text_of
 from trajstore.query.relations import late_columns
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
 

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import orjson
 
-from trajstore._core.base.types import IntArray
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, listed
 from trajstore.query.engine import polars
-from trajstore.query.readable import Locked, of_documents
 from trajstore.query.words import parts
 
 if TYPE_CHECKING:
     from polars import DataFrame, LazyFrame, Series
 
-RELATION, COLUMN = "metadata", "json"
-"""The relation of metadata, one row per rollout, and its column."""
+RELATION = "metadata"
+"""The relation of metadata: one row per rollout, ``json``."""
 
 Path = tuple[str, ...]
 
@@ -57,19 +54,6 @@ def _found(cells: Sequence[str]) -> list[tuple[int, int, str, Path]]:
     return found
 
 
-def read(
-    locked: Locked, ids: IntArray, names: Sequence[str], _: Mapping[str, bool]
-) -> tuple[IntArray, dict[str, Series]]:
-    """Return one row per rollout, and its metadata as JSON.
-
-    Raises:
-        TrajectoryUnavailableError: a rollout was evicted meanwhile.
-        CorruptStoreError, OSError: a rollout is unreadable.
-    """
-    each = of_documents(locked, ids, lambda document: orjson.dumps(document.get("metadata")).decode())
-    return np.ones(len(ids), np.int64), dict.fromkeys(names, polars().Series(each, dtype=polars().String))
-
-
 def with_metadata(
     facts: DataFrame, wanted: Mapping[str, Path], scan: Callable[[str, DataFrame], LazyFrame], chosen: DataFrame
 ) -> DataFrame:
@@ -85,8 +69,8 @@ def with_metadata(
         ConfigurationError: a value is a list or an object; names the rollout.
     """
     pl = polars()
-    rows = scan(RELATION, chosen).select("trajectory_id", COLUMN).collect()
-    documents = [orjson.loads(text) for text in rows[COLUMN]]
+    rows = scan(RELATION, chosen).select("trajectory_id", "json").collect()
+    documents = [orjson.loads(text) for text in rows["json"]]
     values = {name: [_value_at(document, path) for document in documents] for name, path in wanted.items()}
     for name, column in values.items():
         for number, value in zip(rows["trajectory_id"], column, strict=True):

@@ -16,7 +16,8 @@ import numpy as np
 from trajstore._core.base import exits, locks
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.portions import portions
-from trajstore.query import calls, messages, metadata, rows
+from trajstore.query import metadata, rows
+from trajstore.query.documents import CALLS, MESSAGES, METADATA
 from trajstore.query.engine import polars
 from trajstore.query.readable import TOGETHER, Faults, Locked, log_faults, readable
 
@@ -44,11 +45,11 @@ class _Kind:
 
 
 _KINDS = {
-    "messages": _Kind("agent", messages.COLUMNS, messages.read),
-    "calls": _Kind("agent", calls.COLUMNS, calls.read),
+    "messages": _Kind("agent", MESSAGES.described, MESSAGES.read),
+    "calls": _Kind("agent", CALLS.described, CALLS.read),
     "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
     "steps": _Kind("step", rows.STEPS, rows.read_steps),
-    metadata.RELATION: _Kind("agent", {metadata.COLUMN: ("String", "metadata as JSON")}, metadata.read),
+    metadata.RELATION: _Kind("agent", METADATA.described, METADATA.read),
 }
 
 RELATIONS: Mapping[str, Mapping[str, str]] = {
