@@ -15,17 +15,16 @@ import torch
 from trajstore._core.columns.facts import GIVEN
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.interop.formats import (
-    FilesWriter,
     Format,
     Item,
     Row,
-    Second,
     Source,
+    Writer,
     append_durably,
+    by_python,
     damaged,
     files_below,
     json_of,
-    python_json,
 )
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.documents import text_of
@@ -47,7 +46,7 @@ _SOURCES = {"user": "user", "assistant": "agent"}
 # -- writing ------------------------------------------------------------------------------------------
 
 
-class _Writer(FilesWriter):
+class _Writer(Writer):
     """Writes a file for each rollout."""
 
     def __init__(self, path: Path) -> None:
@@ -349,14 +348,6 @@ def _tokens(steps: Sequence[Mapping[str, Any]], name: str) -> Row:
     return columns | ({"rollout_log_probs": torch.tensor(log_probs[start:])} if is_whole else {})
 
 
-FORMATS = (
-    Format(
-        "atif",
-        "rollouts",
-        (),
-        ("which trajectory a subagent is embedded in",),
-        _read,
-        lambda path, _: _Writer(path),
-        lambda path: Second("Python's json", _read(path, python_json).items),
-    ),
-)
+_NOT_READ = ("which trajectory a subagent is embedded in",)
+
+FORMATS = (Format("atif", "rollouts", (), _NOT_READ, _read, lambda path, _: _Writer(path), by_python(_read)),)

@@ -26,9 +26,9 @@ from trajstore.interop.formats import (
     Row,
     Selection,
     Source,
+    by_pyarrow,
+    by_python,
     json_of,
-    lines_again,
-    parquet_again,
     read_lines,
     read_parquet,
 )
@@ -145,13 +145,6 @@ def _messages_of(name: str, messages: Any, role: str) -> list[Any]:
     ]
 
 
-def _split(rollout: AgentTrajectory) -> tuple[list[Row], list[Row]]:
-    """Return the messages before the model's first one, and the others, as columns."""
-    first = first_reply(rollout)
-    columns = [message_columns(message) for message in rollout.messages]
-    return columns[:first], columns[first:]
-
-
 def _write_trl(path: Path, selection: Selection) -> PartsWriter:
     pl, pictured = polars(), is_pictured(selection.items())
     texts = dict.fromkeys(("tools", *_TEXTS, "metadata"), pl.String)
@@ -181,29 +174,14 @@ def _of_trl(row: Row) -> AgentTrajectory:
     return _rollout_of(messages, parts, _metadata_of(row.pop("metadata", None), row))
 
 
-def _verl_schema() -> dict[str, Any]:
-    pl = polars()
-    messages = pl.List(message_type())
-    extra = ("index", "data_id", "rollout_id", "query", "metadata")
-    return {
-        "data_source": pl.String,
-        "prompt": messages,
-        "messages": messages,
-        "ability": pl.String,
-        "reward_model": pl.Struct({"style": pl.String, "ground_truth": pl.String}),
-        "extra_info": pl.Struct(dict.fromkeys(extra, pl.String)),
-        "reward": pl.Float64,
-    }
-
-
 def _verl_row(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
     parts, metadata = _parts_of(rollout)
-    prompt, completion = _split(rollout)
+    messages = [message_columns(message) for message in rollout.messages]
     source, colon, index = parts.pop("task_id").rpartition(":")
     return {
         "data_source": source if colon else index,
-        "prompt": prompt,
-        "messages": [*prompt, *completion],
+        "prompt": messages[: first_reply(rollout)],
+        "messages": messages,
         "ability": text_of(metadata.get("ability")),
         "reward_model": {"style": "rule", "ground_truth": text_of(metadata.get("ground_truth"))},
         "reward": parts.pop("reward"),
@@ -271,32 +249,34 @@ def _read_verl(path: Path, **options: Any) -> Source:
     return Source(items(), read_parquet(path, look).total)
 
 
+_read_chat = partial(read_lines, trajectory_of=_of_line)
+_read_trl = partial(read_parquet, trajectory_of=_of_trl, plain=True)
+
+
+def _write_chat(path: Path, _: Selection) -> LinesWriter:
+    return LinesWriter(path, _line_of)
+
+
+def _write_verl(path: Path, _: Selection) -> PartsWriter:
+    pl = polars()
+    messages = pl.List(message_type())
+    extra = ("index", "data_id", "rollout_id", "query", "metadata")
+    schema = {
+        "data_source": pl.String,
+        "prompt": messages,
+        "messages": messages,
+        "ability": pl.String,
+        "reward_model": pl.Struct({"style": pl.String, "ground_truth": pl.String}),
+        "extra_info": pl.Struct(dict.fromkeys(extra, pl.String)),
+        "reward": pl.Float64,
+    }
+    return PartsWriter(path, _verl_row, schema)
+
+
+_NOT_READ = ("reward_model.style",)
+
 FORMATS = (
-    Format(
-        "chat",
-        "rollouts",
-        _CANNOT_CARRY,
-        (),
-        partial(read_lines, trajectory_of=_of_line),
-        lambda path, _: LinesWriter(path, _line_of),
-        partial(lines_again, trajectory_of=_of_line),
-    ),
-    Format(
-        "trl",
-        "rollouts",
-        _CANNOT_CARRY,
-        (),
-        partial(read_parquet, trajectory_of=_of_trl, plain=True),
-        _write_trl,
-        partial(parquet_again, read=partial(read_parquet, trajectory_of=_of_trl, plain=True)),
-    ),
-    Format(
-        "verl",
-        "rollouts",
-        _CANNOT_CARRY,
-        ("reward_model.style",),
-        _read_verl,
-        lambda path, _: PartsWriter(path, _verl_row, _verl_schema()),
-        partial(parquet_again, read=_read_verl),
-    ),
+    Format("chat", "rollouts", _CANNOT_CARRY, (), _read_chat, _write_chat, by_python(_read_chat)),
+    Format("trl", "rollouts", _CANNOT_CARRY, (), _read_trl, _write_trl, by_pyarrow(_read_trl)),
+    Format("verl", "rollouts", _CANNOT_CARRY, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl)),
 )

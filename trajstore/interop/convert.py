@@ -335,7 +335,7 @@ def _nbytes(value: Any) -> int:
     return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else len(value) if isinstance(value, str) else 8
 
 
-class _StoreWriter:
+class _StoreWriter(Writer):
     """Writes a store."""
 
     def __init__(self, path: Path, trajectory_format: str, once: bool) -> None:
@@ -357,9 +357,6 @@ class _StoreWriter:
     def append(self, encoded: Sequence[AnyTrajectory]) -> None:
         self._buffer.add_trajectories(encoded)
         self._buffer.flush()
-
-    def finish(self) -> None:
-        """Do nothing: each portion is complete."""
 
     def close(self) -> None:
         self._buffer.close()

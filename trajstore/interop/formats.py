@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
@@ -80,7 +81,7 @@ class Source:
     total: int
 
 
-class Writer(Protocol):
+class Writer:
     """Writes files of a format."""
 
     def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
@@ -93,15 +94,17 @@ class Writer(Protocol):
         Raises:
             InvalidTrajectoryError: the format cannot have this trajectory; says why.
         """
+        raise NotImplementedError
 
     def append(self, encoded: Sequence[Any]) -> None:
         """Write a portion durably."""
+        raise NotImplementedError
 
     def finish(self) -> None:
-        """Complete the files."""
+        """Complete the files; by default, each portion is complete."""
 
     def close(self) -> None:
-        """Close open files."""
+        """Close open files; by default, there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +173,21 @@ class Format:
         return "pair" if self.name == "dpo" else self.kind[:-1]
 
 
-def pyarrow_modules() -> Any:
-    """Return pyarrow and its module of Parquet files, for metadata of columns, which Polars does not have.
+def optional(module: str, package: str) -> Any:
+    """Return a module of a package in the extra ``convert``.
 
     Raises:
         MissingDependencyError: it is not installed.
     """
     try:
-        import pyarrow
-        from pyarrow import parquet
+        return importlib.import_module(module)
     except ImportError as error:
-        raise MissingDependencyError("pyarrow", "convert") from error
-    return pyarrow, parquet
+        raise MissingDependencyError(package, "convert") from error
+
+
+def pyarrow_modules() -> Any:
+    """Return pyarrow and its module of Parquet files, for metadata of columns, which Polars does not have."""
+    return optional("pyarrow", "pyarrow"), optional("pyarrow.parquet", "pyarrow")
 
 
 def append_durably(path: Path, pieces: Iterable[Buffer]) -> None:
@@ -192,17 +198,7 @@ def append_durably(path: Path, pieces: Iterable[Buffer]) -> None:
         os.fsync(file.fileno())
 
 
-class FilesWriter:
-    """A writer without open files."""
-
-    def finish(self) -> None:
-        """Do nothing: each portion is complete."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class LinesWriter(FilesWriter):
+class LinesWriter(Writer):
     """Writes JSON lines."""
 
     def __init__(self, path: Path, row_of: Encode) -> None:
@@ -217,7 +213,7 @@ class LinesWriter(FilesWriter):
         append_durably(self._path, encoded)
 
 
-class PartsWriter(FilesWriter):
+class PartsWriter(Writer):
     """Writes a folder of Parquet files, one for each portion."""
 
     def __init__(self, path: Path, row_of: Encode, schema: dict[str, Any]) -> None:
@@ -284,6 +280,13 @@ def numbered(known: Iterable[int], count: int, load: Callable[[int], AnyTrajecto
     return Source(items(), end)
 
 
+def warn_if_counts_differ(path: Path, unit: str, counts: Mapping[str, tuple[int, Any]]) -> None:
+    """Log a warning if the places in a data set count different numbers of episodes, or of their rows."""
+    if len(set(counts.values())) > 1:
+        each = [f"{place} {episodes:,} with {rows} {unit}" for place, (episodes, rows) in counts.items()]
+        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
+
+
 def files_below(folder: Path, suffix: str) -> list[Path]:
     """Return the files with a suffix in a folder and below it, sorted, without hidden files and folders.
 
@@ -319,20 +322,19 @@ def python_json(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def lines_again(path: Path, trajectory_of: Callable[[Row], AnyTrajectory]) -> Second:
-    """Read JSON lines by Python's ``json``."""
-    return Second("Python's json", read_lines(path, trajectory_of, python_json).items)
+def by_python(read: Callable[..., Source]) -> Callable[[Path], Second]:
+    """Return what reads JSON files by Python's ``json``; ``read`` takes a ``value_of`` of their contents."""
+    return lambda path: Second("Python's json", read(path, value_of=python_json).items)
 
 
-def parquet_again(path: Path, read: Callable[..., Source]) -> Second:
-    """Read Parquet and Arrow files by pyarrow; ``read`` is :func:`read_parquet` with all but its ``frames``."""
-    arrow, _ = pyarrow_modules()
-    return Second(f"pyarrow {arrow.__version__}", read(path, frames=_by_pyarrow).items)
+def by_pyarrow(read: Callable[..., Source]) -> Callable[[Path], Second]:
+    """Return what reads Parquet and Arrow files by pyarrow; ``read`` takes ``frames``, as :func:`read_parquet`."""
 
+    def second(path: Path) -> Second:
+        version = optional("pyarrow", "pyarrow").__version__
+        return Second(f"pyarrow {version}", read(path, frames=_frames_of_pyarrow).items)
 
-def rows_again(path: Path) -> Second:
-    """Read the rows of Parquet files by pyarrow, as they are."""
-    return parquet_again(path, lambda path, frames: read_parquet(path, lambda row: row, frames=frames))
+    return second
 
 
 def read_lines(
@@ -436,7 +438,7 @@ def _by_polars(file: Path) -> Iterator[Any]:
     yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
 
 
-def _by_pyarrow(file: Path) -> Iterator[Any]:
+def _frames_of_pyarrow(file: Path) -> Iterator[Any]:
     arrow, parquet = pyarrow_modules()
     with file.open("rb") as opened:
         is_stream = file.suffix == ".arrow"

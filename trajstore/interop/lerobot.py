@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from io import BytesIO
 from itertools import accumulate, chain
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,22 @@ import torch
 from trajstore.errors import (
     CorruptStoreError,
     InvalidTrajectoryError,
-    MissingDependencyError,
     StoreNotFoundError,
     listed,
 )
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
     UNREADABLE,
-    FilesWriter,
     Format,
-    Item,
     Second,
     Source,
+    Writer,
     append_durably,
     files_below,
     numbered,
+    optional,
     pyarrow_modules,
+    warn_if_counts_differ,
 )
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
@@ -60,8 +61,6 @@ _OWN = ("timestamp", "frame_index", "episode_index", "index", "task_index")
 
 _FILE = "chunk-{:03d}/file-{:03d}.parquet"
 
-"""Files that complete a data set."""
-
 _BY_STEP = "trajstore/task_by_step"
 """Column of an episode: its tasks are a list, even if all are equal."""
 
@@ -69,32 +68,22 @@ _CHUNK = 1000
 """Files in a chunk."""
 
 
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise MissingDependencyError("pillow", "convert") from error
-    return Image
-
-
 # -- writing ------------------------------------------------------------------------------------------
 
 
-class _Writer(FilesWriter):
-    """Writes a data set."""
+class _Writer(Writer):
+    """Writes a data set; what ``meta`` is made of is collected until the end."""
 
     def __init__(self, path: Path) -> None:
         pyarrow_modules()  # a missing package is reported before anything is written
         self._path = path
-        self._made: dict[str, Any] = {  # what ``meta`` is made of
-            "files": 0,
-            "episodes": 0,
-            "frames": 0,
-            "tasks": [],
-            "features": None,
-            "fps": None,
-            "stats": {},
-        }
+        self._files = self._episodes = self._frames = 0
+        self._tasks: dict[str, int] = {}
+        self._stats: dict[str, dict[str, Any]] = {}
+        self._fps = _FPS
+        self._first: dict[str, Any] = {"features": {}, "scalars": [], "states": False}
+        """What the first episode has."""
+        self._begun = False
         for folder in ("data", "meta/episodes"):
             (path / folder).mkdir(parents=True)
 
@@ -122,15 +111,15 @@ class _Writer(FilesWriter):
                 values[feature] = arrays_of(flags, name)[-steps:]
         features = {name: _feature(value) for name, value in values.items()}
         shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
-        fps = trajectory.forward_inputs.get("fps")
-        fps = None if fps is None else float(fps)
-        if self._made["features"] is None:
-            if fps is None:
+        given = trajectory.forward_inputs.get("fps")
+        fps = _FPS if given is None else float(given) or _FPS
+        if not self._begun:
+            if given is None:
                 logger.warning(
                     "convert: %s: no forward_inputs.fps: time stamps are of %g frames a second", self._path, _FPS
                 )
-            self._made |= {**shapes, "fps": fps or _FPS, "states": renamed}
-        elif {name: self._made[name] for name in shapes} != shapes or (fps or _FPS) != self._made["fps"]:
+            self._first, self._fps, self._begun = shapes | {"states": renamed}, fps, True
+        elif self._first != shapes | {"states": self._first["states"]} or fps != self._fps:
             raise InvalidTrajectoryError("its features or frames a second differ from those of the first episode")
         columns = {
             name: value if (images := _channels_last(value)) is None else [_png(image) for image in images]
@@ -139,23 +128,22 @@ class _Writer(FilesWriter):
         return {"tasks": tasks, "by_step": tasks is task, "columns": columns, "stats": _statistics(values)}
 
     def append(self, encoded: Sequence[dict[str, Any]]) -> None:
-        pl, made = polars(), self._made
-        texts = [text for item in encoded for text in item["tasks"]]
-        made["tasks"] = list(dict.fromkeys([*made["tasks"], *texts]))
-        places = {text: place for place, text in enumerate(made["tasks"])}
+        pl = polars()
         lengths = [len(item["tasks"]) for item in encoded]
         frames = np.concatenate([np.arange(length) for length in lengths])
-        numbers = np.arange(made["episodes"], made["episodes"] + len(encoded))
+        numbers = np.arange(self._episodes, self._episodes + len(encoded))
         data = {
-            **{name: _joined(name, [item["columns"][name] for item in encoded]) for name in made["features"]},
-            "timestamp": (frames / made["fps"]).astype(np.float32),
+            **{name: _joined(name, [item["columns"][name] for item in encoded]) for name in self._first["features"]},
+            "timestamp": (frames / self._fps).astype(np.float32),
             "frame_index": frames,
             "episode_index": np.repeat(numbers, lengths),
-            "index": made["frames"] + np.arange(len(frames)),
-            "task_index": [places[text] for text in texts],
+            "index": self._frames + np.arange(len(frames)),
+            "task_index": [
+                self._tasks.setdefault(text, len(self._tasks)) for item in encoded for text in item["tasks"]
+            ],
         }
-        chunk = divmod(made["files"], _CHUNK)
-        ends = [made["frames"] + end for end in accumulate(lengths)]
+        chunk = divmod(self._files, _CHUNK)
+        ends = [self._frames + end for end in accumulate(lengths)]
         episodes = {
             "episode_index": numbers,
             "tasks": [list(dict.fromkeys(item["tasks"])) for item in encoded],
@@ -175,40 +163,41 @@ class _Writer(FilesWriter):
             part = BytesIO()
             pl.DataFrame(table).write_parquet(part)
             append_durably(file, [part.getbuffer()])
-        for item in encoded:
-            _add(made["stats"], item["stats"])
-        made["files"] += 1
-        made["episodes"] += len(encoded)
-        made["frames"] += len(frames)
+        for name, stats in ((name, stats) for item in encoded for name, stats in item["stats"].items()):
+            total = self._stats.setdefault(name, stats)
+            if total is not stats:
+                total |= {part: add(total[part], stats[part]) for part, add in _SUMS.items()}
+        self._files += 1
+        self._episodes += len(encoded)
+        self._frames += len(frames)
 
     def finish(self) -> None:
-        made, meta = self._made, self._path / "meta"
+        meta = self._path / "meta"
         own = {
             name: {"dtype": "float32" if name == "timestamp" else "int64", "shape": [1], "names": None} for name in _OWN
         }
         info = {
             "codebase_version": "v3.0",
             "robot_type": None,
-            "total_episodes": made["episodes"],
-            "total_frames": made["frames"],
-            "total_tasks": len(made["tasks"]),
+            "total_episodes": self._episodes,
+            "total_frames": self._frames,
+            "total_tasks": len(self._tasks),
             "chunks_size": _CHUNK,
             "data_files_size_in_mb": 100,
             "video_files_size_in_mb": 200,
-            "fps": int(fps) if (fps := made["fps"] or _FPS) == int(fps) else fps,
-            "splits": {"train": f"0:{made['episodes']}"},
+            "fps": int(self._fps) if self._fps == int(self._fps) else self._fps,
+            "splits": {"train": f"0:{self._episodes}"},
             "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
             "video_path": None,
-            "features": {**(made["features"] or {}), **own},
-            "trajstore": {"states": made.get("states", False), "scalars": made.get("scalars", [])},
+            "features": {**self._first["features"], **own},
+            "trajstore": {name: self._first[name] for name in ("states", "scalars")},
         }
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
-        stats = {name: _summary(sums) for name, sums in made["stats"].items()}
+        stats = {name: _summary(sums) for name, sums in self._stats.items()}
         append_durably(meta / "stats.json", [json.dumps(stats, indent=2).encode()])  # NaN stays, as LeRobot writes it
         part, (arrow, parquet) = BytesIO(), pyarrow_modules()
-        tasks = arrow.table(
-            {"task_index": range(len(made["tasks"])), "task": arrow.array(made["tasks"], arrow.string())}
-        )
+        texts = arrow.array([*self._tasks], arrow.string())
+        tasks = arrow.table({"task_index": range(len(self._tasks)), "task": texts})
         parquet.write_table(tasks.replace_schema_metadata({"pandas": _PANDAS}), part)
         append_durably(meta / "tasks.parquet", [part.getbuffer()])
 
@@ -248,7 +237,7 @@ def _feature(value: Any) -> dict[str, Any]:
 
 def _png(frame: Any) -> dict[str, Any]:
     image = BytesIO()
-    _pillow().fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(image, "PNG")
+    optional("PIL.Image", "pillow").fromarray(frame[..., 0] if frame.shape[-1] == 1 else frame).save(image, "PNG")
     return {"bytes": image.getvalue(), "path": None}
 
 
@@ -262,6 +251,17 @@ def _joined(name: str, parts: Sequence[Any]) -> Any:
     return pl.Series(name, value.reshape(-1) if value.shape[1:] == (1,) else value)
 
 
+_SUMS: Mapping[str, Any] = {
+    "count": add,
+    "weight": add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "sum": add,
+    "squares": add,
+}
+"""How the statistics of two episodes become those of both."""
+
+
 def _statistics(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return count, least, greatest, sum and sum of squares of each feature; of each channel for images, in [0, 1]."""
     stats = {}
@@ -269,30 +269,17 @@ def _statistics(values: Mapping[str, Any]) -> dict[str, Any]:
         rows = value.astype(np.float64).reshape(len(value), -1)
         if (images := _channels_last(value)) is not None:
             rows = images.reshape(-1, images.shape[-1]) / 255
-        parts = {"min": rows.min(0), "max": rows.max(0), "sum": rows.sum(0), "squares": (rows**2).sum(0)}
-        stats[name] = {"count": len(value), "weight": len(rows)} | {key: part.tolist() for key, part in parts.items()}
+        stats[name] = {"count": len(value), "weight": len(rows), "min": rows.min(0), "max": rows.max(0)}
+        stats[name] |= {"sum": rows.sum(0), "squares": (rows**2).sum(0)}
     return stats
 
 
-def _add(total: dict[str, Any], more: Mapping[str, Any]) -> None:
-    for name, part in more.items():
-        if (sums := total.get(name)) is None:
-            total[name] = part
-            continue
-        for key, least_or_most in (("min", np.minimum), ("max", np.maximum), ("sum", np.add), ("squares", np.add)):
-            sums[key] = least_or_most(sums[key], part[key]).tolist()
-        sums["count"] += part["count"]
-        sums["weight"] += part["weight"]
-
-
 def _summary(sums: Mapping[str, Any]) -> dict[str, Any]:
-    mean = np.array(sums["sum"]) / sums["weight"]
-    deviation = np.sqrt(np.maximum(np.array(sums["squares"]) / sums["weight"] - mean**2, 0))
-    values = {"min": sums["min"], "max": sums["max"], "mean": mean.tolist(), "std": deviation.tolist()}
-    is_image = sums["weight"] != sums["count"]
-    return {key: [[[x]] for x in value] if is_image else value for key, value in values.items()} | {
-        "count": [sums["count"]]
-    }
+    mean = sums["sum"] / sums["weight"]
+    deviation = np.sqrt(np.maximum(sums["squares"] / sums["weight"] - mean**2, 0))
+    values = {"min": sums["min"], "max": sums["max"], "mean": mean, "std": deviation}
+    shape = (-1,) if sums["weight"] == sums["count"] else (-1, 1, 1)  # of images, a number for each channel
+    return {key: value.reshape(shape).tolist() for key, value in values.items()} | {"count": [sums["count"]]}
 
 
 # -- reading ------------------------------------------------------------------------------------------
@@ -337,9 +324,7 @@ def _read(path: Path) -> Source:
         except (OSError, pl.exceptions.PolarsError) as error:
             unreadable.append(f"{file.relative_to(path)}: {error}")
     counts[folder.name] = (len(files), total)
-    if len(set(counts.values())) > 1:
-        each = [f"{place} {episodes:,} with {frames} frames" for place, (episodes, frames) in counts.items()]
-        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
+    warn_if_counts_differ(path, "frames", counts)
 
     def episode(number: int) -> Trajectory:
         if number not in rows:
@@ -449,7 +434,7 @@ def _picture(name: str, picture: Mapping[str, Any]) -> Any:
     """Return the pixels of an image, ``[height, width, channels]``."""
     if not picture["bytes"]:
         raise CorruptStoreError(f"{name}: the image {picture['path']} is not in the Parquet file")
-    image = _pillow().open(BytesIO(picture["bytes"]))
+    image = optional("PIL.Image", "pillow").open(BytesIO(picture["bytes"]))
     if image.mode in ("P", "1", "CMYK", "YCbCr", "PA"):
         raise CorruptStoreError(f"{name}: has an image of mode {image.mode}, must be gray, RGB or RGBA")
     pixels = np.array(image)
@@ -458,10 +443,7 @@ def _picture(name: str, picture: Mapping[str, Any]) -> Any:
 
 def _video(path: Path, times: Any, fps: float) -> Any:
     """Return the frames at these times in seconds, ``[times, height, width, 3]``."""
-    try:
-        import av
-    except ImportError as error:
-        raise MissingDependencyError("av", "convert") from error
+    av = optional("av", "av")
     frames: list[Any] = []
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
@@ -507,7 +489,7 @@ def _by_lerobot(path: Path) -> Second:
             raise CorruptStoreError(f"LeRobot cannot read episode {number}: {error!r}") from error
 
     count = data.meta.total_episodes
-    items = [Item(f"episode {at}", lambda at=at: episode(at), at + 1) for at in range(count)]  # type: ignore[misc]
+    items = [*numbered(range(count), count, episode).items]
     return Second(f"LeRobot {version('lerobot')}", items, partly=True)
 
 

@@ -6,8 +6,8 @@ They are written as Parquet files, one folder for each episode; data sets of Par
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from io import BytesIO
 from math import prod
@@ -23,26 +23,24 @@ from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
     InvalidTrajectoryError,
-    MissingDependencyError,
     StoreNotFoundError,
 )
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
     UNREADABLE,
-    FilesWriter,
     Format,
-    Item,
     Second,
     Source,
+    Writer,
     append_durably,
     files_below,
     numbered,
+    optional,
     pyarrow_modules,
+    warn_if_counts_differ,
 )
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
 
 _STATES = "states"
 """Key of observations that are arrays, as in ``trajstore.interop.gymnasium``."""
@@ -114,7 +112,7 @@ def _series(name: str, value: Any) -> Any:
     return pl.Series(name, flat)
 
 
-class _Writer(FilesWriter):
+class _Writer(Writer):
     """Writes a data set."""
 
     def __init__(self, path: Path) -> None:
@@ -221,9 +219,7 @@ def _read(path: Path) -> Source:
     jpeg = bool(metadata.get("jpeg_encoding", True))
     steps, load = _hdf5(data / "main_data.hdf5") if form == "hdf5" else _tables(data, form)
     counts = {"data/metadata.json": (count, metadata.get("total_steps")), "data": (len(steps), sum(steps.values()))}
-    if len(set(counts.values())) > 1:
-        each = [f"{place} {episodes:,} with {total} steps" for place, (episodes, total) in counts.items()]
-        logger.warning("%s: numbers of episodes differ: %s", path, "; ".join(each))
+    warn_if_counts_differ(path, "steps", counts)
 
     def episode(number: int) -> Trajectory:
         try:
@@ -292,21 +288,8 @@ def _nested(series: Any, field: Any) -> Any:
     return values.reshape(len(values), *map(int, shape.split(b","))) if shape else values
 
 
-def h5py_module() -> Any:
-    """Return the module of HDF5 files.
-
-    Raises:
-        MissingDependencyError: it is not installed.
-    """
-    try:
-        import h5py
-    except ImportError as error:
-        raise MissingDependencyError("h5py", "convert") from error
-    return h5py
-
-
 def _hdf5(path: Path) -> Episodes:
-    h5py = h5py_module()
+    h5py = optional("h5py", "h5py")
 
     def tree(node: Any) -> Any:
         if isinstance(node, h5py.Group):
@@ -350,9 +333,8 @@ def _shaped(value: Any, space: Mapping[str, Any], jpeg: bool) -> Any:
     if isinstance(value, list):
         if space.get("type") == "Text" or not shape:
             return [item.decode() if isinstance(item, bytes) else item for item in value]
-        from PIL import Image
-
-        images = np.stack([np.asarray(Image.open(BytesIO(item))) for item in value])
+        pillow = optional("PIL.Image", "pillow")
+        images = np.stack([np.asarray(pillow.open(BytesIO(item))) for item in value])
         return images_as("images", images if images.ndim == 4 else images[..., None], shape)
     if shape is None or value.shape[1:] == tuple(shape):
         return value
@@ -385,22 +367,24 @@ def _trajectory(
     lengths = {len(value) for _, value in leaves(observations, "/")}
     if lengths != {steps + 1}:
         raise ValueError(f"{sorted(lengths)} observations for {steps} steps, must be {steps + 1}")
-    if not isinstance(observations, dict):
-        observations = {_STATES: observations}
-    actions = _tensors(_shaped(columns["actions"], action_space, jpeg), slice(None))
-    padded = set(metadata.get(_PADDED, ()))
-    inputs = _tensors(columns.get("infos") or {}, slice(None))
-    inputs = _cut(inputs, padded, steps)
-    flags = {name: _tensors(columns[name].astype(bool), slice(None))[..., None] for name in _NEEDED[1:]}
+    columns |= {"observations": observations, "actions": _shaped(columns["actions"], action_space, jpeg)}
+    columns |= {name: columns[name].astype(bool) for name in _NEEDED[1:]}
+    episode, infos = _steps(columns), _tensors(columns.get("infos") or {}, slice(None))
+    dones = _tensors(columns["terminations"] | columns["truncations"], slice(None))[..., None]
+    inputs = _cut(infos, set(metadata.get(_PADDED, ())), steps) | episode.forward_inputs
+    return replace(episode, model_weights_id=UNKNOWN_WEIGHTS, dones=dones, forward_inputs=inputs)
+
+
+def _steps(columns: Mapping[str, Any]) -> Trajectory:
+    """Return the observations, actions, rewards and flags of an episode."""
+    observations, actions = columns["observations"], _tensors(columns["actions"], slice(None))
+    observations = observations if isinstance(observations, dict) else {_STATES: observations}
     return Trajectory(
-        model_weights_id=UNKNOWN_WEIGHTS,
         actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
-        rewards=_tensors(columns["rewards"], slice(None))[..., None],
-        dones=flags["terminations"] | flags["truncations"],
-        curr_obs=_tensors(observations, slice(0, steps)),
+        curr_obs=_tensors(observations, slice(0, len(columns["rewards"]))),
         next_obs=_tensors(observations, slice(1, None)),
-        forward_inputs=inputs | ({_ACTIONS: actions} if isinstance(actions, dict | list) else {}),
-        **flags,
+        forward_inputs={_ACTIONS: actions} if isinstance(actions, dict | list) else {},
+        **{name: _tensors(columns[name], slice(None))[..., None] for name in _NEEDED},
     )
 
 
@@ -419,22 +403,11 @@ def _by_minari(path: Path) -> Second:
     def episode(number: int) -> Trajectory:
         try:
             read = data[number]
-            columns = {name: getattr(read, name) for name in ("observations", "actions", *_NEEDED)}
-            steps = len(columns["rewards"])
-            columns = {name: _stacked(value) for name, value in columns.items()}
+            return _steps({name: _stacked(getattr(read, name)) for name in ("observations", "actions", *_NEEDED)})
         except UNREADABLE as error:
             raise CorruptStoreError(f"Minari cannot read episode {number}: {error!r}") from error
-        observations, actions = columns["observations"], _tensors(columns["actions"], slice(None))
-        observations = observations if isinstance(observations, dict) else {_STATES: observations}
-        return Trajectory(
-            actions=None if isinstance(actions, dict | list) else actions[..., None] if actions.dim() == 2 else actions,
-            curr_obs=_tensors(observations, slice(0, steps)),
-            next_obs=_tensors(observations, slice(1, None)),
-            forward_inputs={_ACTIONS: actions} if isinstance(actions, dict | list) else {},
-            **{name: _tensors(columns[name], slice(None))[..., None] for name in _NEEDED},
-        )
 
-    items = [Item(f"episode {at}", lambda at=at: episode(at), at + 1) for at in range(len(data))]  # type: ignore[misc]
+    items = [*numbered(range(len(data)), len(data), episode).items]
     return Second(f"Minari {version('minari')}", items, partly=True)
 
 

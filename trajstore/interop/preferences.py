@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
-from trajstore.interop.formats import Format, Item, PartsWriter, Row, Selection, damaged, rows_again
+from trajstore.interop.formats import Format, Item, PartsWriter, Row, Selection, by_pyarrow, damaged, read_parquet
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.documents import image_in, text_of
 from trajstore.query.engine import polars
@@ -278,7 +278,9 @@ _CANNOT_CARRY = (
     *("reward.success_rate", "reward.description", "reward.metadata"),
 )
 
+_rows_again = by_pyarrow(partial(read_parquet, trajectory_of=lambda row: row))
+
 FORMATS = (
-    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, rows_again, _pairs),
-    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, rows_again, _each),
+    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _rows_again, _pairs),
+    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _rows_again, _each),
 )

@@ -13,8 +13,7 @@ import torch
 
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, leaves
-from trajstore.interop.formats import UNREADABLE, Format, Item, Source
-from trajstore.interop.minari import h5py_module
+from trajstore.interop.formats import UNREADABLE, Format, Item, Source, optional
 from trajstore.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,7 @@ _FIELDS = ("actions", "rewards", "dones", "obs", "next_obs")
 
 
 def _read(path: Path) -> Source:
-    h5py = h5py_module()
+    h5py = optional("h5py", "h5py")
     try:
         with h5py.File(path) as file:
             data = file["data"]
@@ -111,7 +110,7 @@ def _others(node: Any, steps: int) -> Any:
 
 def _plain(value: Any) -> Any:
     """Return an attribute, a scalar or an array of texts as a JSON value; None if it is empty."""
-    if isinstance(value, h5py_module().Empty):
+    if isinstance(value, optional("h5py", "h5py").Empty):
         return None
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
@@ -119,12 +118,4 @@ def _plain(value: Any) -> Any:
     return value.decode() if isinstance(value, bytes) else value
 
 
-FORMATS = (
-    Format(
-        "robomimic",
-        "episodes",
-        (),
-        ("env_args",),
-        _read,
-    ),
-)
+FORMATS = (Format("robomimic", "episodes", (), ("env_args",), _read),)

@@ -25,8 +25,8 @@ from trajstore.interop.formats import (
     PartsWriter,
     Row,
     Selection,
-    lines_again,
-    parquet_again,
+    by_pyarrow,
+    by_python,
     read_lines,
     read_parquet,
 )
@@ -307,25 +307,10 @@ def _write_parquet(path: Path, selection: Selection) -> PartsWriter:
     return PartsWriter(path, lambda rollout, facts: _to_parquet(_with_late(late, rollout, facts)), schema)
 
 
+_read_lines = partial(read_lines, trajectory_of=rollout_of)
 _read_parquet = partial(read_parquet, trajectory_of=lambda row: rollout_of(_from_parquet(row)))
 
 FORMATS = (
-    Format(
-        "jsonl",
-        "rollouts",
-        (),
-        _OF_THE_STORE,
-        partial(read_lines, trajectory_of=rollout_of),
-        _write_lines,
-        partial(lines_again, trajectory_of=rollout_of),
-    ),
-    Format(
-        "parquet",
-        "rollouts",
-        (),
-        _OF_THE_STORE,
-        _read_parquet,
-        _write_parquet,
-        partial(parquet_again, read=_read_parquet),
-    ),
+    Format("jsonl", "rollouts", (), _OF_THE_STORE, _read_lines, _write_lines, by_python(_read_lines)),
+    Format("parquet", "rollouts", (), _OF_THE_STORE, _read_parquet, _write_parquet, by_pyarrow(_read_parquet)),
 )
