@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
+
 from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
@@ -168,14 +170,9 @@ class Guidance:
         """True if training discards the inserted experience."""
         return self.train_mode == "discard"
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the guidance as JSON; inverse of :meth:`of`."""
-        return {
-            "train_mode": self.train_mode,
-            "experiences": list(self.experiences),
-            "insertions": [[insertion.message, insertion.text] for insertion in self.insertions],
-            "taken_out": self.taken_out,
-        }
+    def to_json(self) -> Any:
+        """Return the guidance as JSON values, for ``metadata``."""
+        return msgspec.to_builtins(self)
 
     @classmethod
     def of(cls, trajectory: AgentTrajectory) -> Guidance | None:
@@ -184,29 +181,11 @@ class Guidance:
         Raises:
             InvalidTrajectoryError: its guidance record is invalid.
         """
-        return cls.of_json(trajectory.metadata.get(GUIDANCE))
-
-    @classmethod
-    def of_json(cls, value: Any) -> Guidance | None:
-        """Return the guidance that :meth:`to_json` wrote; ``None`` for ``None``.
-
-        Raises:
-            InvalidTrajectoryError: ``value`` is not a guidance record.
-        """
-        if value is None:
-            return None
+        value = trajectory.metadata.get(GUIDANCE)
         try:
-            mode = value["train_mode"]
-            if mode not in ("keep", "discard"):
-                raise ValueError(f"train_mode {mode!r}")
-            return cls(
-                mode,
-                tuple(str(name) for name in value["experiences"]),
-                tuple(Insertion(int(index), str(text)) for index, text in value["insertions"]),
-                bool(value["taken_out"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidTrajectoryError(f"field metadata.{GUIDANCE}: not what guidance records: {error!r}") from error
+            return msgspec.convert(value, cls | None)
+        except msgspec.ValidationError as error:
+            raise InvalidTrajectoryError(f"field metadata.{GUIDANCE}: not what guidance records: {error}") from error
 
 
 def with_guidance(trajectory: AgentTrajectory, guidance: Guidance | None) -> AgentTrajectory:

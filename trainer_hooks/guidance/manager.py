@@ -10,9 +10,10 @@ import numpy as np
 
 from trainer_hooks.guidance.context import TrainMode
 from trainer_hooks.guidance.updates import UpdateQueue
+from trainer_hooks.replay.state import generator_state, set_generator_state
 from trajstore._core.base.arguments import one_of, whole
 from trajstore._core.base.settings import Settings, Share
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
 RolloutMode = Literal["sample", "validate"]
@@ -141,7 +142,7 @@ class GuidanceManager:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the generator's state: plain containers."""
-        return {"generator": self._generator.bit_generator.state}
+        return {"generator": generator_state(self._generator)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state that :meth:`state_dict` returned.
@@ -149,7 +150,4 @@ class GuidanceManager:
         Raises:
             CorruptStoreError: ``state`` is not such a state; nothing was changed.
         """
-        try:
-            self._generator.bit_generator.state = state["generator"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptStoreError(f"state: not what state_dict() of guidance returned: {error!r}") from error
+        set_generator_state(self._generator, state.get("generator", ""))

@@ -175,9 +175,9 @@ def _beginnings(messages: Sequence[Message], ends: set[int]) -> Iterator[bytes]:
             digest.update(plain_json([messages[number].get("role"), messages[number].get("content")]))
 
 
-def _without(messages: Sequence[Message], insertions: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
+def _without(messages: Sequence[Message], insertions: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     plain = [dict(message) for message in messages]
-    for number, text in insertions:
+    for number, text in ((insertion["message"], insertion["text"]) for insertion in insertions):
         if number < len(plain) and isinstance(plain[number].get("content"), str):
             plain[number]["content"] = plain[number]["content"].replace(text, "", 1)
     return plain

@@ -47,8 +47,8 @@ class Cut:
     """State of the experience pool; ``None`` if nothing was replayed."""
     expected: Mapping[str, Sequence[dict[str, Any]]]
     """Pending histories by ``uid`` of prompts with unfinished rollouts, as in asynchronous modes."""
-    guidance: str | None = None
-    """State of guidance's random choices; ``None`` without guidance. Text, as its integers exceed JSON's."""
+    guidance: dict[str, Any] | None = None
+    """State of guidance's random choices; ``None`` without guidance."""
     wanted: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Sessions, including histories, of pending prompts with their own number in the data set, by ``uid``."""
     prompts: int = 0

@@ -6,7 +6,6 @@ experience once per prompt, and the prompt carries it to the workers (:mod:`trai
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections import Counter
@@ -213,14 +212,14 @@ class GuidedRollouts:
 
     # ---- checkpoint and end ----
 
-    def state(self) -> str | None:
+    def state(self) -> dict[str, Any] | None:
         """Return the state of the random choices; ``None`` without guidance."""
-        return json.dumps(self._hook.state_dict()) if self.is_on else None
+        return self._hook.state_dict() if self.is_on else None
 
-    def load_state(self, state: str | None) -> None:
+    def load_state(self, state: dict[str, Any] | None) -> None:
         """Restore a state of :meth:`state`. The experiences are not changed."""
         if self.is_on and state is not None:
-            self._hook.load_state_dict(json.loads(state))
+            self._hook.load_state_dict(state)
 
     def close(self) -> None:
         """Cancel requests, wait briefly for running summaries, log the unfinished ones, close the store. Idempotent."""

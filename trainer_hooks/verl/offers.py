@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from trainer_hooks.guidance import Guidance, Insertion, TrainMode
 
 GUIDED_LOOP = "trajstore_guided"
@@ -35,14 +37,12 @@ class Offer:
 
     def to_text(self) -> str:
         """Return the offer as column text; inverse of :meth:`of_text`."""
-        insertion = self.insertion
-        return json.dumps([self.loop, self.sessions, self.train_mode, insertion.message, insertion.text, self.names])
+        return json.dumps(msgspec.to_builtins(self))  # takes unpaired surrogates
 
     @classmethod
     def of_text(cls, text: str) -> Offer:
         """Return the offer in a column's text."""
-        loop, sessions, train_mode, message, inserted, names = json.loads(text)
-        return cls(loop, tuple(sessions), train_mode, Insertion(message, inserted), tuple(names))
+        return msgspec.convert(json.loads(text), cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +56,14 @@ class Report:
     trouble: str = ""
     """Reason for showing nothing: ``too_long``, ``not_taken_out``, ``not_seen``."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Any:
         """Return the report for a row's ``extra_fields``; inverse of :meth:`of`."""
-        guidance = None if self.guidance is None else self.guidance.to_json()
-        return {"guidance": guidance, "exchanged": self.exchanged, "trouble": self.trouble}
+        return msgspec.to_builtins(self)
 
     @classmethod
     def of(cls, extra_fields: Mapping[str, Any] | None) -> Report | None:
         """Return the report in a row's ``extra_fields``; ``None`` if the row had no offer."""
-        report = (extra_fields or {}).get(OFFER)
-        if report is None:
-            return None
-        return cls(Guidance.of_json(report["guidance"]), bool(report["exchanged"]), str(report["trouble"]))
+        return msgspec.convert((extra_fields or {}).get(OFFER), cls | None)
 
 
 def is_exchanged(extra_fields: Mapping[str, Any] | None) -> bool:

@@ -6,13 +6,13 @@ A prompt gets the ``uid`` of its interrupted group, so its missing sessions comp
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
@@ -46,13 +46,12 @@ class Finished:
 
     def to_text(self) -> str:
         """Return the column's text; inverse of :meth:`of_text`."""
-        return json.dumps([self.loop, list(self.sessions.items())])
+        return msgspec.json.encode(self).decode()
 
     @classmethod
     def of_text(cls, text: str) -> Finished:
         """Return the finished rollouts in a column's text."""
-        loop, sessions = json.loads(text)
-        return cls(loop, dict(sessions))
+        return msgspec.json.decode(text, type=cls)
 
 
 @dataclass(frozen=True, slots=True)
