@@ -5,13 +5,11 @@ Does not import verl, whose import loads this plugin.
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import ray
+from ray import cloudpickle
 
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.transfer_queue import Row
@@ -28,8 +26,6 @@ from trainer_hooks.verl.rows import (
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
 from trajstore.trajectory import AgentTrajectory
-
-logger = logging.getLogger(__name__)
 
 LATE = {"old_log_probs": "old_log_probs", "entropy": "entropys", "advantages": "advantages"}
 """Late values by row, by column of the data plane."""
@@ -64,13 +60,11 @@ class VerlRollouts:
     ) -> None:
         self._outcome = outcome
         self._run = run
-        self._text = text
         self._sampling = sampling
-        self._scribe: Scribe | None = None
-        self._without_text = 0
+        self._fingerprint, self._name = tokenizer.fingerprint, tokenizer.name
         # Pickled on its own: code of a model's repository may be absent in the recorder's process.
-        self._decoder: bytes = ray.cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
-        self._tokenizer = dataclasses.replace(tokenizer, decoder=None, messages=None)
+        self._decoder: bytes = cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
+        self._scribe: Scribe | None = None
 
     def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the keys of a put: verl puts the outputs of a session at once, in order."""
@@ -88,7 +82,7 @@ class VerlRollouts:
         made = []
         for outputs in sessions_of(row for row in rows if not row.tag.get("is_padding", False)):
             if int(outputs[0].key.split("_")[1]) < FIRST_REPLAYED_SESSION:
-                rollout = rollout_of(outputs, self._outcome, run=self._run, fingerprint=self._tokenizer.fingerprint)
+                rollout = rollout_of(outputs, self._outcome, run=self._run, fingerprint=self._fingerprint)
                 rollout.metadata[SAMPLING] = self._sampling
                 made.append((rollout, [places[row.key] for row in outputs]))
         return made
@@ -96,27 +90,13 @@ class VerlRollouts:
     def finish(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Add query, tokenizer, the experience that the model read, and text."""
         if self._scribe is None:  # in the recorder's process
-            self._scribe = Scribe(dataclasses.replace(self._tokenizer, decoder=self._load()), text=self._text)
+            self._scribe = Scribe(self._name, self._decoder)
         self._scribe.finish(rollouts)
-        if not self._text:
-            self._without_text += len(rollouts)
-
-    def _load(self) -> Any:
-        """Return the tokenizer; ``None`` if it cannot be unpickled here."""
-        if not self._text:
-            return None
-        try:
-            return ray.cloudpickle.loads(self._decoder)
-        except Exception as error:  # of any code
-            logger.warning("rollouts are recorded without text: the recorder cannot load the tokenizer: %r", error)
-            self._text = False
-            return None
 
     @property
     def problems(self) -> Mapping[str, int]:
         """Return the number of rollouts without text, although it was wanted."""
-        failed = 0 if self._scribe is None else self._scribe.without_text
-        return {"without_text": failed + (self._without_text if self._decoder else 0)}
+        return {"without_text": 0 if self._scribe is None else self._scribe.without_text}
 
 
 def recorded_rollouts(reader: Reader, ids: Iterable[int] | None = None) -> Iterator[AgentTrajectory]:

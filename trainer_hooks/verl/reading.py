@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,16 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ray import cloudpickle
+
 from trainer_hooks.guidance.context import put_back
 from trainer_hooks.plain import plain
-from trainer_hooks.replay.message_rows import MessageTokenizer
 from trajstore.operations.trajectory_report import TOKENIZER_KEY
 from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
-
-_DECODING = ("batch_decode", "decode", "_decode")
-"""Methods of transformers' tokenizers that decode text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +29,6 @@ class RunTokenizer:
     """Folder, or name in a model hub; empty = unknown."""
     decoder: Any = None
     """Object with transformers' ``batch_decode``; ``None``: no text is recorded."""
-    messages: MessageTokenizer | None = None
-    """Tokenizes histories that have only messages; without it they are refused."""
 
 
 def name_of(tokenizer: Any) -> str:
@@ -43,26 +38,27 @@ def name_of(tokenizer: Any) -> str:
 
 
 class Scribe:
-    """Adds text to rollouts.
-
-    Text is decoded in parallel with training, and tokenizers are not thread-safe, so the scribe has its own copy.
+    """Adds text to rollouts. Not thread-safe.
 
     Args:
-        tokenizer: tokenizer of the run.
-        text: decode the response's turns.
+        name: of the tokenizer; empty = unknown.
+        decoder: pickled tokenizer; empty: no text is wanted. Code of a model's repository may be absent here; then all
+            rollouts are counted as without text.
     """
 
-    def __init__(self, tokenizer: RunTokenizer, *, text: bool) -> None:
-        self._name = tokenizer.name
+    def __init__(self, name: str, decoder: bytes) -> None:
+        self._name = name
         self._decode: Callable[..., Sequence[Any]] | None = None
+        self._is_lost = False
         self.without_text = 0
-        """Number of rollouts that the tokenizer could not decode."""
-        if not text:
-            return
+        """Number of rollouts that could not be decoded."""
         try:
-            self._decode = _decoding(copy.deepcopy(tokenizer.decoder))
-        except Exception as error:  # custom tokenizers may raise anything; tokens are recorded without text
-            logger.warning("rollouts are recorded without text: the tokenizer cannot be copied: %r", error)
+            loaded = cloudpickle.loads(decoder) if decoder else None
+        except Exception as error:  # of any code
+            logger.warning("rollouts are recorded without text: the recorder cannot load the tokenizer: %r", error)
+            self._is_lost = True
+        else:
+            self._decode = None if loaded is None else loaded.batch_decode
 
     def finish(self, made: Sequence[AgentTrajectory]) -> None:
         """Add the query, the tokenizer's name, kept experience and text to rollouts with the prompt's messages.
@@ -74,10 +70,11 @@ class Scribe:
             if self._name:
                 rollout.metadata[TOKENIZER_KEY] = self._name
             put_back(rollout)
-        self.write(made)
+        self.without_text += len(made) if self._is_lost else 0
+        self._write(made)
 
-    def write(self, made: Sequence[AgentTrajectory]) -> None:
-        """Append a message per turn to the prompt's ``messages``, in place. Not thread-safe.
+    def _write(self, made: Sequence[AgentTrajectory]) -> None:
+        """Append a message per turn to the prompt's ``messages``, in place.
 
         A turn is a run of response tokens by the model (role ``assistant``, author ``llm``, without special tokens) or
         by the environment (role ``environment``, author ``env``, with special tokens, as they separate speakers). The
@@ -92,7 +89,7 @@ class Scribe:
         except BaseException as error:  # as above; a panic of compiled code is not an Exception
             if len(made) > 1:
                 for rollout in made:
-                    self.write([rollout])
+                    self._write([rollout])
                 return
             if not self.without_text:
                 logger.warning(
@@ -102,22 +99,6 @@ class Scribe:
                     error,
                 )
             self.without_text += 1
-
-
-def _decoding(decoder: Any) -> Callable[..., Sequence[Any]] | None:
-    """Return a batch function ``decode(ids, skip_special_tokens=...)``; ``None`` without a decoder.
-
-    transformers' ``batch_decode`` holds the GIL and would slow down training. So the backend of a fast tokenizer is
-    used directly, unless the tokenizer overrides decoding or cleans up spaces.
-    """
-    if decoder is None:
-        return None
-    backend = getattr(decoder, "backend_tokenizer", None)
-    methods = [getattr(getattr(type(decoder), name, None), "__module__", "") for name in _DECODING]
-    usual = all(module.startswith("transformers.tokenization_utils") for module in methods)
-    if backend is None or not usual or decoder.clean_up_tokenization_spaces:
-        return decoder.batch_decode  # type: ignore[no-any-return]
-    return backend.decode_batch  # type: ignore[no-any-return]
 
 
 def _write_turns(made: Sequence[AgentTrajectory], decode: Callable[..., Sequence[Any]]) -> None:

@@ -133,7 +133,6 @@ class ReplaySession:
                     task_text=None if tasks is None else tasks.text,
                     task_prompt=None if tasks is None else lambda task: messages_of(tasks.row(task)["raw_prompt"]),
                     tokenizer_fingerprint=tokenizer.fingerprint,
-                    tokenizer=tokenizer.messages,
                     draws_ahead=block.draws_ahead,
                     max_prompt_length=block.max_prompt_length,
                     max_response_length=block.max_response_length,
@@ -591,9 +590,9 @@ class ReplaySession:
         return True
 
     def _note_beginning(self) -> None:
-        """Save the pool before step 1, for a crash before the first checkpoint, which a pool in memory is lost in."""
+        """Save the pool before step 1, for a crash before the first checkpoint."""
         pool = self._on_disk(self._hook.state_dict)
-        if pool and "point" in pool:
+        if pool:
             self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, -1, "", pool, {})))
             self._resumed_from = pool
 

@@ -6,7 +6,6 @@ are overridden, so the versions of verl are pinned (:mod:`trainer_hooks.verl.ver
 
 from __future__ import annotations
 
-import copy
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +28,6 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
-from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
 from trainer_hooks.verl.guided import GuidedManager
@@ -108,27 +106,13 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def _init_dataloader(self) -> None:
         super()._init_dataloader()
         self._recorded_config["contents"]["tokenizer"] = fingerprint_of(self.tokenizer)
-        replays = self._block.experience_replay.enable
         self._session = ReplaySession(
             self._block,
-            TaskTable(self.train_dataset) if replays else None,
-            tokenizer=RunTokenizer(
-                fingerprint_of(self.tokenizer),
-                name_of(self.tokenizer),
-                decoder=self.tokenizer,
-                messages=self._message_tokenizer() if replays else None,
-            ),
+            TaskTable(self.train_dataset) if self._block.experience_replay.enable else None,
+            tokenizer=RunTokenizer(fingerprint_of(self.tokenizer), name_of(self.tokenizer), decoder=self.tokenizer),
             run=uuid.uuid4().hex,
             checkpoints=self.config.trainer.default_local_dir,
         )
-
-    def _message_tokenizer(self) -> MessageTokenizer | None:
-        """Return a tokenizer for histories without tokens; ``None`` if the tokenizer has no chat template."""
-        if not getattr(self.tokenizer, "chat_template", None):
-            return None
-        options = self.config.data.get("apply_chat_template_kwargs") or {}
-        own = copy.deepcopy(self.tokenizer)  # histories are tokenized in another thread
-        return MessageTokenizer.of(own, **{str(name): value for name, value in options.items()})
 
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
