@@ -39,7 +39,7 @@ from tools.crash.verl.processes import Driver
 from tools.crash.verl.training import check_ledger, compare, fresh_of, trained_of
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.verl.rows import replayable
+from trainer_hooks.verl.rows import in_order
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore.trajectory import Reward
 
@@ -169,7 +169,7 @@ def test_the_hook_keeps_what_is_promised(tmp_path: Path) -> None:
     config = ExperienceReplayConfig.from_mapping({"enable": True, "max_trajectories_per_task": 3}, n_rollout=4)
     with ReplayHook[str](config, n_rollout=4, get_task=str) as hook:
         for made in steps:
-            hook.admit(replayable(made))
+            hook.admit(in_order(made))
         pool = hook.manager.task2trajectories
         assert {task: [history.rollout_id for history in held] for task, held in pool.items()} == names(kept)
         buckets = {str(key): [*tasks] for key, tasks in hook.manager.difficulty2task_dict.items()}
