@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -339,17 +338,3 @@ def test_arguments_that_make_replay_useless_are_refused(arguments: Callable[...,
     with pytest.raises(ConfigurationError, match=f"--{option.replace('_', '-')}"):
         ReplayDataSource(arguments(trajstore_replay=1, **{option: True}))
     ReplayDataSource(arguments(**{option: True}))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, (1, 2), Adapter("a", 1), Status.PENDING, {"a": [math.nan]}])
-def test_a_field_that_would_come_back_changed_is_named(
-    arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture, value: Any
-) -> None:
-    args = arguments(trajstore_replay=1)
-    source = ReplayDataSource(args)
-    for version in ("1", "2"):
-        groups = source.get_samples(1)
-        assert all(sample.status is Status.PENDING for sample in groups[0])
-        samples = [generate(sample, version, train_metadata=value) for sample in groups[0]]
-        record_samples(args, [samples], source)
-    assert "without train_metadata" in caplog.text

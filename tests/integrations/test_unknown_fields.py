@@ -133,19 +133,27 @@ def test_lists_of_another_length_are_refused_in_replay(tmp_path: Path) -> None:
             rollouts(["a", "a"], trl.trainer(1))
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize(
+    ("value", "exact"),
+    [
+        *((value, kind in EXACT) for kind, value in VALUES.items()),
+        (slime.Status.PENDING, False),
+        (slime.Adapter("a", 1), False),
+        ({"a": [float("inf")]}, False),
+    ],
+)
 def test_samples_of_slime_come_again_only_if_they_are_exact(
-    kind: str, arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    value: Any, exact: bool, arguments: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     args = arguments(trajstore_replay=1)
     source = slime.ReplayDataSource(args)
     for version in ("1", "2"):
-        slime.step(args, source, version, False, label=VALUES[kind])
+        slime.step(args, source, version, False, label=value)
     stored = slime.recording_of(args).buffer.get(0)
-    assert stored.metadata.get(LACKS, []) == ([] if kind in EXACT else ["label"])
+    assert stored.metadata.get(LACKS, []) == ([] if exact else ["label"])
     again = [sample for group in source.get_samples(2) for sample in group if sample.status.value != "pending"]
-    assert [sample.label for sample in again] == ([VALUES[kind]] * 2 if kind in EXACT else [])
-    assert (not caplog.messages) == (kind in EXACT)
+    assert [sample.label for sample in again] == ([value] * 2 if exact else [])
+    assert (not caplog.messages) == exact
 
 
 def test_what_a_rollout_func_returns_passes_as_it_is(tmp_path: Path) -> None:

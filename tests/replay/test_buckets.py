@@ -61,24 +61,6 @@ def test_a_task_is_solved_on_full_evidence_only_and_its_difficulty_is_out_of_n(
     assert outcome.difficulty(n_rollout) == difficulty
 
 
-@settings(deadline=None, max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.none() | st.integers(0, 3)), max_size=30))
-def test_buckets_are_a_partition_without_empty_parts(moves: list[tuple[str, int | None]]) -> None:
-    buckets = DifficultyBuckets()
-    expected: dict[str, int] = {}
-    for task, difficulty in moves:
-        if difficulty is None:
-            buckets.remove(task)
-            expected.pop(task, None)
-        else:
-            buckets.place(task, difficulty)
-            expected[task] = difficulty
-        listed = buckets.to_dict()
-        assert {task: d for d, tasks in listed.items() for task in tasks} == expected
-        assert sum(map(len, listed.values())) == len(expected) == len(buckets)
-        assert all(listed.values())
-
-
 def test_a_task_in_two_buckets_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="'a' is in the buckets 1 and 2"):
         DifficultyBuckets({1: ["a"], 2: ["a"]})

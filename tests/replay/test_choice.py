@@ -19,8 +19,7 @@ from tests.sampling.chance import fits
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
-from trainer_hooks.replay.outcomes import TaskOutcome
-from trainer_hooks.replay.selection import choose_histories, choose_to_save, in_bounds, undecided
+from trainer_hooks.replay.selection import choose_histories, choose_to_save, undecided
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
@@ -79,31 +78,6 @@ def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
     assert asked == [[0, 1, 2, 3, 4], [0, 1, 2], [1, 2, 3, 4]]
     assert len(drawn(manager, 5)) == 5
     assert len(asked) == 3, "all of them came"
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 5)), max_size=10),
-    st.sampled_from(["argmin", "argmax"]),
-    st.integers(1, 10),
-)
-def test_in_turns_the_least_used_comes_first_then_the_best_by_entropy(
-    histories: list[tuple[int, float]], mode: Any, n: int
-) -> None:
-    entries = [PoolEntry(at, "a", entropy, 1.0, at, b"") for at, (_, entropy) in enumerate(histories)]
-    generator = np.random.default_rng(0)
-    before = generator.bit_generator.state
-    chosen = choose_histories(
-        entries,
-        n,
-        PoolRules(n_rollout=8, exp_select_mode=mode, in_turns=True),
-        uses=[uses for uses, _ in histories],
-        entropies=[entropy for _, entropy in histories],
-        generator=generator,
-    )
-    sign = 1 if mode == "argmin" else -1
-    assert chosen == sorted(range(len(histories)), key=lambda at: (histories[at][0], sign * histories[at][1], at))[:n]
-    assert generator.bit_generator.state == before, "nothing was left to chance"
 
 
 def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
@@ -252,14 +226,6 @@ def test_messages_tell_apart_what_has_no_tokens() -> None:
     assert token_digest(build(tokens=1, **bare)) != token_digest(build(tokens=2, **bare))
     assert token_digest(build(tokens=1, **bare)) == token_digest(build(tokens=1, **bare, rollout_id="other"))
     assert token_digest(build(tokens=1, **bare)) != token_digest(build(tokens=1, **bare, old_log_probs=torch.zeros(4)))
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "allowed"), [(0, 8, range(1, 8)), (None, 8, range(8)), (2, None, range(3, 9)), (3, 5, [4])]
-)
-def test_bounds_are_exclusive(low: int | None, high: int | None, allowed: list[int]) -> None:
-    checked = rules(n_rollout=9, experience_lbound=low, experience_rbound=high)
-    assert [n for n in range(9) if in_bounds(TaskOutcome(9, 9, n), checked)] == list(allowed)
 
 
 def test_save_filter() -> None:

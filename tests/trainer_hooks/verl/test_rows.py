@@ -343,10 +343,6 @@ def test_recorded_log_probs_are_known_where_they_are_numbers() -> None:
 # ---- keys ----
 
 
-def test_session_of() -> None:
-    assert session_of("0f3a-77_12_3") == "0f3a-77_12"
-
-
 @pytest.mark.parametrize("key", ["a_b_0_0", "a_0", "a", "a_x_0", "a_0_x", "a_-1_0", "a_0_", "a_1.5_0", ""])
 def test_other_keys_are_refused(key: str) -> None:
     with pytest.raises(ConfigurationError, match="uid must have no '_'"):
