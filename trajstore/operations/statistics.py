@@ -118,13 +118,10 @@ class RewardStatistics:
             self.highest = max(self.highest, float(counted.max()))
         if dones is None or not steps or not batch:
             return
-        ended = np.any(
-            sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1), axis=-1, keepdims=True
-        )
-        if broken is None:
-            broken = np.zeros((steps, batch), np.bool_)
+        ended = sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1).any(axis=-1) & counts
+        broken = np.zeros((steps, batch), np.bool_) if broken is None else broken
         sums = np.where(counts, per_step.reshape(steps, batch, -1).sum(axis=-1), 0.0)
-        self._add_episodes(sums, ended[..., 0] & counts, broken, counts, seam)
+        self._add_episodes(sums, ended, broken, counts, seam)
 
     def _add_episodes(
         self,
@@ -135,52 +132,35 @@ class RewardStatistics:
         seam: Seam | None,
     ) -> None:
         """Add rewards, episode ends, breaks and valid steps, all ``[T, B]``."""
-        steps = len(rewards)
-        sums = np.concatenate([[0.0], np.cumsum(rewards.T.ravel())])  # one environment after the other
-        counts = np.concatenate([[0], np.cumsum(valid.T.ravel())])
-        ends = np.flatnonzero(ended.T.ravel()) + 1
-        column = (ends - 1) // steps
-        breaks = np.flatnonzero(np.insert(broken.T.ravel(), 0, True)) - 1  # -1 stands for none
-        starts = np.maximum(np.concatenate([[0], ends[:-1]]), column * steps)[: len(ends)]
-        starts = np.maximum(starts, breaks[np.searchsorted(breaks, ends - 1, "right") - 1])
-        lengths, returns = counts[ends] - counts[starts], sums[ends] - sums[starts]
+        steps, batch = rewards.shape
+        number, begun = -1, [_Begun(None, -1)] * batch
         self.followed = self.followed and seam is not None
-        if seam is None:
-            self.lengths += lengths.tolist()
-            self.returns += returns.tolist()
+        if seam is not None:
+            number = seam.number
+            self._read.append(number)
+            begun = [self._open.pop(key, _Begun(number, number)) for key in seam.first]
+            self._reach = max([self._reach, *(number - episode.newest for episode in begun)])
+        sums, counts = (np.concatenate([np.zeros((1, batch)), np.cumsum(each, axis=0)]) for each in (rewards, valid))
+        keys = Counter(() if seam is None else seam.last)
+        for at, episode in enumerate(begun):
+            start = 0
+            for step in np.flatnonzero(ended[:, at] | broken[:, at]).tolist():
+                if broken[step, at]:
+                    episode, start = _Begun(None, number), step
+                if ended[step, at]:
+                    self._end(episode.with_steps(number, counts[[start, step + 1], at], sums[[start, step + 1], at]))
+                    episode, start = _Begun(None, number), step + 1
+            if seam is not None and start < steps and keys[seam.last[at]] == 1:  # ambiguous if two look alike
+                self._open[seam.last[at]] = episode.with_steps(number, counts[[start, -1], at], sums[[start, -1], at])
+
+    def _end(self, episode: _Begun) -> None:
+        """Add an ended episode."""
+        if episode.start is not None:
+            self._uncertain.append(episode)
             return
-        self._read.append(seam.number)
-        begun = [self._open.pop(key, _Begun(seam.number, seam.number)) for key in seam.first]
-        self._reach = max([self._reach, *(seam.number - episode.newest for episode in begun)])
-        first = dict(zip(column[::-1].tolist(), range(len(ends) - 1, -1, -1), strict=True))  # of each environment
-        uncertain = []
-        for environment, at in first.items():
-            if starts[at] > environment * steps:
-                continue  # began at a break
-            episode = begun[environment]
-            lengths[at] += episode.steps
-            returns[at] += episode.total
-            if episode.start is None:
-                self.spanning += bool(episode.steps)
-            else:
-                uncertain.append(at)
-                self._uncertain.append(
-                    _Begun(episode.start, seam.number, int(lengths[at]), float(returns[at]), bool(episode.steps))
-                )
-        self.lengths += np.delete(lengths, uncertain).tolist()
-        self.returns += np.delete(returns, uncertain).tolist()
-        last = dict(zip(column.tolist(), ends.tolist(), strict=True))
-        for at in breaks[1:].tolist():
-            last[at // steps] = max(last.get(at // steps, 0), at)
-        clear = Counter(seam.last)
-        for environment, key in enumerate(seam.last):
-            begin, end = last.get(environment, environment * steps), (environment + 1) * steps
-            if begin == end or clear[key] > 1:  # ambiguous if two environments look alike
-                continue
-            episode = _Begun(None, seam.number) if environment in last else begun[environment]
-            total = episode.total + float(sums[end] - sums[begin])
-            steps_seen = episode.steps + int(counts[end] - counts[begin])
-            self._open[key] = _Begun(episode.start, seam.number, steps_seen, total)
+        self.lengths.append(episode.steps)
+        self.returns.append(episode.total)
+        self.spanning += episode.spans
 
     def _began_there(self) -> npt.NDArray[np.bool_]:
         """Return, for each uncertain episode, whether it began in the trajectory where it was first seen."""
@@ -246,7 +226,7 @@ class _Begun:
         newest: id of the last trajectory with a part of it.
         steps: number of steps seen.
         total: sum of the rewards seen.
-        spans: whether it spans several trajectories; set only for ended episodes.
+        spans: whether it had steps before its newest trajectory.
     """
 
     start: int | None
@@ -254,6 +234,11 @@ class _Begun:
     steps: int = 0
     total: float = 0.0
     spans: bool = False
+
+    def with_steps(self, number: int, counts: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> _Begun:
+        """Return it with the steps of a trajectory between two moments, whose counts and sums these are."""
+        steps, total = self.steps + int(counts[1] - counts[0]), self.total + float(sums[1] - sums[0])
+        return _Begun(self.start, number, steps, total, self.steps > 0)
 
 
 @dataclass(frozen=True)
