@@ -15,7 +15,6 @@ from tests.cli.stores import Run
 from tests.stores import opened, stored
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
-from trajstore.operations.mending import prune
 from trajstore.operations.trajectory_report import inspect_trajectory
 
 polars = pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -88,22 +87,6 @@ def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp
     assert run.json("inspect", single, "--trajectory", 3)["trajectory_id"] == 3
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_an_export_is_joined_with_a_query(ranks: Path, single: Path, tmp_path: Path, run: Run, form: str) -> None:
-    read = polars.read_ndjson if form == "jsonl" else polars.read_parquet
-    for path, count in ((ranks, 12), (single, 4)):
-        target = tmp_path / f"{path.name}.{form}"
-        run.out("convert", path, target, "--to", form)
-        facts = polars.DataFrame(run.json("query", path, "select trajectory_id, task from trajectories"))
-        joined = read(target).join(facts, on="trajectory_id")
-        assert len(joined) == count
-        assert (joined["task"] == joined["task_id"]).all()
-        (tmp_path / "facts.csv").write_text(
-            run.out("query", path, "select trajectory_id, task from trajectories", "--csv")
-        )
-        assert len(read(target).join(polars.read_csv(tmp_path / "facts.csv"), on="trajectory_id")) == count
-
-
 @pytest.mark.parametrize(
     ("condition", "found"),
     [
@@ -161,13 +144,6 @@ def test_another_spelling_is_refused_in_a_single_store(single: Path, run: Run, c
         assert "trajectory_id = 17" in complaint
     with TrajectoryReplayBuffer.open(single) as reader, pytest.raises(ConfigurationError, match="trajectory_id = 17"):
         reader.query().where(condition).ids()
-
-
-def test_prune_evicts_the_trajectory_that_is_named(ranks: Path, run: Run) -> None:
-    assert run.json("prune", ranks, "--where", "trajectory_id in ('2/1', '0/3')", "--yes")["trajectories"] == 2
-    left = [row["trajectory_id"] for row in run.json("list", ranks, "--sort", "trajectory_id", "--limit", "0")]
-    assert left == [name for name in RUN if name not in ("2/1", "0/3")]
-    assert prune(ranks, "trajectory_id = '1/0'").trajectories == 1
 
 
 def test_values_are_given_by_the_ids_that_are_shown(ranks: Path, single: Path, run: Run) -> None:

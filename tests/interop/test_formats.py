@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import fields
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -360,22 +359,6 @@ def test_columns_that_were_added_to_a_file_of_verl_are_kept(tmp_path: Path) -> N
     assert part.metadata == {**full_rollout().metadata, "split": "train", "reward_model": {"rubric": "short"}}
 
 
-def test_written_conversations_are_read_by_other_programs(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = stored(tmp_path / "store", [full_rollout(number) for number in range(3)])
-    load = partial(datasets.load_dataset, split="train", cache_dir=str(tmp_path / "cache"))
-    for name in CONVERSATIONS:
-        convert_to(path, tmp_path / name, name)
-    chat = [json.loads(line) for line in (tmp_path / "chat").read_text().splitlines()]
-    assert chat[2]["messages"] == full_rollout().messages
-    assert (chat[2]["tools"], chat[2]["task_id"], chat[2]["reward"]) == ([{"type": "function"}], "gsm8k:2", 0.5)
-    row = load("parquet", data_dir=str(tmp_path / "trl"))[1]
-    assert [message["role"] for message in row["prompt"]] == ["system", "user"]
-    assert row["completion"][0]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a":1}'}
-    row = load("parquet", data_dir=str(tmp_path / "verl"))[1]
-    assert (row["data_source"], row["extra_info"]["index"], row["reward_model"]["ground_truth"]) == ("gsm8k", "1", "12")
-
-
 def atif_step(number: int, prompt: list[int], completion: list[int], **more: Any) -> dict[str, Any]:
     metrics = {"prompt_token_ids": prompt, "completion_token_ids": completion, "logprobs": [-0.5] * len(completion)}
     return {"step_id": number, "source": "agent", "message": "m", "metrics": metrics, **more}
@@ -547,10 +530,9 @@ class Counter(gymnasium.Env[Any, Any]):
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("data_format", ["hdf5", "arrow", "parquet"])
-def test_minari_reads_and_writes_the_same_episodes(
+def test_a_data_set_that_minari_made_is_read_as_minari_reads_it(
     data_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A data set that Minari's collector makes, and what Minari reads of a data set made here."""
     minari = pytest.importorskip("minari")
     monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path))
     collector = minari.DataCollector(Counter(), data_format=data_format, record_infos=True)
@@ -571,42 +553,13 @@ def test_minari_reads_and_writes_the_same_episodes(
         assert np.array_equal(part.truncations.reshape(-1), episode.truncations)
         assert np.array_equal(part.actions.reshape(-1), episode.actions)
         assert np.array_equal(part.forward_inputs["noise"][:, 0], episode.infos["noise"])
-    convert_to(tmp_path / "store", tmp_path / "again-v0", "minari", check=True)
-    for again, episode in zip(minari.load_dataset("again-v0"), theirs, strict=True):
-        assert np.array_equal(again.observations["at"], episode.observations["at"])
-        assert np.array_equal(again.rewards, episode.rewards)
-        assert np.array_equal(again.terminations, episode.terminations)
-        assert np.array_equal(again.actions.reshape(-1), episode.actions)
-        assert np.array_equal(again.infos["noise"], episode.infos["noise"])
 
 
 @pytest.mark.campaign
-def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images that are written here, and videos that LeRobot writes."""
+def test_videos_that_lerobot_made_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     lerobot = pytest.importorskip("lerobot.datasets.lerobot_dataset")
-    state = torch.arange(24, dtype=torch.float32).reshape(12, 1, 2)
-    image = torch.randint(0, 255, (12, 1, 32, 48, 3), dtype=torch.uint8)
-    ends = torch.zeros(12, 1, 1, dtype=torch.bool)
-    ends[[3, 11]] = True
-    block = Trajectory(
-        actions=state + 1,
-        rewards=torch.ones(12, 1, 1),
-        terminations=ends,
-        curr_obs={"states": state, "images": {"top": image}, "task": "stack"},
-        forward_inputs={"fps": torch.tensor(10.0)},
-    )
-    convert_to(stored(tmp_path / "store", [block]), tmp_path / "out", "lerobot", check=True)
-    data = lerobot.LeRobotDataset("local/out", root=tmp_path / "out")
-    assert (data.num_episodes, data.num_frames, data.fps) == (2, 12, 10)
-    for number in range(12):
-        frame = data[number]
-        assert torch.equal(frame["observation.state"], state[number, 0])
-        assert torch.equal(frame["action"], state[number, 0] + 1)
-        assert torch.equal((frame["observation.images.top"] * 255).round().byte().permute(1, 2, 0), image[number, 0])
-        assert frame["task"] == "stack"
-        assert frame["timestamp"] == pytest.approx((number if number < 4 else number - 4) / 10)
-    assert data.meta.stats["observation.state"]["mean"].tolist() == pytest.approx(state.mean((0, 1)).tolist())
+    state = np.arange(24, dtype=np.float32).reshape(12, 2)
     features = {
         "observation.state": {"dtype": "float32", "shape": (2,), "names": None},
         "action": {"dtype": "float32", "shape": (2,), "names": None},
@@ -615,7 +568,7 @@ def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch:
     made = lerobot.LeRobotDataset.create("local/made", 10, features, root=tmp_path / "made")
     for number in range(12):
         picture = np.full((32, 48, 3), 20 * number, np.uint8)
-        numbers = {"observation.state": state[number, 0].numpy(), "action": state[number, 0].numpy()}
+        numbers = {"observation.state": state[number], "action": state[number]}
         made.add_frame({**numbers, "observation.images.top": picture, "task": f"t{number // 6}"})
         if number in (3, 11):
             made.save_episode()
@@ -623,6 +576,6 @@ def test_lerobot_reads_and_writes_the_same_episodes(tmp_path: Path, monkeypatch:
     assert convert_from(tmp_path / "made", tmp_path / "back", "lerobot", check=True).written == 2
     _, second = read_all(tmp_path / "back")
     assert isinstance(second, Trajectory)
-    assert torch.equal(second.curr_obs["state"], state[4:])
+    assert np.array_equal(second.curr_obs["state"][:, 0], state[4:])
     shades = second.curr_obs["images"]["top"].float().mean((1, 2, 3, 4))
     assert shades.tolist() == pytest.approx([20 * number for number in range(4, 12)], abs=3)
