@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -99,7 +99,7 @@ class Copied:
         )
         self.problems = [located(problem, url) for problem in found.problems]
         self.uncounted = any(problem.uncounted for problem in found.problems)
-        self.notes = found.notes
+        self.notes = [*found.notes]
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -127,19 +127,7 @@ def copy_store(source: str | Path, target: str | Path, progress: Progress | None
         StoreLockedError: another process makes the same local target; names it.
         StoreWriteError: the target cannot be written.
     """
-
-    def copy(place: Place, to: str) -> Copied:
-        if place.kind == "store":
-            copied = _copy(place.url, to, [], progress)
-            copied.notes += _points_note(place.url) + _left_out_notes(place.url) + _links_note(place.url, to)
-            return copied
-        source_files = RLinfSource.open(place.directory, strict=None)
-        copied = _copy(place.url, to, [], progress, strict=None, unwritten=len(source_files.unwritten))
-        if source_files.unwritten:
-            copied.notes.append(source_files.unwritten_in_words())
-        return copied
-
-    return _each(find_place(source), str(target), copy, lenient=False)
+    return _each(find_place(source), str(target), partial(_copy, progress=progress), lenient=False)
 
 
 def repair_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:
@@ -157,16 +145,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """
 
     def repair(place: Place, to: str) -> Copied:
-        verification = verify_place(place, progress)  # of a store beside ranks, without them
-        noted = Copied(place.url, to)
-        noted.take(verification, place.url)
-        unwritten = 0 if place.kind == "store" else len(RLinfSource.open(place.directory, strict=False).unwritten)
-        files = [problem.file for problem in verification.problems]
-        copied = _copy(place.url, to, noted.lost, progress, strict=False, unwritten=unwritten, damaged=files)
-        copied.take(verification, place.url)
-        copied.notes += _left_out_notes(place.url)
-        copied.notes += _links_note(place.url, to)
-        return copied
+        return _copy(place, to, progress, verify_place(place, progress))  # of a store beside ranks, without them
 
     return _each(find_place(source), str(target), repair, lenient=True)
 
@@ -355,51 +334,47 @@ def publish(
     )
 
 
-def _copy(
-    source: str,
-    target: str,
-    lost: list[int],
-    progress: Progress | None,
-    *,
-    strict: bool | None = True,
-    unwritten: int = 0,
-    damaged: Sequence[str] = (),
-) -> Copied:
-    """Copy one store, without values by row stored in ``damaged`` files.
-
-    ``unwritten`` trajectories do not count as lost: RLinf lists them, but never draws them.
-    """
-    directory = open_directory(source)  # without the ranks beside it: they are copied separately
+def _copy(place: Place, target: str, progress: Progress | None, found: Verification | None = None) -> Copied:
+    """Copy one store or directory of RLinf: all of it, or with its damage, as ``found``, what is intact."""
+    directory = open_directory(place.url)  # without the ranks beside it: they are copied separately
+    copied, files = Copied(place.url, target), list[str]()
+    source = None if place.kind == "store" else RLinfSource.open(directory, strict=None if found is None else False)
+    unwritten = 0 if source is None else len(source.unwritten)  # RLinf lists them, but never draws them
+    strict = False if found is not None else None if source is not None else True
+    if found is not None:
+        copied.take(found, place.url)
+        files = [problem.file for problem in found.problems]
     request = LoadRequest(directory, None, strict, united={ALONE: directory}, quiet=strict is False, pending=True)
     with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader._left_out
-        reader._live.forget(lost)
-        forget_rows(reader, {directory.url: damaged})
+        reader._live.forget(copied.lost)
+        forget_rows(reader, {directory.url: files})
         points_of = None
-        for part in reader._live.contents.sources if strict is False else ():
+        for part in reader._live.contents.sources if found is not None else ():
             if isinstance(part, StoreSource):
                 points_of, pinned = part, part.catalog.pinned
-                gone = np.isin(pinned["trajectory_id"], lost)
+                gone = np.isin(pinned["trajectory_id"], copied.lost)
                 pinned.drop(pinned.first + np.flatnonzero(gone))
         there = open_directory(target)
-        files, folders = there.listing()
-        done = bool(files or folders) and holds(target, reader._snapshot())
-        if (files or folders) and not done and not is_unfinished(there):
+        begun = any(there.listing())
+        done = begun and holds(target, reader._snapshot())
+        if begun and not done and not is_unfinished(there):
             raise _not_empty(target)
-        copied = Copied(source, target, lost=lost)
         try:
             if done:
+                copied.notes.append(WRITTEN_ALREADY)
                 verified(there, copied, progress)
             else:
                 check_target(there, directories_above(there))
                 publish(there, reader._snapshot(), reader._state(), copied, progress, points_of)
         except CorruptStoreError:
-            if strict is not False:
+            if found is None:
                 verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
             raise
-    if done:
-        copied.notes.append(WRITTEN_ALREADY)
-    if before > unwritten and not lost:
+    if before > unwritten and not copied.lost:
         copied.left_out = before - unwritten
         copied.problems.append(f"{trajectories(copied.left_out, 'was', 'were')} left out")
+    if found is None:
+        copied.notes += _points_note(place.url) if source is None else [source.unwritten_in_words()] * bool(unwritten)
+    copied.notes += _left_out_notes(place.url) + _links_note(place.url, target)
     return copied
