@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+
+import msgspec
 
 from trajstore._core.base.arguments import finite
 from trajstore.errors import CorruptStoreError
@@ -51,16 +52,9 @@ class Experience:
 
     def to_trajectory(self, step: int | None = None) -> AgentTrajectory:
         """Return the trajectory that stores it; inverse of :meth:`of_trajectory`."""
-        fields: dict[str, Any] = {
-            "kind": "experience",
-            "when_to_use": self.when_to_use,
-            "content": self.content,
-            "score": self.score,
-            "sources": list(self.sources),
-        }
-        return AgentTrajectory(
-            task_id=self.task_id, query=self.query, policy_version=step, metadata={EXPERIENCE: fields}
-        )
+        fields = {"kind": "experience", **msgspec.to_builtins(self)}
+        names = {name: fields.pop(name) for name in ("task_id", "query")}
+        return AgentTrajectory(**names, policy_version=step, metadata={EXPERIENCE: fields})
 
     @classmethod
     def of_trajectory(cls, trajectory: AgentTrajectory) -> Experience | None:
@@ -73,13 +67,6 @@ class Experience:
         if not isinstance(fields, dict) or fields.get("kind") != "experience":
             return None
         try:
-            return cls(
-                when_to_use=str(fields["when_to_use"]),
-                content=str(fields["content"]),
-                query=trajectory.query,
-                task_id=trajectory.task_id,
-                score=None if fields["score"] is None else float(fields["score"]),
-                sources=tuple(str(name) for name in fields["sources"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            return msgspec.convert({**fields, "task_id": trajectory.task_id, "query": trajectory.query}, cls)
+        except ValueError as error:
             raise CorruptStoreError(f"trajectory of an experience (task {trajectory.task_id!r}): {error!r}") from error
