@@ -21,7 +21,7 @@ from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.guidance.manager import RolloutMode
-from trainer_hooks.guidance.summary import text_of
+from trainer_hooks.guidance.summary import by_task, text_of
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.replay import REPLAY_MARK, mean_entropy
 from trainer_hooks.replay import ExperienceManager as Pool
@@ -293,11 +293,9 @@ class ExperienceManager(Pool):
         """Send all rollouts to the ReMe service, ``summary_batch_size`` of one task in a call, and wait."""
         if self.em_client is None:
             raise ConfigurationError("experience_maker.base_url: not given, but summarize_in_batch needs a service")
-        by_task: dict[str, list[AgentTrajectory]] = {}
-        for rollout in map(from_agentevolver, trajectories):
-            by_task.setdefault(rollout.task_id, []).append(rollout)
+        tasks = by_task(list(map(from_agentevolver, trajectories)))
         size, name = self.guidance.summary_batch_size, self.guidance.workspace_id
-        calls = [rollouts[at : at + size] for rollouts in by_task.values() for at in range(0, len(rollouts), size)]
+        calls = [rollouts[at : at + size] for rollouts in tasks for at in range(0, len(rollouts), size)]
         list(self.thread_pool.map(self.em_client.call_summarizer, calls, [name] * len(calls)))
 
     # ---- replay ----
