@@ -6,7 +6,7 @@ import json
 import os
 import select
 import signal
-from collections import deque
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from tools.simulate.world import Outcome, World
@@ -43,25 +43,33 @@ class Started:
         self.pipe, theirs = os.pipe()
         self._child = os.fork()
         if not self._child:
-            os.close(self.pipe)
-            cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[slot % len(cores)]})  # threads that take turns gain nothing by a second core
-            if before is not None:
-                before()
-            World(seed, theirs, changes, whole=whole).run()
+            try:
+                os.close(self.pipe)
+                cores = sorted(os.sched_getaffinity(0))
+                os.sched_setaffinity(0, {cores[slot % len(cores)]})  # threads that take turns use one core
+                if before is not None:
+                    before()
+                World(seed, theirs, changes, whole=whole).run()
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
         os.close(theirs)
         self._data = bytearray()
 
+    def has_ended(self) -> bool:
+        """Read what it reports, once there is something to read; return whether that was all."""
+        piece = os.read(self.pipe, 1 << 20)
+        self._data += piece
+        return not piece
+
     def outcome(self) -> Outcome:
         """Wait for its end."""
-        while True:
-            if not select.select([self.pipe], [], [], PATIENCE)[0]:
-                os.kill(self._child, signal.SIGKILL)
+        while select.select([self.pipe], [], [], PATIENCE)[0]:
+            if self.has_ended():
                 break
-            piece = os.read(self.pipe, 1 << 20)
-            if not piece:
-                break
-            self._data += piece
+        else:
+            os.kill(self._child, signal.SIGKILL)
         os.close(self.pipe)
         _, status = os.waitpid(self._child, 0)
         if not self._data:
@@ -76,14 +84,18 @@ class Started:
 def outcomes(
     seeds: Iterable[int], *, jobs: int = 1, whole: bool = False, before: Before | None = None
 ) -> Iterator[Outcome]:
-    """Run seeds, several at a time; yield what they showed, in their order."""
-    running: deque[Started] = deque()
-    for number, seed in enumerate(seeds):
-        if len(running) == jobs:
-            yield running.popleft().outcome()
-        running.append(Started(seed, whole=whole, before=before, slot=number))
-    while running:
-        yield running.popleft().outcome()
+    """Run seeds, several at a time; yield what they showed as they end."""
+    left, running = iter(seeds), dict[int, Started]()
+    while True:
+        for slot, seed in zip(sorted({*range(jobs)} - running.keys()), left, strict=False):
+            running[slot] = Started(seed, whole=whole, before=before, slot=slot)
+        if not running:
+            return
+        pipes = {started.pipe: slot for slot, started in running.items()}
+        ready, _, _ = select.select(pipes, [], [], PATIENCE)
+        for pipe in ready or [min(pipes)]:
+            if not ready or running[pipes[pipe]].has_ended():
+                yield running.pop(pipes[pipe]).outcome()
 
 
 def shortened(outcome: Outcome, most: int = 200, before: Before | None = None) -> Outcome:

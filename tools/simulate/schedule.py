@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+
+class Named(Protocol):
+    """A task."""
+
+    name: str
+
+
+T = TypeVar("T", bound=Named)
 
 
 class Choice(Protocol):
     """Chooses among tasks that can run."""
 
-    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
-        """Return the name of the task that runs next.
+    def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
+        """Return the task that runs next.
 
         Args:
             step: number of this choice.
-            ready: names of the tasks that can run, in the order of their beginning.
+            ready: tasks that can run, in the order in which they could.
             current: the running task if it can go on, else None.
         """
-
-
-def unforced(ready: Sequence[str], current: str | None) -> str:
-    """Return what runs if nothing is chosen: the current task goes on, else the task that began first."""
-    return ready[0] if current is None else current
 
 
 class Random:
@@ -36,7 +40,7 @@ class Random:
     def __init__(self, chance: random.Random, rate: float) -> None:
         self._chance, self._rate = chance, rate
 
-    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+    def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
         if current is not None and self._chance.random() >= self._rate:
             return current
         return self._chance.choice(ready)
@@ -59,14 +63,14 @@ class Priorities:
         self._priorities: dict[str, float] = {}
         self._lowest = 0.0
 
-    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
-        for name in ready:
-            if name not in self._priorities:
-                self._priorities[name] = self._chance.random()
+    def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
+        for task in ready:
+            if task.name not in self._priorities:
+                self._priorities[task.name] = self._chance.random()
         if step in self._changes and current is not None:
             self._lowest -= 1.0
-            self._priorities[current] = self._lowest
-        return max(ready, key=self._priorities.__getitem__)
+            self._priorities[current.name] = self._lowest
+        return max(ready, key=lambda task: self._priorities[task.name])
 
 
 class Given:
@@ -79,9 +83,9 @@ class Given:
     def __init__(self, changes: Mapping[int, str]) -> None:
         self._changes = changes
 
-    def choose(self, step: int, ready: Sequence[str], current: str | None) -> str:
+    def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
         wanted = self._changes.get(step)
-        return wanted if wanted in ready else unforced(ready, current)  # type: ignore[return-value]
+        return next((task for task in ready if task.name == wanted), current or ready[0])
 
 
 def strategy(chance: random.Random) -> Choice:

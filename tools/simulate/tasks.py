@@ -14,13 +14,12 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as pools
 from typing import Any, NoReturn
 from unittest import mock
 
-from tools.simulate.schedule import Choice, unforced
+from tools.simulate.schedule import Choice
 
 _new_lock = _thread.allocate_lock
 _new_thread = _thread.start_new_thread
@@ -56,62 +55,52 @@ class Tasks:
     """Lets one task run at a time.
 
     Args:
-        choice: decides who.
-        most: steps after which a run counts as endless.
-        at_step: called in the running task before every step, with its number; may end or kill.
+        choice: decides which.
+        at_step: called in the running task from step ``alarm`` on; may end the world, or kill.
         end: called once, in any task, with why the run cannot go on; does not return.
+
+    Attributes:
+        mine: the running task; None before the first.
+        alive: tasks that have not ended.
+        alarm: a step number.
+        changes: where another task went on than without a choice, and which.
+        trace: every step: number, task, what it was about to do.
     """
 
-    def __init__(
-        self, choice: Choice, most: int, at_step: Callable[[int], None], end: Callable[[str], NoReturn]
-    ) -> None:
-        self._choice, self._most, self._at_step, self._end = choice, most, at_step, end
-        self._tasks: list[Task] = []
-        self._mine = threading.local()
+    def __init__(self, choice: Choice, at_step: Callable[[int], None], end: Callable[[str], NoReturn]) -> None:
+        self._choice, self._at_step, self._end = choice, at_step, end
         self._begun: dict[str, int] = {}
+        self._ready: list[Task] = []
+        self.mine: Task | None = None
+        self.alive: list[Task] = []
         self.now = BEGIN
-        self.step = 0
+        self.step = self.alarm = 0
         self.changes: dict[int, str] = {}
-        """Where another task went on than without a choice, and which."""
-        self.trace: deque[tuple[int, str, str]] = deque(maxlen=400)
-        """The newest steps: number, task, what it was about to do."""
-        self.record: Callable[[int, str, str], None] = lambda *_: None
-        """Called with every step."""
+        self.trace: list[tuple[int, str, str]] = []
 
     # -- tasks ------------------------------------------------------------------------------------
 
-    @property
-    def mine(self) -> Task | None:
-        """The running task; None in other threads."""
-        return getattr(self._mine, "task", None)
-
-    @property
-    def alive(self) -> list[Task]:
-        """Tasks that have not ended."""
-        return [task for task in self._tasks if not task.over]
-
-    def start(self, call: Callable[..., object], arguments: tuple[Any, ...] = (), *, name: str, process: int) -> Task:
+    def start(self, call: Callable[[], object], *, name: str, process: int) -> None:
         """Add a task; it begins when it is chosen."""
         count = self._begun[name] = self._begun.get(name, 0) + 1
         task = Task(f"{process}/{name}" if count == 1 else f"{process}/{name}#{count}", process)
-        self._tasks.append(task)
+        self.alive.append(task)
+        self._ready.append(task)
 
         def run() -> None:
             task.turn.acquire()
-            self._mine.task = task
             task.ident = _thread.get_ident()
             try:
-                call(*arguments)
+                call()
             finally:
-                task.over = True
-                self._pass_on(None, ends=True)
+                self._remove(task)
+                self._next(None).turn.release()
 
         _new_thread(run, ())
-        return task
 
     def run(self) -> NoReturn:
         """Let the first task run. Called outside of them; the world ends by ``end``, which never comes back here."""
-        self._pass_on(None)
+        self._next(None).turn.release()
         nobody = _new_lock()
         nobody.acquire()
         while True:
@@ -119,9 +108,14 @@ class Tasks:
 
     def kill(self, process: int) -> None:
         """Let a process's tasks never run again; only a task of another process, or one that ends itself, goes on."""
-        for task in self._tasks:
-            if task.process == process:
-                task.over = True
+        for task in [task for task in self.alive if task.process == process]:
+            self._remove(task)
+
+    def _remove(self, task: Task) -> None:
+        task.over = True
+        self.alive.remove(task)
+        if task in self._ready:
+            self._ready.remove(task)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -130,7 +124,7 @@ class Tasks:
         task = self.mine
         if task is not None:
             self._count(what, task)
-            self._pass_on(task)
+            self._pass_on(task, can_run=not task.over)
 
     def wait(self, what: str, seconds: float | None = None) -> bool:
         """Wait until the task is woken; return False after ``seconds``."""
@@ -140,61 +134,54 @@ class Tasks:
         self._count(what, task)
         task.waits_for, task.timed_out = what, False
         task.until = None if seconds is None else self.now + max(seconds, 0.0)
-        self._pass_on(None)
+        if not task.over:
+            self._ready.remove(task)
+        self._pass_on(task, can_run=False)
         return not task.timed_out
 
     def wake(self, task: Task) -> None:
         """Let a task that waits go on."""
+        if task.waits_for and not task.over:
+            self._ready.append(task)
         task.waits_for, task.until = "", None
 
     def note(self, text: str) -> None:
         """Put a line into the trace."""
-        task = self.mine
-        line = self.step, task.name if task else "", text
-        self.trace.append(line)
-        self.record(*line)
+        self.trace.append((self.step, self.mine.name if self.mine else "", text))
 
     def _count(self, what: str, task: Task) -> None:
         self.step += 1
         self.now += _TICK
         self.trace.append((self.step, task.name, what))
-        self.record(self.step, task.name, what)
-        if self.step > self._most:
-            self._end(f"no end after {self._most} steps")
-        self._at_step(self.step)
+        if self.step >= self.alarm:
+            self._at_step(self.step)
 
-    def _pass_on(self, current: Task | None, *, ends: bool = False) -> None:
-        """Let the chosen task run; ``current`` is the running one if it can go on."""
-        running = self.mine
-        chosen = self._next(current)
-        if chosen is running:
-            return
-        chosen.turn.release()
-        if running is not None and not ends:
-            running.turn.acquire()  # forever if it was killed
+    def _pass_on(self, running: Task, *, can_run: bool) -> None:
+        """Let the chosen task run; wait until ``running`` is chosen again, forever if it was killed."""
+        chosen = self._next(running if can_run else None)
+        if chosen is not running:
+            chosen.turn.release()
+            running.turn.acquire()
 
     def _next(self, current: Task | None) -> Task:
-        ready = [task for task in self._tasks if not task.over and not task.waits_for]
+        """Choose the task that runs now; ``current`` is the running one if it can go on."""
+        ready = self._ready
         if not ready:
-            waiting = [task for task in self._tasks if not task.over and task.until is not None]
+            waiting = [task for task in self.alive if task.until is not None]
             if not waiting:
                 self._end(self._stuck())
             first = min(waiting, key=lambda task: task.until or 0.0)
             self.now = max(self.now, first.until or 0.0)
             first.timed_out = True
             self.wake(first)
-            ready = [first]
-        if current is not None and current.over:
-            current = None
         if len(ready) == 1:
-            return ready[0]
-        by_name = {task.name: task for task in ready}
-        names = list(by_name)
-        unchosen = unforced(names, current.name if current else None)
-        name = self._choice.choose(self.step, names, current.name if current else None)
-        if name != unchosen:
-            self.changes[self.step] = name
-        return by_name[name]
+            self.mine = ready[0]
+            return self.mine
+        unchosen = current or ready[0]
+        self.mine = self._choice.choose(self.step, ready, current)
+        if self.mine is not unchosen:
+            self.changes[self.step] = self.mine.name
+        return self.mine
 
     def _stuck(self) -> str:
         if not self.alive:
@@ -306,24 +293,35 @@ class RLock:
 @contextlib.contextmanager
 def entered(tasks: Tasks) -> Iterator[None]:
     """While entered, what is made of ``threading`` and read from ``time`` belongs to the world."""
-    ends: dict[Task | None, Lock] = {}
+    ends: dict[threading.Thread, Lock] = {}
 
-    def start_new(call: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        mine, thread = tasks.mine, getattr(call, "__self__", None)
+    # Thread's own, of which each version of Python has others.
+
+    def start(thread: threading.Thread) -> None:
+        if thread._started.is_set():  # type: ignore[attr-defined]
+            raise RuntimeError("threads can only be started once")
+        ends[thread] = end = Lock(tasks)
+        end.acquire()
 
         def run() -> None:
             try:
-                call(*arguments)
+                thread._bootstrap()  # type: ignore[attr-defined]
             finally:
-                ends[tasks.mine].release()
+                end.release()
 
-        name = thread.name if isinstance(thread, threading.Thread) else "call"
-        process = getattr(thread, "process", mine.process if mine else 0)
-        tasks.start(run, name=_plain(name), process=process)
+        threading._limbo[thread] = thread  # type: ignore[attr-defined]
+        process = getattr(thread, "process", tasks.mine.process if tasks.mine else 0)
+        tasks.start(run, name=_plain(thread.name), process=process)
+        thread._started.wait()  # type: ignore[attr-defined]
 
-    def sentinel() -> Lock:
-        """Return the lock that is held until the calling thread ends, for ``Thread.join``."""
-        return ends.setdefault(tasks.mine, Lock(tasks))
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread is threading.current_thread():
+            raise RuntimeError("cannot join current thread")
+        if ends[thread].acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            ends[thread].release()
+
+    def is_alive(thread: threading.Thread) -> bool:
+        return thread in ends and ends[thread].locked()
 
     def lock() -> Lock:
         return Lock(tasks)
@@ -343,8 +341,9 @@ def entered(tasks: Tasks) -> Iterator[None]:
             (threading, "Lock", lock),
             (threading, "_allocate_lock", lock),
             (threading, "RLock", rlock),
-            (threading, "_start_new_thread", start_new),
-            (threading, "_set_sentinel", sentinel),
+            (threading.Thread, "start", start),
+            (threading.Thread, "join", join),
+            (threading.Thread, "is_alive", is_alive),
             (threading, "_time", lambda: tasks.now),
             (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
             (queue, "time", lambda: tasks.now),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -211,6 +210,8 @@ class Writer(Client):
 
     keys: Iterator[int]
     """Of what is added, for all clients."""
+    number: int
+    """Of the client, in its process."""
 
     def step(self, weights: dict[str, int]) -> None:
         """Do one thing."""
@@ -327,7 +328,7 @@ class Writer(Client):
     def checkpoint(self) -> None:
         """Save a checkpoint and read it."""
         must, gone = set(self.model.durable), set(self.model.evicted)
-        path = self.folder / f"checkpoint-{threading.get_ident()}"
+        path = self.folder / f"checkpoint-{self.number}"
         self.buffer.save_checkpoint(path)
         with TrajectoryReplayBuffer.open(path) as reader:
             self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)

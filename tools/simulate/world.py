@@ -48,6 +48,8 @@ from trajstore.mirror import restore
 from trajstore.operations.verify import verify
 
 MOST_STEPS = 60_000
+_LAST = 400
+"""Steps that a failure shows."""
 
 
 @dataclass
@@ -92,18 +94,16 @@ class World:
         self.chance = random.Random(f"work/{seed}")
         self.plan: Plan = plan(self.chance)
         self.model, self._told = Model(limit=self.plan.limit), Told()
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._whole: list[tuple[int, str, str]] | None = [] if whole else None
+        self._whole = whole
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
-        self.tasks = Tasks(choosing, MOST_STEPS, self._at_step, self.end)
-        self.tasks.record = self._record
+        self.tasks = Tasks(choosing, self._at_step, self.end)
         base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=base))
         self.ops: list[Op] = []
         self._faults = random.Random(f"faults/{seed}")
         self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
         self.keys = itertools.count(1)
-        self._crash_at = self._fault_from = 0
+        self.tasks.alarm, self._fault_from = MOST_STEPS, 0
         self._living: set[int] = set()
         self._driver: Task | None = None
         self._crashed = ""
@@ -119,10 +119,10 @@ class World:
             self.seed,
             problem,
             self.tasks.step,
-            self._digest.hexdigest(),
+            hashlib.blake2b(repr(self.tasks.trace).encode(), digest_size=16).hexdigest(),
             self.tasks.changes,
             asdict(self.plan),
-            self._whole if self._whole is not None else list(self.tasks.trace) if problem else [],
+            self.tasks.trace if self._whole else self.tasks.trace[-_LAST:] if problem else [],
             self.tasks.now - 1_800_000_000.0,
             len(self.ops),
         )
@@ -131,11 +131,6 @@ class World:
         while data:
             data = data[_write(self._out, data) :]
         os._exit(0)
-
-    def _record(self, step: int, task: str, what: str) -> None:
-        self._digest.update(f"{step} {task} {what}\n".encode())
-        if self._whole is not None:
-            self._whole.append((step, task, what))
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -152,9 +147,11 @@ class World:
         return self._faults.choice((0.0, 0.0, 0.5, 1.0))
 
     def _at_step(self, step: int) -> None:
+        if step > MOST_STEPS:
+            self.end(f"no end after {MOST_STEPS} steps")
         waits = self._driver is not None and self._driver.waits_for == _CLIENTS
-        if self._crash_at and step >= self._crash_at and self._living and waits:
-            self._crash_at = 0
+        if step < MOST_STEPS and self._living and waits:
+            self.tasks.alarm = MOST_STEPS
             self.tasks.note(f"CRASH: {self._coming}")
             self._crashed = self._coming
             for process in list(self._living):
@@ -190,6 +187,7 @@ class World:
             released_is_unreadable() if self.plan.unreadable else contextlib.nullcontext(),
             entered(self.tasks),
             mock.patch.object(os, "urandom", numbers.randbytes),
+            mock.patch.object(random, "_urandom", numbers.randbytes),  # of the module secrets
             mock.patch.object(uuid, "uuid4", new_uuid),
             mock.patch.object(os, "getpid", self._pid),
             mock.patch.object(os, "kill", self._signal),
@@ -230,7 +228,8 @@ class World:
             last = life == self.plan.lives - 1
             self._crashed = ""
             self._coming = "none" if last else self.plan.crashes[life]
-            self._crash_at = 0 if self._coming == "none" else self.tasks.step + self.chance.randrange(20, 2500)
+            after = self.chance.randrange(20, 2500)
+            self.tasks.alarm = MOST_STEPS if self._coming == "none" else self.tasks.step + after
             self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
             if life and not self._living:  # the writer finds a store that others use
                 self._start_others()
@@ -261,11 +260,11 @@ class World:
         with contextlib.suppress(StoreNotFoundError):
             TrajectoryReplayBuffer.open(mirror).close()
             self._crashed, self._coming = "", "kill"
-            self._crash_at = self.tasks.step + self.chance.randrange(20, 600)
+            self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 600)
             self._writer_process = self._process(lambda: restore(mirror, store), "restore")
             while self._writer_process in self._living:
                 self.tasks.wait(_CLIENTS)
-            self._crash_at = 0
+            self.tasks.alarm = MOST_STEPS
             if self._crashed:
                 with contextlib.suppress(ConfigurationError):  # it was complete; else it is found to be absent
                     restore(mirror, store)
@@ -382,10 +381,10 @@ class World:
             buffer = self._opened()
             gate = Gate()
             clients = []
-            for _ in range(self.plan.writers):
+            for number in range(self.plan.writers):
                 client = Writer(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
                 client.buffer, client.keys, client.alone = buffer, self.keys, gate.alone
-                client.fresh = self.plan.fresh
+                client.number, client.fresh = number, self.plan.fresh
                 clients.append(client)
 
             def record() -> None:
