@@ -19,6 +19,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="first seed")
     parser.add_argument("--runs", type=int, default=1, help="how many seeds")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="how many at a time")
+    parser.add_argument("--repeat", type=int, default=1, help="run each seed so often; a run that differs fails")
     parser.add_argument("--trace", action="store_true", help="print every step")
     parser.add_argument("--shorten", action="store_true", help="leave changes of the thread out of a failing run")
     parser.add_argument("--fault", default="", help="break the store by a known fault (tests/simulation/faults.py)")
@@ -42,10 +43,12 @@ def main() -> int:
         if arguments.fault not in known:
             parser.error(f"--fault {arguments.fault!r}: not one of {', '.join(known)}")
         before = known[arguments.fault].put_in
-    begun, steps, runs, failed = time.monotonic(), 0, 0, list[int]()
-    seeds = range(arguments.seed, arguments.seed + arguments.runs)
+    begun, steps, runs, failed, digests = time.monotonic(), 0, 0, list[int](), dict[int, str]()
+    seeds = [arguments.seed + number // arguments.repeat for number in range(arguments.runs * arguments.repeat)]
     for outcome in outcomes(seeds, jobs=arguments.jobs, whole=arguments.trace, before=before):
         runs, steps = runs + 1, steps + outcome.steps
+        if digests.setdefault(outcome.seed, outcome.digest) != outcome.digest:
+            outcome.problem = outcome.problem or "the same seed gives the same steps: they differ"
         if outcome.problem:
             failed.append(outcome.seed)
             if arguments.shorten:
@@ -55,7 +58,7 @@ def main() -> int:
         if failed and arguments.until_failure:
             break
     seconds = time.monotonic() - begun
-    report = {"runs": runs, "steps": steps, "failed": failed, "seconds": round(seconds, 1)}
+    report = {"runs": runs, "steps": steps, "failed": failed, "seconds": round(seconds, 1), "digests": digests}
     told = (
         f"{runs} runs, {steps} steps, {len(failed)} failed {failed[:20]}, {seconds:.1f} s, {runs / seconds:.1f} runs/s"
     )

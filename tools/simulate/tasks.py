@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import queue
 import sys
 import threading
@@ -294,6 +295,7 @@ class RLock:
 def entered(tasks: Tasks) -> Iterator[None]:
     """While entered, what is made of ``threading`` and read from ``time`` belongs to the world."""
     ends: dict[threading.Thread, Lock] = {}
+    numbers = itertools.count()
 
     # Thread's own, of which each version of Python has others.
 
@@ -323,6 +325,10 @@ def entered(tasks: Tasks) -> Iterator[None]:
     def is_alive(thread: threading.Thread) -> bool:
         return thread in ends and ends[thread].locked()
 
+    def number(thread: threading.Thread) -> int:
+        """Return a hash that is no address, for the order of sets of threads."""
+        return thread.__dict__.setdefault("number", next(numbers))
+
     def lock() -> Lock:
         return Lock(tasks)
 
@@ -344,6 +350,7 @@ def entered(tasks: Tasks) -> Iterator[None]:
             (threading.Thread, "start", start),
             (threading.Thread, "join", join),
             (threading.Thread, "is_alive", is_alive),
+            (threading.Thread, "__hash__", number),
             (threading, "_time", lambda: tasks.now),
             (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
             (queue, "time", lambda: tasks.now),

@@ -255,7 +255,12 @@ class World:
     def _lose_node(self) -> None:
         """Remove the store, and restore it from its mirror, where there is one yet; the first restore may be killed."""
         store, mirror = self.folder / "store", self.folder / "mirror"
-        shutil.rmtree(store, ignore_errors=True)
+        for folder, _, files in sorted(
+            os.walk(store), reverse=True
+        ):  # rmtree makes other calls on each version of Python
+            for name in sorted(files):
+                os.unlink(os.path.join(folder, name))
+            os.rmdir(folder)
         self.model.lose_node()
         with contextlib.suppress(StoreNotFoundError):
             TrajectoryReplayBuffer.open(mirror).close()
