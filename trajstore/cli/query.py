@@ -107,8 +107,7 @@ def _query(options: Namespace) -> tuple[Query, Callable[[], int]]:
 
 
 def _run_query(options: Namespace, out: Output) -> int:
-    from trajstore.query.ids import spelled
-    from trajstore.query.naming import id_columns
+    from trajstore.query.texts import id_columns, spelled
 
     query, code = _query(options)
     if options.csv:
@@ -152,8 +151,7 @@ def _run_list(options: Namespace, out: Output) -> int:
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
         return code()
     from trajstore._core.base.arguments import whole
-    from trajstore.query.metadata import keys_in
-    from trajstore.query.words import split
+    from trajstore.query.texts import keys_in, split
 
     question = query.order_by(*split(_SORT if options.sort is None else options.sort))
     if options.where is not None:
@@ -215,7 +213,7 @@ def _follow(options: Namespace, out: Output) -> int:
 
 def _show(news: News, options: Namespace, out: Output, newest: int | None) -> Iterator[Cursor]:
     """Write a line for each trajectory, or for the ``newest`` ones; yield the cursor after each."""
-    from trajstore.query.ids import spelled
+    from trajstore.query.texts import spelled
 
     for warning in news.warnings:
         logger.warning("%s: %s", options.path, warning)
@@ -271,7 +269,7 @@ def _known(names: list[str], table: DataFrame) -> list[str]:
 
 
 def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> None:
-    from trajstore.query.ids import spelled
+    from trajstore.query.texts import spelled
 
     numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
     table = spelled(table, ids)

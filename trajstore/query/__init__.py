@@ -2,8 +2,7 @@
 
 from trajstore._core.store.facts import FACTS
 from trajstore.query.facts import Facts
-from trajstore.query.query import Query
+from trajstore.query.query import Query, Stream
 from trajstore.query.relations import RELATIONS
-from trajstore.query.stream import Stream
 
 __all__ = ["FACTS", "RELATIONS", "Facts", "Query", "Stream"]

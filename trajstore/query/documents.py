@@ -13,12 +13,14 @@ import orjson
 
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.facts import SESSION, session_of
-from trajstore.errors import CorruptStoreError
+from trajstore._core.store.run_ids import shown_id
+from trajstore.errors import ConfigurationError, CorruptStoreError, listed
 from trajstore.query.engine import polars
 from trajstore.query.readable import Locked, of_documents
+from trajstore.query.texts import METADATA, Path
 
 if TYPE_CHECKING:
-    from polars import Series
+    from polars import DataFrame, LazyFrame, Series
 
 Object = Mapping[str, Any]
 
@@ -158,8 +160,62 @@ CALLS = Documents(
     },
 )
 
-METADATA = Documents(
+METADATA_ROWS = Documents(
     lambda document: [document.get("metadata")],  # type: ignore[list-item]
     {"json": ("String", "metadata as JSON", _json)},
 )
 """One row for each rollout."""
+
+
+def with_metadata(
+    facts: DataFrame, wanted: Mapping[str, Path], scan: Callable[[str, DataFrame], LazyFrame], chosen: DataFrame
+) -> DataFrame:
+    """Return facts with values of metadata as more columns; null where a rollout has none, and for blocks of steps.
+
+    Args:
+        facts: the facts.
+        wanted: paths of keys, by the name of their column.
+        scan: returns the rows of a relation for trajectories with these facts.
+        chosen: facts of the trajectories whose metadata is read; the others get nulls.
+
+    Raises:
+        ConfigurationError: a value is a list or an object; names the rollout.
+    """
+    pl = polars()
+    rows = scan(METADATA, chosen).select("trajectory_id", "json").collect()
+    documents = [orjson.loads(text) for text in rows["json"]]
+    values = {name: [_value_at(document, path) for document in documents] for name, path in wanted.items()}
+    for name, column in values.items():
+        for number, value in zip(rows["trajectory_id"], column, strict=True):
+            if isinstance(value, list):
+                raise ConfigurationError(f"{name}: a list in trajectory {shown_id(number)}; name a text or a number")
+            if isinstance(value, dict):
+                raise ConfigurationError(
+                    f"{name}: an object in trajectory {shown_id(number)}; name one of its values, as "
+                    f"{name}.KEY: it has {listed(value)}"
+                )
+    columns = {name: _column(column) for name, column in values.items()}
+    return facts.join(
+        pl.DataFrame({"trajectory_id": rows["trajectory_id"], **columns}),
+        "trajectory_id",
+        how="left",
+        maintain_order="left",
+    )
+
+
+def _value_at(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _column(values: Sequence[Any]) -> Series:
+    """Return a column of numbers, bools or texts; all are texts if some are."""
+    pl = polars()
+    types = {type(value) for value in values if value is not None}
+    if str in types and len(types) > 1:
+        values = [v if v is None or isinstance(v, str) else orjson.dumps(v).decode() for v in values]
+    elif len(types) > 1 or any(type(value) is int and value >= 1 << 63 for value in values):
+        values = [None if value is None else float(value) for value in values]
+    column: Series = pl.Series(values, strict=True)
+    return column

@@ -1,9 +1,9 @@
-"""Queries over trajectories, built call by call and lazily evaluated."""
+"""Queries over trajectories, built call by call and lazily evaluated; their answers as tables or streams."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -15,14 +15,22 @@ import numpy.typing as npt
 from trajstore._core.base.arguments import whole
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, UnknownColumnError, listed
+from trajstore.query.documents import with_metadata
 from trajstore.query.engine import polars
-from trajstore.query.ids import ID, checked_ids, with_numbers
-from trajstore.query.metadata import keys_in, with_columns, with_metadata
-from trajstore.query.naming import named, named_columns
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, and_parts, shown_columns
-from trajstore.query.stream import Stream
+from trajstore.query.texts import (
+    ID,
+    checked_ids,
+    for_polars,
+    keys_in,
+    named,
+    named_columns,
+    split,
+    with_columns,
+    with_numbers,
+    words,
+)
 from trajstore.query.trained import COLUMNS, TRAINED
-from trajstore.query.words import for_polars, split, words
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -36,6 +44,42 @@ _OF_SEVERAL_ROWS = re.compile(
 )
 
 _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IGNORECASE | re.DOTALL)
+
+
+_ROWS = 8192
+"""Rows per batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A lazily read answer: iterate for Polars tables, or pass it to another tool.
+
+    Readers of Arrow's PyCapsule protocol (DuckDB, pandas, pyarrow, Polars) accept it directly. It covers the
+    trajectories visible when it was created, and can be read any number of times. Trajectories evicted by then are left
+    out, and a warning names them.
+    """
+
+    _plan: LazyFrame
+
+    def __iter__(self) -> Iterator[DataFrame]:
+        """Yield the rows in tables; an empty answer yields one empty table with its columns."""
+        has_rows = False
+        for table in self._batches():
+            has_rows = True
+            yield table
+        if not has_rows:
+            yield polars().DataFrame(schema=self._plan.collect_schema())
+
+    def __arrow_c_schema__(self) -> object:
+        """Return the columns as an Arrow capsule."""
+        return self._plan.collect_schema().__arrow_c_schema__()
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Return the rows, from the first, as an Arrow capsule."""
+        return self._batches().__arrow_c_stream__(requested_schema)
+
+    def _batches(self) -> Any:
+        return self._plan.collect_batches(chunk_size=_ROWS, lazy=True, engine="streaming")
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,11 @@ import numpy as np
 from trajstore._core.base import exits, locks
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.portions import portions
-from trajstore.query import metadata, rows
-from trajstore.query.documents import CALLS, MESSAGES, METADATA
+from trajstore.query import rows
+from trajstore.query.documents import CALLS, MESSAGES, METADATA_ROWS
 from trajstore.query.engine import polars
 from trajstore.query.readable import TOGETHER, Faults, Locked, log_faults, readable
+from trajstore.query.texts import METADATA
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame, Series
@@ -49,7 +50,7 @@ _KINDS = {
     "calls": _Kind("agent", CALLS.described, CALLS.read),
     "tokens": _Kind("agent", rows.TOKENS, rows.read_tokens),
     "steps": _Kind("step", rows.STEPS, rows.read_steps),
-    metadata.RELATION: _Kind("agent", METADATA.described, METADATA.read),
+    METADATA: _Kind("agent", METADATA_ROWS.described, METADATA_ROWS.read),
 }
 
 RELATIONS: Mapping[str, Mapping[str, str]] = {

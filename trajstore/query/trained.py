@@ -14,7 +14,7 @@ from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.ledger import LEDGER_FOLDER, ROW, LedgerContents
 from trajstore.ledger.contents import read_directory
 from trajstore.query.engine import polars
-from trajstore.query.ids import ID
+from trajstore.query.texts import ID
 
 if TYPE_CHECKING:
     from polars import DataFrame

@@ -11,7 +11,7 @@ from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.ledger import LEDGER_FOLDER, LedgerContents
 from trajstore.ledger.contents import contents_of, segments_of
 from trajstore.query.engine import polars
-from trajstore.query.ids import ID
+from trajstore.query.texts import ID
 from trajstore.query.trained import rows_of_ledger
 from trajstore.view.answers import plain, plain_dict
 
