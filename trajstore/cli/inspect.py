@@ -8,8 +8,7 @@ from typing import Any
 
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_number
-from trajstore.cli.report import write, write_table
-from trajstore.cli.trajectory import write_trajectory
+from trajstore.cli.report import write, write_table, write_trajectory
 from trajstore.errors import counted, listed
 
 KINDS = {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -123,3 +125,140 @@ def _array(value: Any) -> tuple[list[int], list[float]]:
         shape += lengths
         level = [part for item in level for part in item]
     return shape, level if all(isinstance(item, int | float) for item in level) else []
+
+
+# -- one trajectory -----------------------------------------------------------------------------------
+
+
+def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) -> None:
+    """Write a report of ``trajstore.operations.trajectory_report.inspect_trajectory`` as text.
+
+    Args:
+        report: the report.
+        out: the output.
+        full: write all of long texts and values.
+    """
+    words = {"agent": "rollout", "step": "trajectory"}[report["kind"]]
+    out.heading(f"{report['path']}: {words} {report['trajectory_id']}")
+    for problem in report["integrity"]["problems"]:
+        out.line(f"  problem: {problem}")
+    if "tokens_by_column" in report:
+        _write_tokens(report["tokens_by_column"], out)
+        return
+    own = ("path", "kind", "trajectory_id", "integrity", "messages", "metadata", "token_parts", "values", "session")
+    write(report, out, (*own, "columns", "notes"))
+    if session := report.get("session"):
+        out.heading(f"session {session['id']}, path {session['path']} of {session['paths']}")
+        shown = ("id", "number", "start", "stop", "version", "trained", "retried", "finish")
+        write_table([{name: call[name] for name in shown} for call in session["calls"]], out)
+        for gap in session["incomplete"]:
+            out.line(f"  incomplete: {gap['id']}" + (f", {gap['reason']}" if gap["reason"] else ""))
+    _write_values("values", report.get("values", {}), out)
+    if report.get("metadata"):
+        from trajstore.attachments import summarized  # the command line starts without torch
+
+        more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
+        _write_values("metadata", summarized(more), out, full)
+    messages = report.get("messages", ())
+    calls = [call for message in messages for call in _listed(message, "tool_calls") if isinstance(call, dict)]
+    names = {call["id"]: _name_of(call) for call in calls if isinstance(call.get("id"), str)}
+    for number, message in enumerate(messages):
+        _write_message(number, message, names, out, full)
+    parts = report.get("token_parts", ())
+    if parts and parts[0]["text"] is None:
+        out.heading("tokens")
+        write_table([{name: value for name, value in part.items() if name != "text"} for part in parts], out)
+        out.line("  --tokenizer PATH shows them as text")
+    elif parts:
+        out.heading("tokens")
+        for part in parts:
+            out.line(f"  {part['part']}, tokens {part['first']:,} to {part['last']:,}:")
+            out.text(part["text"], full)
+    write({"columns": report.get("columns"), "late_values": report["notes"] * ("columns" in report)}, out)
+
+
+def _write_values(title: str, values: dict[str, Any], out: Output, full: bool = False) -> None:
+    if values and title:
+        out.heading(title)
+    wide = max(map(len, values), default=0)
+    rows = []
+    for name, value in values.items():
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+        if full and len(text) + wide > (out.width or 100) - 4:
+            out.line(f"  {name}")
+            out.text(text, full)
+        else:
+            longest = None if out.width is None else max(20, out.width - wide - 35)  # what was left out is counted
+            rows.append((name, shown_value(value, longest)))
+    out.table(rows)
+
+
+def _write_message(number: int, message: Any, names: dict[str, str], out: Output, full: bool) -> None:
+    """Write a message: its texts, calls as calls, images by size; ``names`` has the tools by the ids of calls."""
+    fields = dict(message) if isinstance(message, dict) else {"content": message}
+    author = f" ({fields.pop('author')})" if fields.get("author") else ""
+    tool = names.get(fields["tool_call_id"]) if isinstance(fields.get("tool_call_id"), str) else None
+    if tool is not None:
+        del fields["tool_call_id"]
+    out.heading(f"message {number}, {fields.pop('role', 'no role')}{author}{f', result of {tool}' if tool else ''}:")
+    content = fields.pop("content", None)
+    for part in content if isinstance(content, list) else [] if content is None else [content]:
+        out.text(_said(part), full)
+    for call in _listed(fields, "tool_calls"):
+        out.text(_called(call), full)
+    if isinstance(fields.get("tool_calls"), list):
+        del fields["tool_calls"]
+    for name in [name for name, value in fields.items() if isinstance(value, str) and "\n" in value]:
+        out.line(f"  {name}:")
+        out.text(fields.pop(name), full)
+    _write_values("", {name: value for name, value in fields.items() if value is not None}, out, full)
+
+
+def _listed(message: Any, name: str) -> list[Any]:
+    value = message.get(name) if isinstance(message, dict) else None
+    return value if isinstance(value, list) else []
+
+
+def _said(part: Any) -> str:
+    """Return the text of a part of a content; of an image, its type and size."""
+    from trajstore.query.documents import image_in
+
+    if (image := image_in(part)) is not None:
+        return f"[{image[0]}, {format_bytes(len(image[1].rstrip('=')) * 3 // 4)}]"
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    if isinstance(part, dict) and part.get("type") == "tool_use":
+        return _called(part)
+    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+
+
+def _name_of(call: dict[str, Any]) -> str:
+    function = call.get("function", call)
+    return str(function.get("name", "a tool") if isinstance(function, dict) else function)
+
+
+def _called(call: Any) -> str:
+    """Return a tool call as code: ``bash(cmd="ls")``."""
+    if not isinstance(call, dict):
+        return str(call)
+    function = call.get("function", call)
+    given = function.get("arguments", function.get("input")) if isinstance(function, dict) else None
+    with suppress(ValueError):  # shown as the model wrote it
+        given = json.loads(given) if isinstance(given, str) else given
+    if isinstance(given, dict):
+        given = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+    return f"{_name_of(call)}({'' if given is None else given})"
+
+
+def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
+    numbers = [at for at, name in enumerate(("token", *columns)) if name not in ("part", "text")]
+    rows = [
+        [str(at), *("" if value is None else repr(value) if name == "text" else _cell(value) for name, value in cells)]
+        for at, values in enumerate(zip(*columns.values(), strict=True))
+        for cells in [list(zip(columns, values, strict=True))]
+    ]
+    out.table([["token", *columns], *rows], right=numbers)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

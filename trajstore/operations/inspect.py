@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.limits import UNKNOWN_VERSION
@@ -28,11 +29,11 @@ from trajstore.errors import CorruptStoreError, StoreError
 from trajstore.operations.late_values import waiting_values
 from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import measure as measure_blocks
-from trajstore.operations.mirrors import mirror_report
 from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support
 from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
 from trajstore.operations.verification import Progress
+from trajstore.remote.mirror.options import MIRRORED_NAME
 
 Report = dict[str, Any]
 
@@ -247,7 +248,7 @@ def _report(
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),
         "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
-        "mirror": mirror_report(directory, index["trajectory_id"]),
+        "mirror": _mirror(directory, index["trajectory_id"]),
         "readers": None
         if readers is None
         else [{"holder": reader.holder, "generation": reader.generation} for reader in readers],
@@ -361,3 +362,23 @@ def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
         problems += [f"{name}: missing" for name in missing if name in still]
     unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]
     return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}
+
+
+def _mirror(directory: Directory, ids: npt.NDArray[np.int64]) -> Report | None:
+    """Return the writer's last record on the mirror; None if there is none or it is unreadable.
+
+    Args:
+        directory: directory of the store.
+        ids: ascending ids of its live trajectories.
+
+    Returns:
+        ``url``, ``generation`` and ``newest_id`` of the mirror, ``behind`` (number of live trajectories missing there),
+        ``at`` (Unix time of the last publication, or None), ``error`` (of the last attempt, or None).
+    """
+    try:
+        record = orjson.loads(directory.read(MIRRORED_NAME))
+        newest = int(record["newest_id"])
+        values = {name: record[name] for name in ("url", "generation", "newest_id", "at", "error")}
+    except (OSError, CorruptStoreError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return None
+    return values | {"behind": int((ids > newest).sum())}

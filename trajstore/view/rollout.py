@@ -17,9 +17,8 @@ import orjson
 import torch
 
 from trajstore.attachments import summarized
-from trajstore.operations.session_report import first_token, path_of
 from trajstore.operations.statistics import sampled_rows
-from trajstore.operations.trajectory_report import columns_of, token_parts
+from trajstore.operations.trajectory_report import columns_of, first_token, path_of, token_parts
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 from trajstore.view.session import tokens_of
 

@@ -12,8 +12,7 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.rows import described, path_rows
 from trajstore._core.sessions.tree import CallTree
-from trajstore.operations.session_report import gap_of, path_of, values_of
-from trajstore.operations.trajectory_report import columns_of
+from trajstore.operations.trajectory_report import columns_of, gap_of, path_of, values_of
 from trajstore.trajectory import AgentTrajectory
 from trajstore.view.answers import Answer, plain, plain_dict
 
@@ -120,7 +119,7 @@ def tokens_of(trajectory: AgentTrajectory) -> int:
 def tree_of(rows: Sequence[Row], gaps: Sequence[Mapping[str, Any]] = ()) -> Answer:
     """Return the calls of some rows of a session as a tree: ``{"calls", "incomplete", "left_out"}``.
 
-    A call has the keys of :func:`trajstore.operations.session_report.path_of`, and ``parent`` and ``base`` (places in
+    A call has the keys of ``path_of`` (``operations/trajectory_report``), and ``parent`` and ``base`` (places in
     ``calls``; a parent comes first), ``added`` (tokens of its prompt that are neither its parent's nor shared with its
     base), ``log_prob`` and ``least`` (mean and minimum over its sampled tokens), ``said`` (role and beginning of the
     newest messages that it added), ``path`` (the first that has it) and ``row`` (id of that rollout), ``trained``
