@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
@@ -21,7 +21,7 @@ from trajstore.query.engine import polars
 if TYPE_CHECKING:
     from polars import DataFrame
 
-    from trajstore.query import Query
+    from trajstore.distributed import DistributedReplayBuffer
 
 _Rank = Annotated[int, msgspec.Meta(ge=ALONE, lt=RANK_LIMIT)]
 _Id = Annotated[int, msgspec.Meta(ge=-1, lt=ID_LIMIT)]
@@ -70,18 +70,6 @@ class News:
     warnings: list[str]
 
 
-class Handle(Protocol):
-    """The stores of Ray: a :class:`~trajstore.distributed.DistributedReplayBuffer`."""
-
-    _sink: Any
-
-    def refresh(self) -> None:
-        """Fetch changes from the stores."""
-
-    def query(self) -> Query:
-        """Return a query over the trajectories of all stores."""
-
-
 class Follower:
     """Reports new commits to a store or a run.
 
@@ -95,11 +83,11 @@ class Follower:
         MissingDependencyError: Polars is not installed.
     """
 
-    def __init__(self, store: str | Path | Handle, since: Cursor | None = None) -> None:
+    def __init__(self, store: str | Path | DistributedReplayBuffer, since: Cursor | None = None) -> None:
         polars()
         self.damage: str | None = None
         """Sentence on damage that was left out; None if there is none."""
-        self._source: Reader | Handle
+        self._source: Reader | DistributedReplayBuffer
         if isinstance(store, str | Path):
             self._source, self.damage = open_readable(store, pending=False)
         elif isinstance(store, Reader) or not hasattr(store, "_sink"):

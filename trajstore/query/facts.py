@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,25 +25,17 @@ if TYPE_CHECKING:
     from polars import DataFrame, Series
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Shown:
-    """Identifies the entries of an index; an entry itself changes only on a commit."""
+_Entries = tuple["weakref.ref[TrajectoryIndex]", tuple[int, ...], IntArray]
+"""Identifies the entries of an index; an entry itself changes only on a commit."""
 
-    index: weakref.ref[TrajectoryIndex]
-    revision: tuple[int, ...]
-    committed: IntArray
 
-    @classmethod
-    def of(cls, index: TrajectoryIndex) -> _Shown:
-        revision = index.revision, index.noted, index.first, index.end
-        return cls(weakref.ref(index), revision, index["committed"].copy())
+def _entries_of(index: TrajectoryIndex) -> _Entries:
+    return weakref.ref(index), (index.revision, index.noted, index.first, index.end), index["committed"].copy()
 
-    def same(self, other: _Shown) -> bool:
-        return (
-            self.index() is other.index()
-            and self.revision == other.revision
-            and np.array_equal(self.committed, other.committed)
-        )
+
+def _same(before: _Entries, index: TrajectoryIndex) -> bool:
+    _, revision, committed = _entries_of(index)
+    return before[0]() is index and before[1] == revision and np.array_equal(before[2], committed)
 
 
 class Facts:
@@ -56,7 +47,7 @@ class Facts:
 
     def __init__(self, locked: Locked) -> None:
         self._locked = locked
-        self._answer: tuple[_Shown, DataFrame] | None = None
+        self._answer: tuple[_Entries, DataFrame] | None = None
         """The last table and the entries it covers."""
         self._texts: tuple[weakref.ref[StringTable], Series] | None = None
         """The index's string table as a series."""
@@ -69,12 +60,12 @@ class Facts:
         """
         polars()
         before = self._answer
-        if before is not None and self._locked(lambda contents: _Shown.of(contents.index).same(before[0])):
+        if before is not None and self._locked(lambda contents: _same(before[0], contents.index)):
             return before[1]
         self._answer = self._locked(self._of_index)
         return self._answer[1]
 
-    def _of_index(self, contents: Contents) -> tuple[_Shown, DataFrame]:
+    def _of_index(self, contents: Contents) -> tuple[_Entries, DataFrame]:
         """Return the entries and their facts; call with the lock of the contents held."""
         pl = polars()
         index = contents.index
@@ -118,7 +109,7 @@ class Facts:
             columns[plain] = candidates[0].fill_null(candidates[-1])
         columns["terminated"] = columns["terminated"].cast(pl.Boolean)
         columns["readable"] = pl.Series(readable)
-        return _Shown.of(index), pl.DataFrame(columns)
+        return _entries_of(index), pl.DataFrame(columns)
 
     def _texts_of(self, table: StringTable) -> Series:
         """Return the texts of a table followed by a null; cached texts are reused."""
