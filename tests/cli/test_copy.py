@@ -254,7 +254,9 @@ def test_a_copy_that_was_published_before_its_process_was_killed_is_completed_by
     assert out.count("note: an earlier call has written everything already") == 1
     assert run.out("copy", tmp_path / "run", tmp_path / "copy").count("everything already") == 2
     annotate(ranks[1], 0, {"tag": "y"})
-    assert "rank_1: is not empty, and not such a copy" in run.err("copy", tmp_path / "run", tmp_path / "copy")
+    assert "rank_1: is not empty, and holds other trajectories or values" in run.err(
+        "copy", tmp_path / "run", tmp_path / "copy"
+    )
     assert notes_of(tmp_path / "copy", "1/0")[-1].value == "x"
     (tmp_path / "copy" / "notes.txt").write_text("mine")
     assert "is not empty" in run.err("copy", tmp_path / "run", tmp_path / "copy")

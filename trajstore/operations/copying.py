@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from trajstore._core.buffer.loading import LoadRequest, left_out_in_words
 from trajstore._core.buffer.reader import Reader, load_reader
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory, EncodedFile
-from trajstore._core.files.folders import claimed
+from trajstore._core.files.folders import claimed, publish_folder
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.local import TEMPORARY_SUFFIX, LocalDirectory
 from trajstore._core.files.opening import directories_above, nested, open_directory
@@ -49,6 +49,9 @@ from trajstore.ledger import LEDGER_FOLDER
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
+
+Part = tuple[ReadSnapshot, CheckpointState]
+"""A store to be written."""
 
 WRITTEN_ALREADY = "an earlier call has written everything already"
 
@@ -241,7 +244,7 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
         result.nbytes += copied.nbytes
 
 
-def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
+def _holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
     """Return whether a directory has exactly a snapshot's trajectories and late values, in this format if one is given.
 
     Trajectories are compared by UUID.
@@ -256,7 +259,7 @@ def holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None
     return renumbered(there)[1].equals(renumbered(snapshot)[1])
 
 
-def is_unfinished(target: Directory) -> bool:
+def _is_unfinished(target: Directory) -> bool:
     """Return whether a directory of an object store has only what an interrupted copy leaves there."""
     files, folders = target.listing()
     return not isinstance(target, LocalDirectory) and {*files, *folders} <= {INDEX_NAME, SHARDS_FOLDER}
@@ -293,13 +296,13 @@ def located(problem: Problem, url: str) -> str:
     return text if not problem.file or problem.file in text else f"{problem.file}: {text}"
 
 
-def verified(target: Directory, result: Copied, progress: Progress | None, what: str = "the copy") -> None:
+def _verified(target: Directory, result: Copied, progress: Progress | None, what: str = "the copy") -> None:
     """Verify a written copy, at a URL also one without metadata so far, and add its counts to a result.
 
     Raises:
         CorruptStoreError: the copy is damaged; ``what`` names it in the message.
     """
-    begun = is_unfinished(target)
+    begun = _is_unfinished(target)
     if begun and not target.names(SHARDS_FOLDER):
         return  # the index of a store without trajectories
     verification = verify(target.url, progress)
@@ -311,7 +314,7 @@ def verified(target: Directory, result: Copied, progress: Progress | None, what:
     result.nbytes += verification.nbytes
 
 
-def publish(
+def _publish(
     target: Directory,
     snapshot: ReadSnapshot,
     state: CheckpointState,
@@ -328,7 +331,7 @@ def publish(
     """
     if not isinstance(target, LocalDirectory):
         target.remove([METADATA_NAME])  # of an interrupted call
-    form, check = get_format(state.trajectory_format), partial(verified, result=result, progress=progress)
+    form, check = get_format(state.trajectory_format), partial(_verified, result=result, progress=progress)
     save_checkpoint(
         target, snapshot, state, form, "trajstore", replace=False, check=check, points_of=points_of, **options
     )
@@ -355,21 +358,11 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
                 points_of, pinned = part, part.catalog.pinned
                 gone = np.isin(pinned["trajectory_id"], copied.lost)
                 pinned.drop(pinned.first + np.flatnonzero(gone))
-        there = open_directory(target)
-        begun = any(there.listing())
-        done = begun and holds(target, reader._snapshot())
-        if begun and not done and not is_unfinished(there):
-            raise _not_empty(target)
         try:
-            if done:
-                copied.notes.append(WRITTEN_ALREADY)
-                verified(there, copied, progress)
-            else:
-                check_target(there, directories_above(there))
-                publish(there, reader._snapshot(), reader._state(), copied, progress, points_of)
+            write_stores(copied, {"": (reader._snapshot(), reader._state())}, progress, points_of=points_of)
         except CorruptStoreError:
             if found is None:
-                verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
+                _verified(directory, copied, None, "nothing was copied (`trajstore repair` copies the intact part): it")
             raise
     if before > unwritten and not copied.lost:
         copied.left_out = before - unwritten
@@ -378,3 +371,63 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
         copied.notes += _points_note(place.url) if source is None else [source.unwritten_in_words()] * bool(unwritten)
     copied.notes += _left_out_notes(place.url) + _links_note(place.url, target)
     return copied
+
+
+def write_stores(
+    result: Copied,
+    parts: Mapping[str, Part],
+    progress: Progress | None,
+    trajectory_format: str | None = None,
+    points_of: StoreSource | None = None,
+    *,
+    once: bool = False,
+) -> Copied:
+    """Write stores into folders of the target, or one (``""``) as the target itself, and verify them.
+
+    Raises:
+        ConfigurationError: the target has other contents.
+        CorruptStoreError: the written stores are damaged.
+        StoreWriteError: the target cannot be written.
+    """
+    target = open_directory(result.target)
+    begun = target.exists() and any(target.listing())
+    done = begun and _hold(target, parts, trajectory_format)
+    if begun and not done and not _hold(target, parts, trajectory_format, unfinished=True):
+        raise ConfigurationError(
+            f"{target.url}: is not empty, and holds other trajectories or values than those to be written; give "
+            "another directory, or delete this one"
+        )
+    if done:
+        result.notes.append(WRITTEN_ALREADY)
+        _verified(target, result, progress)
+    else:
+        check_target(target, directories_above(target))
+        with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
+            for name, (snapshot, state) in parts.items():
+                to, converted = made.inner(name) if name else made, trajectory_format is not None
+                _publish(to, snapshot, state, result, progress, points_of, converted=converted, once=once)
+    return result
+
+
+def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
+    """Return a directory for several stores that appear together; a single store is already atomic."""
+    if isinstance(target, LocalDirectory) and not alone:
+        return publish_folder(target.path, replace=False)
+    return nullcontext(target)
+
+
+def _hold(
+    target: Directory, parts: Mapping[str, Part], trajectory_format: str | None, *, unfinished: bool = False
+) -> bool:
+    """Return whether a directory has exactly these stores, in this format if one is given.
+
+    ``unfinished`` ones count too, which an interrupted call has left in an object store.
+    """
+    files, folders = target.listing()
+    if "" not in parts and (files or not {*folders} <= parts.keys() or not (unfinished or len(folders) == len(parts))):
+        return False
+    places = {name: target.inner(name) if name else target for name in parts}
+    return all(
+        (unfinished and _is_unfinished(places[name])) or _holds(places[name].url, snapshot, trajectory_format)
+        for name, (snapshot, _) in parts.items()
+    )

@@ -7,20 +7,16 @@ copied unchanged where possible. The target appears complete or not at all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base.arguments import one_of, truth, whole
-from trajstore._core.buffer.checkpoint import CheckpointState, check_target
 from trajstore._core.buffer.loading import LoadRequest
 from trajstore._core.buffer.reader import Reader, load_reader
-from trajstore._core.files.base import Directory
-from trajstore._core.files.folders import publish_folder
-from trajstore._core.files.local import LocalDirectory
-from trajstore._core.files.opening import directories_above, nested, open_directory
+from trajstore._core.files.opening import nested, open_directory
 from trajstore._core.formats import FORMATS
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.read_snapshot import ReadSnapshot
@@ -28,13 +24,11 @@ from trajstore._core.reading.sources import StoreSource
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.store.partition import share_of
 from trajstore._core.store.run_ids import ALONE, in_run
-from trajstore.errors import ConfigurationError, trajectories, written
-from trajstore.operations.copying import WRITTEN_ALREADY, Copied, forget_rows, holds, is_unfinished, publish, verified
+from trajstore.errors import ConfigurationError, trajectories
+from trajstore.operations.copying import Copied, Part, forget_rows, write_stores
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
-
-_Part = tuple[ReadSnapshot, CheckpointState]
 
 
 def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress | None = None) -> Copied:
@@ -57,7 +51,7 @@ def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress 
     places = _places(sources, target)
     result = _result(places, target)
     with _shown(_stores(places, result), result, progress) as reader:
-        return _write(result, {"": (reader._snapshot(), reader._state())}, progress)
+        return write_stores(result, {"": (reader._snapshot(), reader._state())}, progress)
 
 
 def split(
@@ -111,7 +105,7 @@ def split(
         }
         if not parts:
             raise ConfigurationError(f"{places[0].url}: has no trajectories to split")
-        return _write(result, parts, progress)
+        return write_stores(result, parts, progress)
 
 
 def convert(
@@ -141,13 +135,15 @@ def convert(
     one_of("trajectory_format", trajectory_format, list(FORMATS))
     places = _places([source], target)
     result = _result(places, target)
-    parts: dict[str, _Part] = {}
+    parts: dict[str, Part] = {}
     with ExitStack() as shown:
         for number, store in _stores(places, result).items():
             reader = shown.enter_context(_shown({ALONE: store}, result, progress))
             name = "" if store is places[0] else f"rank_{number}" if is_of_rank(store.name) else store.name
             parts[name] = reader._snapshot(), reader._state(trajectory_format=trajectory_format)
-        return _write(result, parts, progress, trajectory_format, once=truth("store_frames_once", store_frames_once))
+        return write_stores(
+            result, parts, progress, trajectory_format, once=truth("store_frames_once", store_frames_once)
+        )
 
 
 # -- sources ------------------------------------------------------------------------------------------
@@ -210,65 +206,3 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
                 f"{trajectories(doubled, 'is', 'are')} in more than one of the sources, and once in the result"
             )
         yield reader
-
-
-# -- target -------------------------------------------------------------------------------------------
-
-
-def _write(
-    result: Copied,
-    parts: Mapping[str, _Part],
-    progress: Progress | None,
-    trajectory_format: str | None = None,
-    *,
-    once: bool = False,
-) -> Copied:
-    """Write stores into folders of the target, or one (``""``) as the target itself, and verify them.
-
-    Raises:
-        ConfigurationError: the target has other contents.
-        CorruptStoreError: the written stores are damaged.
-        StoreWriteError: the target cannot be written.
-    """
-    target = open_directory(result.target)
-    begun = target.exists() and any(target.listing())
-    done = begun and _hold(target, parts, trajectory_format)
-    if begun and not done and not _hold(target, parts, trajectory_format, unfinished=True):
-        raise ConfigurationError(
-            f"{target.url}: is not empty, and holds other trajectories than those to be written; give another "
-            "directory, or delete this one"
-        )
-    if done:
-        result.notes.append(WRITTEN_ALREADY)
-        verified(target, result, progress)
-    else:
-        check_target(target, directories_above(target))
-        with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
-            for name, (snapshot, state) in parts.items():
-                to, converted = made.inner(name) if name else made, trajectory_format is not None
-                publish(to, snapshot, state, result, progress, converted=converted, once=once)
-    return result
-
-
-def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
-    """Return a directory for several stores that appear together; a single store is already atomic."""
-    if isinstance(target, LocalDirectory) and not alone:
-        return publish_folder(target.path, replace=False)
-    return nullcontext(target)
-
-
-def _hold(
-    target: Directory, parts: Mapping[str, _Part], trajectory_format: str | None, *, unfinished: bool = False
-) -> bool:
-    """Return whether a directory has exactly these stores, in this format if one is given.
-
-    ``unfinished`` ones count too, which an interrupted call has left in an object store.
-    """
-    files, folders = target.listing()
-    if "" not in parts and (files or not {*folders} <= parts.keys() or not (unfinished or len(folders) == len(parts))):
-        return False
-    places = {name: target.inner(name) if name else target for name in parts}
-    return all(
-        (unfinished and is_unfinished(places[name])) or holds(places[name].url, snapshot, trajectory_format)
-        for name, (snapshot, _) in parts.items()
-    )
