@@ -57,12 +57,10 @@ from trajstore.interop.formats import (
     damaged,
 )
 from trajstore.operations.opening import open_readable
+from trajstore.operations.verification import Progress
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Called with (done, total), in units of the source."""
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,13 @@ from trajstore._core.files.folders import publish_folder
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
+from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 from trajstore.view.answers import columns_of, named_rows
 from trajstore.view.living import Living, with_points
 from trajstore.view.overview import MEASURED
 from trajstore.view.page import STATIC, bundled_index
 from trajstore.view.rollout import pictures_of
-
-Progress = Callable[[int, int], None]
-"""Called with (trajectories done, total)."""
 
 MOST = 20_000
 """Maximum number of trajectories in a bundle; the page holds their facts in memory."""

@@ -30,7 +30,7 @@ from trajstore.errors import (
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-from trajstore.view.answers import columns_of, in_order, named_rows, plain, plain_dict
+from trajstore.view.answers import Answer, columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of, pictures_of
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from trajstore._core.files.base import Directory
 
 logger = logging.getLogger(__name__)
-
-Answer = dict[str, Any]
 
 _QUESTIONS = 4
 """Number of queries whose ids are cached."""
@@ -456,10 +454,15 @@ class Living:
         Raises:
             TrajectoryUnavailableError: it was evicted.
         """
-        samples = self._runs[run].query().table().filter(polars().col("trajectory_id") == number)["samples"]
-        if not len(samples):
+        return int(self._facts_of(number, run)["samples"])
+
+    def _facts_of(self, number: int, run: int = 0) -> dict[str, Any]:
+        """Return the facts of a trajectory; raises the error of :meth:`facts`."""
+        rows = self._runs[run].query().table().filter(polars().col("trajectory_id") == number)
+        if not len(rows):
             raise self._none_of(shown_id(number))
-        return int(samples[0])
+        found: dict[str, Any] = rows.row(0, named=True)
+        return found
 
     def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
         """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
@@ -509,12 +512,8 @@ class Living:
         Raises:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
         """
-        pl = polars()
         number = id_from("trajectory_id", shown)
-        rows = self._shown.query().table().filter(pl.col("trajectory_id") == number)
-        if not len(rows):
-            raise self._none_of(shown)
-        return {**plain_dict(rows.row(0, named=True)), "trajectory_id": shown_id(number)}
+        return {**plain_dict(self._facts_of(number)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
         """Return the late values of a trajectory, see :func:`trajstore.view.late.late_values`.

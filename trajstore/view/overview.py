@@ -5,18 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trajstore._core.store.run_ids import compared_id, shown_id
 from trajstore.query.engine import polars
-from trajstore.view.answers import plain
+from trajstore.view.answers import Answer, plain
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, Series
-
-Answer = dict[str, Any]
 
 SPANS = 60
 """Number of equal intervals of curves over time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trajstore._core.files.base import Directory
 from trajstore._core.store.run_ids import shown_id
@@ -13,12 +13,10 @@ from trajstore.ledger.contents import contents_of, segments_of
 from trajstore.query.engine import polars
 from trajstore.query.texts import ID
 from trajstore.query.trained import rows_of_ledger
-from trajstore.view.answers import plain, plain_dict
+from trajstore.view.answers import Answer, plain, plain_dict
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr
-
-Answer = dict[str, Any]
 
 MOST_POINTS = 2000
 """Maximum number of points of a curve; more steps are shown in part, evenly spaced."""
