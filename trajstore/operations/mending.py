@@ -18,6 +18,7 @@ from trajstore._core.reading.sources import StoreSource
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
+from trajstore._core.store.salvage import open_leniently
 from trajstore.operations.opening import open_readable
 
 
@@ -102,7 +103,7 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
             leaving = reader.query().where(where)
             ids, nbytes, total = leaving.ids(), int(leaving.table()["bytes"].sum()), len(reader)
             by_points = _held_by_points(
-                (source.catalog, own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
+                (open_leniently(source.directory)[0], own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
                 for source in reader._live.contents.sources
                 if isinstance(source, StoreSource)
             )

@@ -199,8 +199,7 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         reader._live.forget(lost)
         forget_rows(reader, damaged)
         sources = [source for source in reader._live.contents.sources if isinstance(source, StoreSource)]
-        uuids = np.concatenate([source.index["uuid"] for source in sources]) if len(sources) > 1 else np.zeros(0, "V16")
-        doubled = len(uuids) - len(np.unique(uuids))
+        doubled = sum(len(source.twins) for source in sources)
         if doubled:
             result.notes.append(
                 f"{trajectories(doubled, 'is', 'are')} in more than one of the sources, and once in the result"

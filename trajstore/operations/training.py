@@ -14,6 +14,7 @@ from trajstore._core.buffer.reader import Reader
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import ALONE
+from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import StoreNotFoundError, counted
 from trajstore.ledger import (
     LEDGER_FOLDER,
@@ -152,7 +153,9 @@ def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, Store
         except StoreNotFoundError as error:
             absent = error
         else:
-            results[rank] = _compared(ledger, audit(ledger, max_age), catalog, _uses(reader, catalog, rank))
+            uses = _uses(reader, catalog, rank)
+            whole, _ = open_leniently(catalog.directory)  # the reader of a run has no index of each store
+            results[rank] = _compared(ledger, audit(ledger, max_age), whole, uses)
     if not results:
         raise absent
     return results

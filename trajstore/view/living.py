@@ -15,8 +15,10 @@ import numpy.typing as npt
 
 from trajstore._core.columns.fields import walk
 from trajstore._core.sampling.base import Drawn
+from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.run_ids import id_from, own_id, rank_of_id, shown_id
+from trajstore._core.store.salvage import open_leniently
 from trajstore._core.writing.inbox import InboxView
 from trajstore.errors import (
     ConfigurationError,
@@ -35,7 +37,7 @@ from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
 from trajstore.view.rollout import answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
-from trajstore.view.shown import Shown
+from trajstore.view.shown import OfReader, Shown
 from trajstore.view.training import Training
 
 if TYPE_CHECKING:
@@ -537,7 +539,7 @@ class Living:
         waiting = inbox.look(before.store_id)
         self.refresh()  # after reading the inbox, so that no value applied in between is missed
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
-        if catalog is None or catalog.unknown([own_id(number)]):
+        if catalog is None or not self._is_recorded(catalog, number):
             raise self._none_of(shown)
         return {**late_values(own_id(number), catalog.notes, waiting), "state": self.state.name}
 
@@ -550,7 +552,8 @@ class Living:
         elif self._shown.pin is None:
             notes = catalog.notes
         else:
-            notes = catalog.values_of(catalog.snapshot(self._shown.pin))
+            whole, _ = open_leniently(catalog.directory)
+            notes = whole.values_of(whole.snapshot(self._shown.pin))
         return late_values(own_id(number), notes, [])
 
     def _none_of(self, shown: str) -> TrajectoryUnavailableError:
@@ -559,11 +562,17 @@ class Living:
         catalog = (self._shown.catalogs() or {}).get(rank_of_id(number))
         if damage is None:
             return TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
-        if catalog is None or catalog.index.find(own_id(number)) is not None:
+        if catalog is None or self._is_recorded(catalog, number):
             why = "recorded, but unreadable; the damage is named at the top of the page"
         else:
             why = "not in the readable part of the store"
         return TrajectoryUnavailableError(f"trajectory {shown}: {why}")
+
+    def _is_recorded(self, catalog: Catalog, number: int) -> bool:
+        """Return whether a store has a trajectory, readable or not."""
+        if isinstance(self._shown, OfReader) and self._shown.shows(number):
+            return True
+        return open_leniently(catalog.directory)[0].index.find(own_id(number)) is not None
 
     def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
         name = tokenizer_of(trajectory)

@@ -108,6 +108,10 @@ class OfReader:
         self._look()
         return True
 
+    def shows(self, trajectory_id: int) -> bool:
+        """Return whether a trajectory is shown."""
+        return self._reader._live.locked(lambda contents: contents.index.find(trajectory_id) is not None)
+
     def catalogs(self) -> Mapping[int, Catalog]:
         """Return the stores' catalogs by rank, which have the late values."""
         return self._reader._live.catalogs_by_rank()

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base import locks
+from trajstore._core.base.heap import return_freed
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
 from trajstore._core.files.base import Directory, ReaderLease
@@ -217,8 +218,13 @@ class View(CommitListener):
         contents = self._empty()
         for source, part in loaded.parts:
             contents.show(contents.attach(source), part)
-        if loaded.order is not None and np.any(loaded.order[1:] < loaded.order[:-1]):
-            contents.index.adopt(contents.index.take(loaded.order))
+        if request.share is not None or len(loaded.parts) > 1:
+            order = np.arange(len(contents.index)) if loaded.order is None else loaded.order
+            contents.index.adopt(contents.index.take(order))  # copies, so that those of whole stores are freed
+            for source, _ in loaded.parts:
+                if isinstance(source, StoreSource):
+                    source.catalog.forget_entries()
+        loaded.parts.clear()
         return contents, loaded
 
     def tell_hidden(self) -> None:
@@ -239,6 +245,7 @@ class View(CommitListener):
         self._half_followed = False
         for lease in old:
             lease.release()
+        return_freed()
 
     def loaded(self) -> list[Source]:
         """Return the sources of the last load; empty before it."""
@@ -380,7 +387,8 @@ class View(CommitListener):
             TrajectoryUnavailableError: names the first such id.
         """
         with self.contents.lock:
-            for number in ids:
+            unknown = np.array(ids, np.int64)[self.contents.index.find_many(ids) < 0]
+            for number in unknown.tolist():
                 if number not in self._own_lost or number < self.own_first:
                     self.contents.index.position_of(number)
 

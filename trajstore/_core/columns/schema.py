@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import VALID, Axis
 from trajstore._core.columns.limits import plain_name, shown
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
@@ -213,6 +214,15 @@ class Extent(NamedTuple):
         if axis is Axis.DOCUMENT:
             return self.document
         return (self.steps + self.extra) * self.batch
+
+
+def rows_on(extents: IntArray, axis: Axis) -> IntArray:
+    """Return the number of rows on ``axis`` of each of several extents, ``[n, 4]``; see :meth:`Extent.rows`."""
+    steps, batch, extra, document = extents.T
+    whole: IntArray = steps * batch
+    longer: IntArray = (steps + extra) * batch
+    rows: dict[Axis, IntArray] = {Axis.SAMPLES: whole, Axis.NEXT: whole, Axis.RESPONSE: extra, Axis.DOCUMENT: document}
+    return rows.get(axis, longer)
 
 
 _schemas: dict[tuple[Any, ...], Schema] = {}

@@ -291,14 +291,18 @@ class Contents:
         with self.lock:
             slots = self.index.at("slot", positions)
             of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
-            in_memory, locations = self.addresses.are_memory(slots).tolist(), []
-            for at, number in enumerate(self.index.at("trajectory_id", positions).tolist()):
-                location = self._on_disk.pop(number, None)
-                if location is not None and in_memory[at]:
+            in_memory, locations = self.addresses.are_memory(slots), []
+            numbers = self.index.at("trajectory_id", positions)
+            for number in numbers[in_memory].tolist():
+                location = self._on_disk.get(number)
+                if location is not None:
                     locations.append(location.table)
-                self._pending.discard(number)
+            for number in numbers.tolist() if self._on_disk or self.cache is not None else ():
+                self._on_disk.pop(number, None)
                 if self.cache is not None:
                     self.cache.discard(number)
+            if self._pending:
+                self._pending.difference_update(numbers.tolist())
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
             self.index.drop(positions)

@@ -197,7 +197,7 @@ class StoreSource(Source):
             logger.warning("%s/%s: fetched again", self.directory.url, "; ".join(damage))
             damage = damage_of(self.directory, manifest)
         if damage:
-            ids = self.index["trajectory_id"][self.index["shard"] == row]
+            ids = self._ids_in(row)
             if not len(ids):
                 given = ids_in_words(self.catalog.notes.ids_in(row))
                 raise CorruptStoreError(
@@ -210,6 +210,13 @@ class StoreSource(Source):
                 "without them"
             )
         self._sound.add(manifest.name)
+
+    def _ids_in(self, row: int) -> npt.NDArray[np.int64]:
+        """Return the ids of the trajectories in a shard, by the present index of the directory."""
+        catalog, number = Catalog.open(self.directory), self.catalog.shards.number(row)
+        rows = np.flatnonzero(catalog.shards.numbers() == number)
+        indexes = (catalog.index, catalog.pinned)
+        return np.concatenate([index["trajectory_id"][np.isin(index["shard"], rows)] for index in indexes])
 
     def map_shard(self, row: int) -> MappedShard | None:
         manifest = self.catalog.shards.manifest(row)

@@ -338,6 +338,13 @@ class Committed:
             why = f" ({ids_in_words(kept)}: evicted, only in snapshots, which never change)" if kept else ""
             raise TrajectoryUnavailableError(f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}")
 
+    def forget_entries(self) -> None:
+        """Delete ``index``: a reader of several stores, or of a share, has the entries in an index of its own.
+
+        It loads the stores again when one has changed.
+        """
+        del self.index
+
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:

@@ -18,18 +18,19 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base import locks
+from trajstore._core.base.machine_code import kernels
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.flat import raw_bytes
-from trajstore._core.columns.schema import Extent
-from trajstore._core.files.base import Buffer, Directory
+from trajstore._core.columns.schema import Extent, Schema, rows_on
+from trajstore._core.files.base import Directory
 from trajstore._core.formats import get_format
-from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
+from trajstore._core.formats.base import ShardContent, ShardManifest, ShardReader, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
-from trajstore._core.reading.address_table import ranges_of, rows_at
 from trajstore._core.reading.shard_access import damage_of, reader_of
 from trajstore._core.store.additions import label_at
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.row_location import STARTS, RowLocation
+from trajstore._core.store.row_location import START_OF, STARTS
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
@@ -104,7 +105,7 @@ def choose_cold(
 
 
 def choose(
-    usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: set[int], *, everything: bool
+    usage: Usage, schemas: npt.NDArray[np.int32], limit: int, excluded: npt.NDArray[np.bool_], *, everything: bool
 ) -> list[int]:
     """Return the shards to merge, as rows of the shard table; empty if nothing is gained.
 
@@ -112,12 +113,11 @@ def choose(
         usage: of all shards.
         schemas: kind of each shard; those of one kind can be merged.
         limit: most live bytes to copy; at least one shard is chosen regardless.
-        excluded: shards to leave alone.
+        excluded: which shards to leave alone.
         everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
     """
-    needed = usage.total > 0
+    needed = (usage.total > 0) & ~excluded
     sizes = np.maximum(usage.live, usage.memory // _UNPACKED)
-    needed[list(excluded)] = False
     dead = usage.total - usage.live
     if everything:
         candidates = np.flatnonzero(needed & (dead > 0))
@@ -227,11 +227,11 @@ class Rewriter:
             while True:
                 self._news.get_nowait()
 
-    def step(self, *, everything: bool = False, compress: int | None = None) -> bool:
+    def step(self, *, below: int | None = None, compress: int | None = None) -> bool:
         """Merge several shards into a new one if that pays off; return whether it did.
 
         Args:
-            everything: see :func:`choose`.
+            below: merge everything that can be merged, see :func:`choose`, of the shards that have lower ids than this.
             compress: choose shards without these many newest trajectories instead, and compress them.
 
         Raises:
@@ -241,7 +241,7 @@ class Rewriter:
         """
         with self._one:
             # Files that are read here are kept, even after eviction.
-            with self._log.keeping_files_for(partial(self._choose, everything, compress)) as chosen:
+            with self._log.keeping_files_for(partial(self._choose, below, compress)) as chosen:
                 if chosen is None:
                     return False
                 sources = {row: self._open(row, manifest) for row, manifest in chosen.manifests.items()}
@@ -268,18 +268,24 @@ class Rewriter:
             name,
         )
 
-    def _choose(self, everything: bool, compress: int | None) -> _Chosen | None:
+    def _choose(self, below: int | None, compress: int | None) -> _Chosen | None:
         """Return the shards to rewrite, if any; called while the log stands still."""
         self._log.check_open()
         catalog = self._log.catalog
         usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
         compressed = catalog.shards.compressed()
+        everything, excluded = below is not None, np.zeros(len(catalog.shards), np.bool_)
+        if below is not None:
+            excluded[:] = True
+            for index in (catalog.index, catalog.pinned):
+                excluded[index["shard"][index["trajectory_id"] < below]] = False
+        excluded[[*self.damaged]] = True
         if compress is None:
             kinds = 2 * schemas + compressed
-            rows = choose(usage, kinds, self._shard_bytes, self.damaged, everything=everything)
+            rows = choose(usage, kinds, self._shard_bytes, excluded, everything=everything)
         else:
-            cold = ~compressed
-            cold[[*self.damaged, *catalog.index["shard"][max(0, len(catalog.index) - compress) :].tolist()]] = False
+            cold = ~(compressed | excluded)
+            cold[catalog.index["shard"][max(0, len(catalog.index) - compress) :]] = False
             rows = choose_cold(usage, schemas, self._shard_bytes, cold, everything=everything)
         if not rows:
             return None
@@ -288,14 +294,14 @@ class Rewriter:
         is_compressed = compress is not None or bool(compressed[rows[0]])
         return _Chosen(manifests, *_entries_in(catalog, rows), nbytes, is_compressed)
 
-    def _open(self, row: int, manifest: ShardManifest) -> _OpenShard | None:
-        """Return an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
+    def _open(self, row: int, manifest: ShardManifest) -> ShardReader | None:
+        """Return a reader of an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
         try:
             problems = damage_of(self._directory, manifest)
         except CorruptStoreError as error:
             problems = [str(error)]
         if not problems:
-            return _OpenShard(self._directory, manifest)
+            return reader_of(self._directory, manifest)
         self.damaged.add(row)
         logger.warning(
             "%s: a shard is damaged and stays as it is: %s; `trajstore verify` lists the loss, `trajstore repair` "
@@ -305,22 +311,19 @@ class Rewriter:
         )
         return None
 
-    def _rewrite(self, chosen: _Chosen, sources: dict[int, _OpenShard]) -> tuple[int, int]:
+    def _rewrite(self, chosen: _Chosen, sources: Mapping[int, ShardReader]) -> tuple[int, int]:
         """Write one merged shard; return its number and the bytes of its rows."""
         number, entries = self._new_shard(), chosen.entries
-        schema = sources[entries[0].location.table].manifest.schema
-        pieces: list[list[Buffer]] = [[] for _ in schema.columns]
-        for entry in entries:
-            for column, piece in enumerate(sources[entry.location.table].columns(entry)):
-                pieces[column].append(piece)
-        extents = [entry.extent for entry in entries]
-        content = ShardContent(schema, extents, pieces)
+        schema = chosen.manifests[next(iter(sources))].schema
+        columns = [entries.column(schema, column, sources) for column in range(len(schema.columns))]
+        extents = [Extent(*extent) for extent in entries.extents.tolist()]
+        content = ShardContent(schema, extents, [[column.data] for column in columns])
         form = self._compressed if chosen.compressed else self._format
         files, manifest = encoded_shard(form, shard_name(number), content, entries=chosen.label)
         self._directory.publish(files)
         with self._log.recording(manifest):
-            self._log.move(number, manifest, [entry.trajectory_id for entry in entries], extents)
-        return number, sum(memoryview(piece).nbytes for column in pieces for piece in column)
+            self._log.move(number, manifest, entries.ids.tolist(), extents)
+        return number, sum(column.nbytes for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +331,7 @@ class _Chosen:
     """Shards to rewrite together, by row, and their live or pinned entries."""
 
     manifests: Mapping[int, ShardManifest]
-    entries: Sequence[_Entry]
+    entries: _Entries
     label: Mapping[str, Any]
     nbytes: int
     """Bytes of all rows written to the shards."""
@@ -338,16 +341,39 @@ class _Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A live or pinned trajectory and its location."""
+class _Entries:
+    """Live or pinned trajectories, by ascending id.
 
-    trajectory_id: int
-    extent: Extent
-    location: RowLocation
+    Attributes:
+        ids: of the trajectories, ``[n]``.
+        shards: their shards, as rows of the shard table, ``[n]``.
+        extents: their extents, ``[n, 4]``.
+        starts: their first rows in the shards, by index column, ``[n]`` each.
+    """
+
+    ids: IntArray
+    shards: npt.NDArray[np.int32]
+    extents: IntArray
+    starts: Mapping[str, IntArray]
+
+    def column(self, schema: Schema, column: int, sources: Mapping[int, ShardReader]) -> npt.NDArray[np.uint8]:
+        """Return the rows of a column, trajectory after trajectory, as bytes: each shard is read once."""
+        spec, width = schema.columns[column], schema.row_nbytes[column]
+        counts, starts = rows_on(self.extents, spec.axis), self.starts[START_OF[spec.axis]]
+        sizes = counts * width
+        ends = np.cumsum(sizes)
+        joined = np.empty(int(ends[-1]), np.uint8)
+        targets = joined.ctypes.data + ends - sizes
+        for row, reader in sources.items():
+            here = np.flatnonzero(self.shards == row)
+            first, end = int(starts[here].min()), int((starts + counts)[here].max())
+            rows = np.frombuffer(raw_bytes(reader.rows(column, first, end).contiguous()), np.uint8)
+            kernels.copy_blocks(targets[here], rows.ctypes.data + (starts[here] - first) * width, sizes[here])
+        return joined
 
 
-def _entries_in(catalog: Catalog, rows: Sequence[int]) -> tuple[list[_Entry], dict[str, Any]]:
-    """Return the live or pinned entries in some shards, by ascending id, and what their new shard's label says."""
+def _entries_in(catalog: Catalog, rows: Sequence[int]) -> tuple[_Entries, dict[str, Any]]:
+    """Return the live or pinned entries in some shards, and what their new shard's label says."""
     chosen = np.zeros(len(catalog.shards), np.bool_)
     chosen[rows] = True
     found = TrajectoryIndex()
@@ -355,24 +381,6 @@ def _entries_in(catalog: Catalog, rows: Sequence[int]) -> tuple[list[_Entry], di
         inside = index.first + np.flatnonzero(chosen[index["shard"]])
         found.append(found.translated(index.take(inside), index.texts))
     order = np.argsort(found["trajectory_id"], kind="stable")
-    names = ("trajectory_id", "shard", "steps", "batch", "extra", "document", *STARTS)
-    entries = [
-        _Entry(number, Extent(steps, batch, extra, document), RowLocation(row, *starts))
-        for number, row, steps, batch, extra, document, *starts in zip(
-            *(found[name][order].tolist() for name in names), strict=True
-        )
-    ]
-    return entries, label_at(found, order)
-
-
-class _OpenShard:
-    """A shard whose trajectories are copied."""
-
-    def __init__(self, directory: Directory, manifest: ShardManifest) -> None:
-        self.manifest = manifest
-        self._reader = reader_of(directory, manifest)
-
-    def columns(self, entry: _Entry) -> list[memoryview]:
-        """Return the rows of a trajectory, column by column."""
-        rows = rows_at(self._reader, ranges_of(self.manifest.schema, entry.extent, entry.location))
-        return [raw_bytes(tensor.contiguous()) for tensor in rows]
+    extents = np.stack([found[name][order].astype(np.int64) for name in Extent._fields], axis=1)
+    starts = {name: found[name][order] for name in STARTS}
+    return _Entries(found["trajectory_id"][order], found["shard"][order], extents, starts), label_at(found, order)

@@ -198,16 +198,19 @@ class StoreWriter:
     def compact(self, *, compress: bool) -> None:
         """Compress all shards if asked to, and rewrite them until no dead rows and no two small shards are left.
 
+        What is added meanwhile stays as it is.
+
         Raises:
             StoreWriteError: writing failed; the store is unchanged.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self.flush()
+        below = self.log.catalog.next_id
         with written(": a shard could not be rewritten; nothing was moved"):
             try:
-                while compress and self.rewriter.step(everything=True, compress=0):
+                while compress and self.rewriter.step(below=below, compress=0):
                     pass
-                while self.rewriter.step(everything=True):
+                while self.rewriter.step(below=below):
                     pass
             except CorruptStoreError:
                 self.directory.confirm()  # another writer may have taken over and deleted files
