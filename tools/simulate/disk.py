@@ -17,12 +17,13 @@ from tools.powerloss.sessions import write_tree
 from tools.powerloss.states import state_after
 from tools.simulate.tasks import Tasks
 
-_FAIL = {
+MAY_FAIL = {
     **dict.fromkeys(("write", "writev", "pwrite"), errno.ENOSPC),
     **dict.fromkeys(("fsync", "fdatasync"), errno.EIO),
     **dict.fromkeys(("rename", "mkdir", "link"), errno.ENOSPC),
 }
 """Calls that may fail, and with what."""
+_CHANGES = {*MAY_FAIL, "unlink", "rmdir", "ftruncate"}
 
 
 class Disk(Recorder):
@@ -32,7 +33,7 @@ class Disk(Recorder):
         root: an existing folder.
         ops: what its files were made by.
         tasks: of the world.
-        fails: returns the part of the call of this name that is done before it fails; None if it does not fail.
+        fails: called before a change; returns the part of the call that is done before it fails, or None.
     """
 
     is_unseen: bool
@@ -55,12 +56,12 @@ class Disk(Recorder):
             if task is not None:
                 if name != "close":  # at what moment objects are deleted depends on the version of Python
                     self._tasks.point(name)
-                if name in _FAIL and self._concerns(arguments) and (part := self._fails(name)) is not None:
+                if name in _CHANGES and self._concerns(arguments) and (part := self._fails(name)) is not None:
                     self._tasks.note(f"FAILS {name} after {part}")
                     if name == "writev":
                         first = memoryview(arguments[1][0]).cast("B")
                         call(arguments[0], [first[: int(part * len(first))]])
-                    raise OSError(_FAIL[name], os.strerror(_FAIL[name]))
+                    raise OSError(MAY_FAIL[name], os.strerror(MAY_FAIL[name]))
             result = call(*arguments, **keywords)
             if name == "open" and task is not None:
                 self._owners[result] = task.process

@@ -50,6 +50,7 @@ class Plan:
         unreadable: whether memory that was given back cannot be read.
         sessions: whether clients record sessions of agents, and nothing else.
         limit: of retention, in trajectories; None for none.
+        pauses: seconds between the calls of annotators, of which one is chosen each time.
     """
 
     form: str
@@ -68,6 +69,7 @@ class Plan:
     unreadable: bool
     sessions: bool
     limit: int | None
+    pauses: tuple[float, ...]
 
 
 def plan(chance: random.Random) -> Plan:
@@ -77,11 +79,15 @@ def plan(chance: random.Random) -> Plan:
         for name, weight in WRITES.items()
         if name in ("add", "flush") or chance.random() < 0.6
     }
-    faults = chance.choice((0.0, 0.0, 0.0, 0.05, 0.2))
+    faults, mirror = chance.choice((0.0, 0.0, 0.0, 0.05, 0.2)), chance.random() < 0.15
+    sessions = not mirror and chance.random() < 0.2
+    if sessions and chance.random() < 0.5:
+        faults = chance.choice((0.05, 0.2, 0.5))
+    if mirror:
+        faults = 0.0
     if faults:
         kept.pop("back", None)  # one that fails half-way asks for the store to be opened again
     lives = chance.choice((1, 2, 2, 3))
-    mirror = not faults and chance.random() < 0.15
     if not mirror:
         kept.pop("mirrored", None)
     crashes = ("kill", "kill all", "node", "node") if mirror else ("none", "kill", "kill", "kill all", "power", "power")
@@ -90,7 +96,7 @@ def plan(chance: random.Random) -> Plan:
         writers=chance.choice((1, 1, 2, 3)),
         readers=chance.choice((0, 0, 1, 2)),
         annotators=chance.choice((0, 0, 1, 2)),
-        calls=chance.choice((4, 8, 16)),
+        calls=chance.choice((4, 8, 12)),
         lives=lives,
         crashes=tuple(chance.choice(crashes) for _ in range(lives - 1)),
         faults=faults,
@@ -104,8 +110,9 @@ def plan(chance: random.Random) -> Plan:
         cache=chance.random() < 0.5,
         mirror=mirror,
         unreadable=chance.random() < 0.3,
-        sessions=not mirror and chance.random() < 0.2,
+        sessions=sessions,
         limit=chance.choice((2, 6)) if not mirror and chance.random() < 0.15 else None,
+        pauses=chance.choice(((0.0,), (0.0, 0.0002), (0.0002, 0.001, 0.003))),
     )
 
 
@@ -394,12 +401,15 @@ class Annotator(Client):
     """Gives late values from a process of its own."""
 
     keys: Iterator[int]
+    pauses: tuple[float, ...]
 
     def run(self, calls: int) -> None:
-        """Give values to trajectories that are durable."""
+        """Give values to trajectories that are durable, all or the newest."""
         for _ in range(calls):
-            time.sleep(self.chance.choice((0.0, 0.0002, 0.001, 0.003)))  # a step takes 1 µs
+            time.sleep(self.chance.choice(self.pauses))  # a step takes 1 µs
             durable = sorted(self.model.durable - self.model.evicting)
+            if self.chance.random() < self.fresh:
+                durable = durable[-2:]
             if durable:
                 chosen = self.chance.sample(durable, min(len(durable), 2))
                 with self.may_fail():

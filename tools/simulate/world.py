@@ -30,7 +30,7 @@ from tests.support.witness import check_batch, extent_of
 from tools.powerloss.filesystem import Op
 from tools.simulate import work
 from tools.simulate.agents import Recorder, Told
-from tools.simulate.disk import Disk, waiting_flock
+from tools.simulate.disk import MAY_FAIL, Disk, waiting_flock
 from tools.simulate.judge import Model
 from tools.simulate.released import released_is_unreadable
 from tools.simulate.schedule import Choice, Given, strategy
@@ -104,6 +104,7 @@ class World:
         self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
         self.keys = itertools.count(1)
         self.tasks.alarm, self._fault_from = MOST_STEPS, 0
+        self._changes_left = 0
         self._living: set[int] = set()
         self._driver: Task | None = None
         self._crashed = ""
@@ -140,9 +141,12 @@ class World:
         return bool(self.plan.faults) and self._fault_from <= self.tasks.step
 
     def _fails(self, name: str) -> float | None:
+        self._changes_left -= 1
+        if not self._changes_left:
+            self.tasks.alarm = self.tasks.step  # crash right after this change
         task = self.tasks.mine
         within = self._fault_from <= self.tasks.step < self._fault_from + 300
-        if not (within and task and task.process and self._faults.random() < self.plan.faults):
+        if not (within and name in MAY_FAIL and task and task.process and self._faults.random() < self.plan.faults):
             return None
         return self._faults.choice((0.0, 0.0, 0.5, 1.0))
 
@@ -228,8 +232,11 @@ class World:
             last = life == self.plan.lives - 1
             self._crashed = ""
             self._coming = "none" if last else self.plan.crashes[life]
-            after = self.chance.randrange(20, 2500)
-            self.tasks.alarm = MOST_STEPS if self._coming == "none" else self.tasks.step + after
+            self.tasks.alarm, self._changes_left = MOST_STEPS, 0
+            if self._coming != "none" and self.chance.random() < 0.5:
+                self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 2000)
+            elif self._coming != "none":
+                self._changes_left = self.chance.randint(1, self.chance.choice((10, 40, 160)))
             self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
             if life and not self._living:  # the writer finds a store that others use
                 self._start_others()
@@ -354,7 +361,7 @@ class World:
             self._process(lambda reader=reader: reader.run(self.plan.calls), "reader")  # type: ignore[misc]
         for _ in range(self.plan.annotators):
             annotator = Annotator(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
-            annotator.keys = self.keys
+            annotator.keys, annotator.fresh, annotator.pauses = self.keys, self.plan.fresh, self.plan.pauses
             self._process(lambda one=annotator: one.run(self.plan.calls), "annotator")  # type: ignore[misc]
 
     def _start_recorder(self) -> None:

@@ -1,1 +1,0 @@
-"""Kills processes that record agent sessions."""
