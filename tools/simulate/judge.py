@@ -81,6 +81,13 @@ class Model:
         if self.limit is not None:
             self.evicting |= set(sorted({*self.keys, *seen})[: -self.limit])
 
+    def may_be_gone(self, ids: Collection[int]) -> bool:
+        """Return whether one of these may be evicted, also by retention, for additions that have not returned yet."""
+        gone = set(self.evicting)
+        if self.limit is not None:
+            gone |= set(sorted(self.keys)[: max(len(self.keys) + len(self.adding) - self.limit, 0)])
+        return not gone.isdisjoint(ids)
+
     def go_back(self, step: int) -> None:
         """A rollback begins; until it is done, readers see what is left or what is come back to."""
         self.going = step, self.points[step]

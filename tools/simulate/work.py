@@ -172,7 +172,7 @@ class Client:
             try:
                 self.model.check_read(number, check(self.buffer.get(number)))
             except TrajectoryUnavailableError:
-                if number not in self.model.evicting:
+                if not self.model.may_be_gone([number]):
                     raise
 
     def sample(self) -> None:
@@ -353,7 +353,7 @@ def give(model: Model, value: int, chosen: list[int], target: TrajectoryReplayBu
     try:
         annotate(target, chosen, {"v": value})
     except TrajectoryUnavailableError:
-        if not set(chosen) & model.evicting:
+        if not model.may_be_gone(chosen):
             raise
         model.given.remove(one)
         return
