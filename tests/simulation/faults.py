@@ -13,7 +13,7 @@ class Fault:
     """Replaces text of a function.
 
     Attributes:
-        name: what is wrong then.
+        name: the fault.
         where: module and qualified name of the function.
         right: text in its source, once.
         wrong: what stands there instead.

@@ -54,22 +54,22 @@ def main() -> int:
             if arguments.shorten:
                 outcome = shortened(outcome, before=before)
         if not arguments.json:
-            _tell(outcome, trace=arguments.trace)
+            _report(outcome, trace=arguments.trace)
         if failed and arguments.until_failure:
             break
     seconds = time.monotonic() - begun
     report = {"runs": runs, "steps": steps, "failed": failed, "seconds": round(seconds, 1), "digests": digests}
-    told = (
+    summary = (
         f"{runs} runs, {steps} steps, {len(failed)} failed {failed[:20]}, {seconds:.1f} s, {runs / seconds:.1f} runs/s"
     )
-    sys.stdout.write((json.dumps(report) if arguments.json else told) + "\n")
+    sys.stdout.write((json.dumps(report) if arguments.json else summary) + "\n")
     return bool(failed)
 
 
 _FEW = 100
 
 
-def _tell(outcome: Outcome, *, trace: bool) -> None:
+def _report(outcome: Outcome, *, trace: bool) -> None:
     if trace or outcome.problem:
         steps = outcome.trace if trace else outcome.trace[-40:]
         sys.stdout.writelines(f"{number:6} {task:28} {what}\n" for number, task, what in steps)

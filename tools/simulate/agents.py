@@ -1,4 +1,4 @@
-"""Clients that record sessions of agents, in the writer's process and others; compared with what was acknowledged."""
+"""Clients that record sessions of agents, in the writer's process and others; compared with the acknowledged calls."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trajstore.errors import StoreNotFoundError, StoreWriteError
 
 
 @dataclass
-class Told:
-    """What was acknowledged.
+class Acknowledged:
+    """Acknowledged calls and sessions.
 
     Attributes:
         calls: checksums of calls by id, by rollout id of their session.
@@ -36,7 +36,7 @@ class Told:
     names: Iterator[int] = field(default_factory=itertools.count)
 
     def check(self, store: Path) -> None:
-        """Compare with a store that nobody uses; open sessions are dropped."""
+        """Compare with an unused store; open sessions are dropped."""
         problems = compare(store, self.calls, self.finished, self.finishing)
         if problems:
             raise BrokenPromiseError(f"an acknowledged call is there, once: {problems[:3]}")
@@ -48,8 +48,8 @@ class Recorder:
     """Records one session after the other.
 
     Args:
-        told: of all recorders.
-        chance: decides what is done.
+        acknowledged: of all recorders.
+        chance: random numbers, which choose the calls.
         faulty: whether the disk may fail now.
         process: of this recorder.
         living: processes that live.
@@ -58,14 +58,14 @@ class Recorder:
 
     def __init__(
         self,
-        told: Told,
+        acknowledged: Acknowledged,
         chance: random.Random,
         faulty: Callable[[], bool],
         process: int,
         living: Collection[int],
         opener: TrajectoryReplayBuffer | Path,
     ) -> None:
-        self._told, self._chance, self._faulty = told, chance, faulty
+        self._acknowledged, self._chance, self._faulty = acknowledged, chance, faulty
         self._process, self._living, self._opener = process, living, opener
         self._sessions: Sessions | None = None
         self._session: Session | None = None
@@ -78,7 +78,7 @@ class Recorder:
                 self._open()
             elif self._chance.random() < 0.75 or not self._session.calls():
                 call = add_call(self._session, self._chance)
-                self._told.calls[self._session.rollout_id][call.id] = checksum(call)
+                self._acknowledged.calls[self._session.rollout_id][call.id] = checksum(call)
             else:
                 self._finish(self._session)
         except StoreNotFoundError:
@@ -91,21 +91,21 @@ class Recorder:
         opener = self._opener
         if isinstance(opener, Path):
             opener = self._sessions = self._sessions or Sessions(opener)
-        left = sorted(name for name, owner in self._told.owners.items() if owner not in self._living)
-        name = self._chance.choice(left) if left else f"rollout-{next(self._told.names)}"
-        self._told.owners[name] = self._process
+        left = sorted(name for name, owner in self._acknowledged.owners.items() if owner not in self._living)
+        name = self._chance.choice(left) if left else f"rollout-{next(self._acknowledged.names)}"
+        self._acknowledged.owners[name] = self._process
         session = opener.session("task", name)
-        lost = self._told.calls[name].items() - {call.id: checksum(call) for call in session.calls()}.items()
+        lost = self._acknowledged.calls[name].items() - {call.id: checksum(call) for call in session.calls()}.items()
         if lost:
             raise BrokenPromiseError(f"an acknowledged call is there: {name} lacks {sorted(lost)}")
         self._session = session
 
     def _finish(self, session: Session) -> None:
         name = session.rollout_id
-        self._told.finishing.add(name)
-        self._told.owners.pop(name, None)
+        self._acknowledged.finishing.add(name)
+        self._acknowledged.owners.pop(name, None)
         session.finish(Reward(outcome=1.0))
-        self._told.finished.add(name)
+        self._acknowledged.finished.add(name)
         self._session = None
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ def add_call(session: Session, chance: random.Random) -> Call:
 def compare(
     store: Path, calls: Mapping[str, Mapping[str, int]], finished: Collection[str], finishing: Collection[str]
 ) -> list[str]:
-    """Compare the sessions of a store that nobody uses with what was acknowledged.
+    """Compare the sessions of an unused store with the acknowledged calls.
 
     Args:
         store: its directory.
@@ -150,7 +150,7 @@ def compare(
         finishing: these, and those whose end had begun.
 
     Returns:
-        What is wrong.
+        The problems.
     """
     problems: list[str] = []
     rows: dict[str, list[dict[str, object]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""The disk of a world: real files, whose every change is recorded and may fail, and what a crash leaves of them."""
+"""The disk of a world: real files, whose every change is recorded and may fail, and their state after a crash."""
 
 from __future__ import annotations
 
@@ -76,14 +76,14 @@ class Disk(Recorder):
         return not isinstance(arguments[0], int) or arguments[0] in self._open
 
     def kill(self, process: int) -> None:
-        """Close what a process has open, so that its locks are free; the numbers are not given out again."""
+        """Close a process's descriptors, so that its locks are free; the numbers are not given out again."""
         for descriptor in [number for number, owner in self._owners.items() if owner == process]:
             os.dup2(self._nothing, descriptor)
             self._open.pop(descriptor, None)
             del self._owners[descriptor]
 
     def lose_power(self, chance: random.Random) -> None:
-        """Leave on the disk what a power loss may leave. No process may live."""
+        """Leave a state on the disk that a power loss may leave. No process may live."""
         files = state_after(self.ops, chance)
         self.is_unseen = True
         for name in os.listdir(self._root):

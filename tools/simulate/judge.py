@@ -1,4 +1,4 @@
-"""What a store may hold, whatever threads, crashes and faults do: a plain model of what clients were promised. Pure."""
+"""A plain model of the promises to clients, for any order of threads, crashes and faults. Pure."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Given:
 
 @dataclass
 class Model:
-    """What was begun and what was acknowledged, in the order of the world.
+    """Calls that were begun and acknowledged, in the order of the world.
 
     Attributes:
         keys: of trajectories whose addition returned, by id.
-        adding: keys of additions that have begun and whose ids nobody knows.
+        adding: keys of additions that have begun and whose ids are unknown.
         durable: ids that a ``flush`` acknowledged.
         evicting: ids whose eviction has begun.
         evicted: ids whose eviction returned.
         given: late values.
         used: ids that were given out, and are not to be given out again.
         points: ids that each saved point holds, by step.
-        saving: the step of a point that is being saved, and what it will hold.
+        saving: the step of a point that is being saved, and its contents.
         pins: ids that each pin holds, by name.
         pinning: names of pins that are being set or removed.
         limit: of retention; older trajectories may be evicted at any moment.
@@ -89,13 +89,13 @@ class Model:
         return not gone.isdisjoint(ids)
 
     def go_back(self, step: int) -> None:
-        """A rollback begins; until it is done, readers see what is left or what is come back to."""
+        """A rollback begins; until it is done, readers see the old contents or the point's."""
         self.going = step, self.points[step]
         self._before = self.durable, self.evicting, self.evicted
         self.durable, self.evicting, self.evicted = set(), self.evicting | self.keys.keys(), set()
 
     def arrived(self, seen: Collection[int], *, crashed: bool = False) -> None:
-        """A rollback is over: what came later is gone, and what was evicted since is back; or nothing has changed.
+        """A rollback is over: later trajectories are gone, and those evicted since are back; or nothing has changed.
 
         After a crash, what came later may never have been committed; then its ids may be given out again.
         """
@@ -118,42 +118,42 @@ class Model:
         return frozenset(self.keys.keys() - self.evicting)
 
     def lose_node(self) -> None:
-        """The store is gone with its machine; what the mirror had by then is restored."""
+        """The store is gone with its machine; the mirror's contents are restored."""
         self.evicted, self.durable = set(self.mirrored[0]), set(self.mirrored[1]) & self.keys.keys()
         self.points, self.saving, self.going, self.pins, self.pinning = {}, None, None, {}, set()
         self.values_are_known, self.is_restored = False, True
 
     def check_read(self, number: int, key: int) -> None:
         """A trajectory was read."""
-        expected = self.ever.get(number)  # a reader may show what a rollback has taken away since
+        expected = self.ever.get(number)  # a reader may show trajectories that a rollback removed
         if expected is None and key not in self.begun:
             raise BrokenPromiseError(f"nothing is there that was not added: {number} has the key {key}")
         if expected not in (None, key):
-            raise BrokenPromiseError(f"a trajectory stays what it was: {number} has the key {key}, not {expected}")
+            raise BrokenPromiseError(f"a trajectory does not change: {number} has the key {key}, not {expected}")
 
     def check_seen(self, seen: Collection[int], must: Collection[int], gone: Collection[int]) -> None:
         """Ids were listed; ``must`` and ``gone`` are those that were durable, and evicted, before the listing began."""
         self._retain(seen)  # also of additions that have not returned yet
         lost = sorted(set(must) - set(seen) - self.evicting)
         if lost:
-            raise BrokenPromiseError(f"what was acknowledged is there: {lost} are not among {sorted(seen)}")
+            raise BrokenPromiseError(f"acknowledged trajectories are there: {lost} are not among {sorted(seen)}")
         back = sorted(set(gone) & set(seen))
         if back:
-            raise BrokenPromiseError(f"what was evicted stays away: {back}")
+            raise BrokenPromiseError(f"evicted trajectories stay away: {back}")
 
     def check_values(self, values: Mapping[int, int | None]) -> None:
         """Late values were read when no call was under way but those that a crash has ended."""
         for number, value in values.items() if self.values_are_known else ():
-            calls = [one for one in self.given if number in one.ids]
-            last = max((one.begun for one in calls if one.ended is not None), default=-1)
-            legal: set[int | None] = {one.value for one in calls if one.ended is None or one.ended >= last}
+            calls = [given for given in self.given if number in given.ids]
+            last = max((call.begun for call in calls if call.ended is not None), default=-1)
+            legal: set[int | None] = {call.value for call in calls if call.ended is None or call.ended >= last}
             if last < 0:
                 legal.add(None)
             if value not in legal:
                 raise BrokenPromiseError(f"the newest late value is there: {number} has {value}, not one of {legal}")
 
     def found(self, present: Mapping[int, int]) -> None:
-        """A crash has ended every call; this is what was found."""
+        """A crash has ended every call; ``present`` was found."""
         self.arrived(present, crashed=True)
         for number, key in present.items():
             self.check_read(number, key)
@@ -183,9 +183,7 @@ class Model:
             if name not in found:
                 raise BrokenPromiseError(f"a pin is there: {name} is not among {sorted(found)}")
             if set(found[name]) != ids:
-                raise BrokenPromiseError(
-                    f"a pin holds what it held: {name} has {sorted(found[name])}, not {sorted(ids)}"
-                )
+                raise BrokenPromiseError(f"a pin does not change: {name} has {sorted(found[name])}, not {sorted(ids)}")
         if found.keys() - self.pins.keys():
             raise BrokenPromiseError(f"a removed pin stays away: {sorted(found.keys() - self.pins.keys())}")
 
@@ -199,7 +197,7 @@ class Model:
                 raise BrokenPromiseError(f"a saved point is there: {step} is not among {sorted(found)}")
             if set(found[step]) != ids:
                 raise BrokenPromiseError(
-                    f"a saved point holds what it held: {step} has {sorted(found[step])}, not {sorted(ids)}"
+                    f"a saved point does not change: {step} has {sorted(found[step])}, not {sorted(ids)}"
                 )
 
     def _check_saving(self, found: Mapping[int, Iterable[int]]) -> None:

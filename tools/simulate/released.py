@@ -45,7 +45,7 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int) -> int:
 
 
 def withdraw(address: int, nbytes: int) -> None:
-    """Put pages in the place of mapped ones that nobody may read; the addresses stay taken."""
+    """Put pages in the place of mapped ones that cannot be read; the addresses stay taken."""
     if not nbytes:
         return
     _map(address, nbytes, _PROT_NONE, _PRIVATE | _MAP_FIXED)
@@ -83,7 +83,7 @@ def _moved(tensor: torch.Tensor) -> torch.Tensor:
 def released_is_unreadable() -> Iterator[None]:
     """Let maps of files, memory of waiting trajectories and decoded ones end as unreadable pages; for what begins now.
 
-    Numbers of slots are not given out again either: what a late copy finds under one is memory that was given back.
+    Numbers of slots are not given out again either: a late copy finds released memory under one.
     """
     add_memory, prepare = AddressTable.add_memory, RunningCopies.__init__
 

@@ -58,7 +58,7 @@ class Started:
         self._data = bytearray()
 
     def has_ended(self) -> bool:
-        """Read what it reports, once there is something to read; return whether that was all."""
+        """Read its report, once there is something to read; return True at the end."""
         piece = os.read(self.pipe, 1 << 20)
         self._data += piece
         return not piece

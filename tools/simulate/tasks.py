@@ -38,7 +38,7 @@ class Task:
         name: unique.
         process: of the world's processes.
         until: time at which its wait ends; None without limit, or while it can run.
-        waits_for: what it waits for; empty if it can run.
+        waits_for: in words; empty if it can run.
     """
 
     def __init__(self, name: str, process: int) -> None:
@@ -65,7 +65,7 @@ class Tasks:
         alive: tasks that have not ended.
         alarm: a step number.
         changes: where another task went on than without a choice, and which.
-        trace: every step: number, task, what it was about to do.
+        trace: every step: number, task, its next operation.
     """
 
     def __init__(self, choice: Choice, at_step: Callable[[int], None], end: Callable[[str], NoReturn]) -> None:
@@ -102,10 +102,10 @@ class Tasks:
     def run(self) -> NoReturn:
         """Let the first task run. Called outside of them; the world ends by ``end``, which never comes back here."""
         self._next(None).turn.release()
-        nobody = _new_lock()
-        nobody.acquire()
+        never = _new_lock()
+        never.acquire()
         while True:
-            nobody.acquire()
+            never.acquire()
 
     def kill(self, process: int) -> None:
         """Let a process's tasks never run again; only a task of another process, or one that ends itself, goes on."""
@@ -195,7 +195,7 @@ class Tasks:
         """Return where a task is, without the frames of the simulator."""
         frame = sys._current_frames().get(task.ident)
         frames = traceback.extract_stack(frame) if frame else []
-        return "".join(traceback.format_list([one for one in frames if "/simulate/" not in one.filename][-8:]))
+        return "".join(traceback.format_list([frame for frame in frames if "/simulate/" not in frame.filename][-8:]))
 
 
 class Lock:
@@ -276,7 +276,7 @@ class RLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    # What a condition needs.
+    # Called by conditions.
 
     def _is_owned(self) -> bool:
         return bool(self._count) and self._owner is self._tasks.mine
@@ -293,7 +293,7 @@ class RLock:
 
 @contextlib.contextmanager
 def entered(tasks: Tasks) -> Iterator[None]:
-    """While entered, what is made of ``threading`` and read from ``time`` belongs to the world."""
+    """While entered, primitives made of ``threading`` and times read from ``time`` belong to the world."""
     ends: dict[threading.Thread, Lock] = {}
     numbers = itertools.count()
 

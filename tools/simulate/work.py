@@ -1,4 +1,4 @@
-"""What the clients of a world do: chosen by the seed, and compared with the model after every call."""
+"""The calls of a world's clients: chosen by the seed, and compared with the model after every call."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load":
 
 
 _LONG = 0.9
-"""Simulated seconds; a thread that nobody wakes looks again after one."""
+"""Simulated seconds; a thread that is not woken looks again after one second."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a seed has chosen.
+    """The choices of a seed.
 
     Attributes:
         form: format of the store.
@@ -73,7 +73,7 @@ class Plan:
 
 
 def plan(chance: random.Random) -> Plan:
-    """Return what a seed chooses; each call and fault exists in a part of the seeds only."""
+    """Return the choices of a seed; each call and fault exists in a part of the seeds only."""
     kept = {
         name: weight * chance.choice((1, 1, 1, 5))
         for name, weight in WRITES.items()
@@ -117,7 +117,7 @@ def plan(chance: random.Random) -> Plan:
 
 
 COLUMNS = ("rewards", "dones", "prev_values", "curr_obs.tag")
-"""Of what is added: few, as each takes time."""
+"""Columns of added trajectories: few, as each takes time."""
 
 
 def check(trajectory: AnyTrajectory) -> int:
@@ -131,7 +131,7 @@ class Client:
     Args:
         folder: of the world's disk.
         model: of all clients.
-        chance: decides what is done.
+        chance: random numbers, which choose the calls.
         faulty: whether the disk may fail now.
         note: takes a line for the trace.
     """
@@ -197,13 +197,13 @@ class Client:
 
     def _drawn(self, read: Callable[[], Iterable[int]], *, ahead: bool = False) -> None:
         """Compare keys that were drawn; ``ahead``: before some of them were evicted."""
-        gone = {self.model.keys[one] for one in self.model.evicted if one in self.model.keys}
+        gone = {self.model.keys[number] for number in self.model.evicted if number in self.model.keys}
         try:
             keys = set(read())
         except EmptyBufferError:
             return
         if self.is_current and not ahead and gone & keys:
-            raise BrokenPromiseError(f"what was evicted is not drawn: {sorted(gone & keys)}")
+            raise BrokenPromiseError(f"evicted trajectories are not drawn: {sorted(gone & keys)}")
         unknown = keys - self.model.begun
         if unknown:
             raise BrokenPromiseError(f"nothing is drawn that was not added: {sorted(unknown)}")
@@ -216,7 +216,7 @@ class Writer(Client):
     """Shares a writing buffer with other threads."""
 
     keys: Iterator[int]
-    """Of what is added, for all clients."""
+    """Keys of added trajectories, for all clients."""
     number: int
     """Of the client, in its process."""
 
@@ -261,7 +261,7 @@ class Writer(Client):
         self.model.evicted |= set(chosen)
 
     def listed(self) -> None:
-        """List what is shown."""
+        """List the shown ids."""
         must, gone = set(self.model.keys), set(self.model.evicted)
         self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
 
@@ -280,12 +280,12 @@ class Writer(Client):
         self.buffer.compact()
 
     def save_point(self) -> None:
-        """Save a point; other clients wait, so what it holds is certain."""
+        """Save a point; other clients wait, so its contents are certain."""
         with self.alone():
             step = max(self.model.points, default=0) + 1
             ids = self.model.head
             if self.model.evicting - self.model.evicted:
-                return  # open what it would hold
+                return  # its contents would not be certain
             self.model.saving = step, ids
             self.buffer.points.save(step, keep=2)
             self.model.durable |= ids
@@ -306,7 +306,7 @@ class Writer(Client):
                     self.model.arrived(self.buffer.trajectory_ids.tolist())
 
     def pin(self) -> None:
-        """Pin the store; other clients wait, so what the pin holds is certain."""
+        """Pin the store; other clients wait, so its contents are certain."""
         with self.alone():
             if not self.model.evicting - self.model.evicted:
                 name, ids = f"pin-{next(self.keys)}", self.model.head
@@ -326,7 +326,7 @@ class Writer(Client):
             self.model.pinning.remove(name)
 
     def mirrored(self) -> None:
-        """Wait for the mirror; other clients wait, so what it has is certain."""
+        """Wait for the mirror; other clients wait, so its contents are certain."""
         with self.alone():
             gone, there = frozenset(self.model.evicted), self.model.head
             if self.buffer.mirror.wait(timeout=30.0):
@@ -366,7 +366,7 @@ class Reader(Client):
     is_current = False
 
     def run(self, calls: int) -> None:
-        """Open, and do so many things."""
+        """Open, and make ``calls`` calls."""
         self.reopen()
         for _ in range(calls):
             if hasattr(self, "buffer"):
@@ -391,7 +391,7 @@ class Reader(Client):
                 raise
 
     def listed(self) -> None:
-        """Refresh, and list what is shown."""
+        """Refresh, and list the shown ids."""
         must, gone = set(self.model.durable), set(self.model.evicted)
         self.buffer.refresh()
         self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)

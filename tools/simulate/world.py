@@ -29,7 +29,7 @@ import numpy as np
 from tests.support.witness import check_batch, extent_of
 from tools.powerloss.filesystem import Op
 from tools.simulate import work
-from tools.simulate.agents import Recorder, Told
+from tools.simulate.agents import Acknowledged, Recorder
 from tools.simulate.disk import MAY_FAIL, Disk, waiting_flock
 from tools.simulate.judge import Model
 from tools.simulate.released import released_is_unreadable
@@ -54,15 +54,15 @@ _LAST = 400
 
 @dataclass
 class Outcome:
-    """What a run showed.
+    """The result of a run.
 
     Attributes:
         seed: of the run.
-        problem: what was wrong; empty if nothing.
+        problem: the broken promise or error; empty if none.
         steps: how many there were.
         digest: of every step: number, task, what.
         changes: where another task went on than without a choice.
-        plan: what the seed chose.
+        plan: the choices of the seed.
         trace: the newest steps, or all if asked for.
         seconds: of simulated time.
         operations: of the disk.
@@ -93,7 +93,7 @@ class World:
         self.seed, self._out = seed, out
         self.chance = random.Random(f"work/{seed}")
         self.plan: Plan = plan(self.chance)
-        self.model, self._told = Model(limit=self.plan.limit), Told()
+        self.model, self._acknowledged = Model(limit=self.plan.limit), Acknowledged()
         self._whole = whole
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
         self.tasks = Tasks(choosing, self._at_step, self.end)
@@ -283,7 +283,7 @@ class World:
         self._crashed = "node"
 
     def _look(self, *, last: bool) -> None:
-        """Compare the store with the model; nobody writes.
+        """Compare the store with the model, while no writer lives.
 
         Args:
             last: read everything; else only some of the trajectories that were read before, unless power was lost.
@@ -294,7 +294,7 @@ class World:
             return
         if self.plan.sessions:
             if not self._living:
-                self._told.check(store)
+                self._acknowledged.check(store)
             return
         with TrajectoryReplayBuffer.open(store) as reader:
             self.model.found(self._keys(reader))
@@ -302,11 +302,11 @@ class World:
         if self.model.keys and waiting(directory):  # takes it in
             annotate(store, [min(self.model.keys)], {"looked": self.model.tick()})
         catalog = Catalog.open(directory)
-        if not self._living:  # else an annotator may hold what the inbox has
+        if not self._living:  # else an annotator may hold the inbox
             self.model.check_values(
                 {
-                    one: next((note.value for note in catalog.notes.history(one)[::-1] if note.name == "v"), None)
-                    for one in self.model.keys
+                    number: next((note.value for note in catalog.notes.history(number)[::-1] if note.name == "v"), None)
+                    for number in self.model.keys
                 }
             )
         points = {head.step or 0: ids_in(head) for head in catalog.points()}
@@ -322,15 +322,15 @@ class World:
             raise AssertionError(f"retention is applied: {sorted(self.model.keys)} are more than {limit}")
         report = verify(store) if last or self._crashed else None
         if report and report.problems:
-            raise AssertionError(f"a store is sound: {[(one.file, one.message) for one in report.problems[:3]]}")
+            raise AssertionError(f"a store is sound: {[(found.file, found.message) for found in report.problems[:3]]}")
 
     def _keys(self, reader: Reader) -> dict[int, int]:
         """Read every row of every trajectory, and bootstrap rows of some; return their keys."""
         ids = reader.trajectory_ids.tolist()
-        keys = {one: self.model.keys[one] for one in ids if one in self.model.keys}
-        for one in set(ids) - keys.keys() | set(self.chance.sample(sorted(keys), min(len(keys), 2))):
-            keys[one] = check(reader.get(one))
-        counts = [math.prod(extent_of(keys[one])[:2]) for one in ids]
+        keys = {number: self.model.keys[number] for number in ids if number in self.model.keys}
+        for number in set(ids) - keys.keys() | set(self.chance.sample(sorted(keys), min(len(keys), 2))):
+            keys[number] = check(reader.get(number))
+        counts = [math.prod(extent_of(keys[number])[:2]) for number in ids]
         if ids:
             rows = Drawn(np.repeat(ids, counts), np.concatenate([*map(np.arange, counts)]))
             read = check_batch(reader.read(rows))
@@ -378,7 +378,7 @@ class World:
 
     def _recorder(self, opener: TrajectoryReplayBuffer | Path, chance: random.Random) -> Recorder:
         process = self.tasks.mine.process if self.tasks.mine else 0
-        return Recorder(self._told, chance, lambda: self.is_faulty, process, self._living, opener)
+        return Recorder(self._acknowledged, chance, lambda: self.is_faulty, process, self._living, opener)
 
     def _opened(self) -> TrajectoryReplayBuffer:
         while True:
@@ -413,7 +413,8 @@ class World:
                         client.step(self.plan.weights)
 
             threads = [
-                threading.Thread(target=self._guarded(lambda one=one: use(one)), name="client") for one in clients
+                threading.Thread(target=self._guarded(lambda client=client: use(client)), name="client")
+                for client in clients
             ]  # type: ignore[misc]
             for thread in threads:
                 thread.start()
@@ -435,7 +436,7 @@ class World:
 
 def ids_in(head: Snapshot) -> list[int]:
     """Return the ids that a snapshot names."""
-    return [one for begin, end in head.ids.tolist() for one in range(begin, end + 1)]
+    return [number for begin, end in head.ids.tolist() for number in range(begin, end + 1)]
 
 
 class Gate:
