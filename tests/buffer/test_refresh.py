@@ -118,7 +118,7 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
             assert len(contents.index.before) <= 65
             assert len(contents.addresses.first) <= 64
             assert contents.addresses.mapped <= 5
-            assert len(contents.sources[0].index.before) <= 65
+            assert len(contents.sources[0].catalog.index.before) <= 65
         reader.close()
 
 

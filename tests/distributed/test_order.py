@@ -15,6 +15,7 @@ from trajstore import TrajectoryReplayBuffer
 from trajstore._core.sampling.base import Additions
 from trajstore._core.sampling.draws import Draws
 from trajstore.distributed.change_log import Changes
+from trajstore.distributed.routes import Routes
 from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import MOST_STORES, StoreServer
 from trajstore.errors import ConfigurationError, EmptyBufferError
@@ -240,3 +241,33 @@ def test_many_trajectories_are_those_of_a_plain_list(monkeypatch: pytest.MonkeyP
         assert index.first_of(77) == shown[-77]
         wanted = np.array([*shown[::50], *(number + MOST_STORES for number in shown[::50]), 5])
         assert index.has(wanted).tolist() == [number in set(shown) for number in wanted.tolist()]
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_leaves_while_stores_are_asked_about_copies(silent: bool) -> None:
+    def added(rank: int, first: int, names: list[int]) -> Changes:
+        count = len(names)
+        ids = (first + np.arange(count)) * MOST_STORES + rank
+        rows = Additions(ids, np.ones(count, np.int64), np.zeros(count, np.int64), names=np.array(names))
+        return Changes("start", 1, True, [rows], 100 * MOST_STORES)
+
+    def names_of(ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if silent:
+            index.leave_out(1)
+        else:
+            index.remove(np.array([0]))  # evicted meanwhile
+        return np.where(ids == 0, 0, (ids // MOST_STORES + 1) << 32)
+
+    index = RunIndex()
+    index.take(0, added(0, 0, [1 << 32, 2 << 32, 3 << 32, 4 << 32]))
+    index.show(names_of)
+    assert index.ids.tolist() == [0, 1024, 2048, 3072]
+    index.take(1, added(1, 10, [(1 << 32) + 5, 3 << 32]))  # like the first one in 32 bits, and a copy of the third
+    index.show(names_of)
+    assert index.ids.tolist() == ([0, 1024, 2048, 3072] if silent else [1024, 3072, 10241, 11265])
+
+
+def test_an_answering_store_is_preferred_to_a_silent_one_nearby() -> None:
+    routes = Routes([1], [0, 1], 1.0)
+    assert routes.instead_of(1) == 0
+    assert routes.next() == 0

@@ -32,7 +32,8 @@ class Routes:
             self._at = (self._at + 1) % len(self._order)
             if rank not in self._silent:
                 return rank
-        return self.instead_of(self._order[self._at]) or self._order[self._at]
+        other = self.instead_of(self._order[self._at])
+        return self._order[self._at] if other is None else other
 
     def instead_of(self, rank: int) -> int | None:
         """Mark a store as silent; return another one that is not, or None."""

@@ -158,10 +158,14 @@ class RunIndex:
     def _hide_copies(self, rows: Additions, names_of: Callable[[IntArray], IntArray]) -> Additions:
         """Hide the older copies among new and shown trajectories; return the new ones that are to be shown."""
         names = _names(rows)
-        at = self.table.marked(marks_of(names))
-        shown = self.table.ids_at(at)
+        shown = self.table.ids_at(self.table.marked(marks_of(names)))
+        names_shown = names_of(shown) if len(shown) else shown
+        at = self.table.find(shown)  # only now: what is gone has left the table meanwhile
+        shown, names_shown, at = shown[at >= 0], names_shown[at >= 0], at[at >= 0]
+        stays = ~np.isin(rows.ids % MOST_STORES, np.array([*self._absent], np.int64))
+        rows, names = (rows, names) if stays.all() else (rows.at(np.flatnonzero(stays)), names[stays])
         every_id = np.concatenate([shown, rows.ids])
-        every_name = np.concatenate([names_of(shown) if len(shown) else shown, names])
+        every_name = np.concatenate([names_shown, names])
         older = _with_later_copy(every_id, every_name)
         if not older.any():
             return rows

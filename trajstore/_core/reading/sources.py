@@ -53,10 +53,9 @@ class Lost:
 
 
 class Source(ABC):
-    """A directory with trajectories, listed in ``index``; its ``shard`` column holds rows."""
+    """A directory with trajectories; column ``shard`` of their index holds rows of its table of shards."""
 
     directory: Directory
-    index: TrajectoryIndex
     checked: bool = False
     """Whether checksums are verified on the first read of a shard."""
     linkable: ClassVar[bool]
@@ -123,10 +122,6 @@ class StoreSource(Source):
         self.catalog = catalog
         self.directory = catalog.directory
         self._reader: tuple[int, ShardReader] | None = None  # the next trajectory is often in the same shard
-
-    @property
-    def index(self) -> TrajectoryIndex:  # type: ignore[override]
-        return self.catalog.index
 
     @property
     def name(self) -> str:
