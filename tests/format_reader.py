@@ -624,14 +624,14 @@ def read_sessions(path: Path) -> dict[str, dict[str, Any]]:
 
 def _journal(data: bytes) -> list[tuple[dict[str, Any], bytes]]:
     records, at = [], 0
-    while data[at : at + 2] == b"\xcc\xa1" and at + 10 <= len(data):
-        size, crc = struct.unpack_from("<II", data, at + 2)
-        payload = data[at + 10 : at + 10 + size]
-        if len(payload) < size or zlib.crc32(payload) != crc:
+    while data[at : at + 2] == b"\xcc\xa1" and at + 18 <= len(data):
+        size, crc = struct.unpack_from("<II", data, at + 10)
+        payload = data[at + 18 : at + 18 + size]
+        if len(payload) < size or zlib.crc32(payload + data[at + 2 : at + 10]) != crc:
             break
         head, _, arrays = payload.partition(b"\n")
         records.append((json.loads(head), arrays))
-        at += 10 + size
+        at += 18 + size
     return records
 
 

@@ -15,6 +15,7 @@ from tests.support.sessions import session_rows
 from trajstore import Retention, Reward, Sessions, errors
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.sessions import journal
+from trajstore._core.sessions.records import scan
 
 
 def in_child(work: Callable[[], object], *, killed: bool = False) -> None:
@@ -60,7 +61,10 @@ def begin(store: Path, name: str = "a", *, state: str = "open") -> None:
 def test_a_session_goes_on_after_a_kill(store: Path, state: str, torn: bytes) -> None:
     in_child(lambda: begin(store, state=state), killed=True)
     (old,) = journals(store)
-    old.write_bytes(old.read_bytes() + torn)
+    data = old.read_bytes()
+    end = scan(data)[1]
+    assert len(data) > end + len(torn) and not any(data[end:])  # zeros, into which the next calls are written
+    old.write_bytes(data[:end] + torn + data[end + len(torn) :])
     with opened(store) as buffer:
         assert len(buffer) == 0
         session = buffer.session("task", "a")
@@ -107,7 +111,7 @@ def test_one_of_several_sessions_is_moved(store: Path) -> None:
     assert not journals(store)
 
 
-def test_a_crash_between_copy_and_move_leaves_one_session(store: Path) -> None:
+def test_a_crash_between_copy_and_move_leaves_one_session(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     in_child(lambda: begin(store), killed=True)
     (old,) = journals(store)
     before = old.read_bytes()
@@ -117,9 +121,19 @@ def test_a_crash_between_copy_and_move_leaves_one_session(store: Path) -> None:
     whole = new.read_bytes()
     with Sessions(store) as sessions:
         assert [session.calls for session in sessions.listed()] == [3]
-    new.write_bytes(whole[: whole.index(b'"whole"')])  # and as if the copy had been torn
+    at = whole.index(b'"second"')
+    copied = whole[: whole.index(b'"third"')]  # the head of the call after the copy is cut, too
+    new.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
+    with Sessions(store) as sessions, pytest.raises(errors.CorruptStoreError, match="damaged or missing"):
+        sessions.read("task", "a")  # the call after it was acknowledged, so this is damage
+    assert "is damaged and left out" in caplog.text
+    caplog.clear()
+    for torn in (copied[:at], copied[:at] + bytes(8) + copied[at + 8 :]):
+        new.write_bytes(torn)  # and as if the copy, which is one write, had not reached the disk whole
+        with Sessions(store) as sessions:
+            assert [session.calls for session in sessions.listed()] == [2]
+    assert not caplog.records
     with Sessions(store) as sessions:
-        assert [session.calls for session in sessions.listed()] == [2]
         assert len(sessions.session("task", "a").calls()) == 2
 
 

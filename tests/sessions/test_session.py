@@ -439,8 +439,9 @@ def test_tokens_take_few_bytes(tmp_path: Path) -> None:
             for stop in range(1200, len(tokens), 500):
                 session.add_call(tokens[:stop], tokens[stop : stop + 150], np.full(150, -0.5))
             distinct += len(tokens)
-        size = sum(file.stat().st_size for file in tmp_path.glob("calls/*.calls"))
-    assert size <= 4.5 * distinct
+        (journal,) = tmp_path.glob("calls/*.calls")
+        assert journal.stat().st_size <= 4.5 * distinct + (64 << 10)  # with the space for the next calls
+    assert journal.stat().st_size <= 4.5 * distinct
 
 
 def test_a_frozen_session_takes_gaps_and_a_discarded_one_nothing(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from tools.bench.timing import Times, percentile, seconds
 from tools.bench.workloads import opened
 from trainer_hooks.integrations.nemo_gym import TokenStore
 from trainer_hooks.integrations.rllm import SessionTraceStore
+from trajstore._core.sessions.records import scan
 
 _FIRST, _SAMPLED, _OBSERVED, _CALLS = 1_200, 150, 350, 30
 
@@ -244,7 +245,7 @@ def _alone(options: Options) -> Iterator[Figure]:
     with opened(path) as buffer, (options.folder / "appended").open("ab", buffering=0) as file:
 
         def add(kind: str, call: Call) -> None:
-            values = [np.array(value) for value in call[2:]] if kind == "arrays" else call[2:]
+            values = [(np.array if kind == "arrays" else list)(value) for value in call[2:]]  # as just received
             opening = buffer.session("task", f"{call[0]} {kind}")
             times[kind].take(lambda: opening.add_call(*values, call_id=call[1]))
 
@@ -265,4 +266,4 @@ def _alone(options: Options) -> Iterator[Figure]:
 
 
 def _size(path: Path) -> int:
-    return sum(journal.stat().st_size for journal in (path / "calls").glob("*.calls"))
+    return sum(scan(journal.read_bytes())[1] for journal in (path / "calls").glob("*.calls"))

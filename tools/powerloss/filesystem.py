@@ -4,7 +4,8 @@ The rules are those of ALICE (Pillai et al., OSDI 2014) in their strictest form:
 
 - a file's data are durable after ``fsync`` or ``fdatasync`` of the file, a name after ``fsync`` of its folder; neither
   makes the other durable;
-- any subset of the other operations may survive. A write may survive in part: as a prefix, or as zeros of its length;
+- any subset of the other operations may survive. A write may survive in part, the rest as zeros: its beginning, and
+  if it does not extend the file, also its end or middle (file systems publish a size after the data before it);
 - changes of one name in one folder happen in order. A rename is atomic for both names.
 """
 
@@ -130,6 +131,9 @@ class Pending:
     open: dict[int, Op] = field(default_factory=dict)
     before: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """For each change of names, the last earlier changes of the same names."""
+    inside: set[int] = field(default_factory=set)
+    """Writes that do not extend their files."""
+    _sizes: dict[Node, int] = field(default_factory=dict)
     _last: dict[tuple[Node, str], int] = field(default_factory=dict)
     _synced: dict[int, set[Node]] = field(default_factory=dict)
     _position: int = 0
@@ -144,6 +148,13 @@ class Pending:
                 names = [(folder, name) for folder, name, _ in op.changes]
                 self.before[self._position] = tuple({self._last[name] for name in names if name in self._last})
                 self._last |= dict.fromkeys(names, self._position)
+            elif isinstance(op, Size):
+                self._sizes[op.node] = op.size
+            else:
+                end, size = op.offset + len(op.data), self._sizes.get(op.node, 0)
+                self._sizes[op.node] = max(size, end)
+                if end <= size:
+                    self.inside.add(self._position)
         self._position += 1
 
     def _sync(self, node: Node) -> None:

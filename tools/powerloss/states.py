@@ -23,21 +23,21 @@ class Case:
         moment: number of operations before the crash.
         promises: number of promises among them.
         lost: positions of the operations that were lost.
-        parts: partial writes: position, and the number of bytes kept; the rest is zeros.
+        parts: partial writes: position, and the first byte kept and the one after the last; the rest is zeros.
     """
 
     moment: int
     promises: int
     lost: frozenset[int]
-    parts: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """The surviving operations among those not durable, and the partial writes: bytes kept, the rest zeros."""
+    """The surviving operations among those not durable, and the partial writes."""
 
     kept: frozenset[int]
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int, int], ...] = ()
 
 
 def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
@@ -80,13 +80,15 @@ def state_after(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes | N
 
 def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
     """Return the disk's content by path; None for a folder."""
-    parts = dict(case.parts)
+    parts = {at: (begin, end) for at, begin, end in case.parts}
     tree = Tree()
     for at, op in enumerate(ops[: case.moment]):
         if at in case.lost:
             continue
         if at in parts and isinstance(op, Write):
-            op = Write(op.node, op.offset, op.data[: parts[at]].ljust(len(op.data), b"\0"))
+            begin, end = parts[at]
+            kept = bytes(begin) + op.data[begin:end]
+            op = Write(op.node, op.offset, kept.ljust(len(op.data), b"\0"))
         tree.apply(op)
     return tree.listing()
 
@@ -110,17 +112,26 @@ def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:
     writes = {at: len(op.data) for at, op in open_.items() if isinstance(op, Write)}
     yield _Choice(names)
     yield _Choice(everything - names)
-    yield _Choice(everything, tuple((at, 0) for at in writes))  # full length, all zeros
+    yield _Choice(everything, tuple((at, 0, 0) for at in writes))  # full length, all zeros
     for at in chance.sample(sorted(open_), min(len(open_), _SINGLE)):
         yield _closed(pending, everything - {at})
         yield _Choice(frozenset(_with_earlier(pending, at)))
         if at in writes:
-            yield _Choice(everything, ((at, chance.randrange(writes[at])),))
+            yield _Choice(everything, (_part(pending, at, chance),))
     for _ in range(_RANDOM):
         likely = chance.random()
         kept = _closed(pending, frozenset(at for at in open_ if chance.random() < likely)).kept
         torn = [at for at in sorted(kept & writes.keys()) if chance.random() < 0.2]
-        yield _Choice(kept, tuple((at, chance.randrange(writes[at])) for at in torn))
+        yield _Choice(kept, tuple(_part(pending, at, chance) for at in torn))
+
+
+def _part(pending: Pending, position: int, chance: random.Random) -> tuple[int, int, int]:
+    """Return the part of a write that survives: position, first byte, and the one after the last."""
+    op = pending.open[position]
+    nbytes = len(op.data) if isinstance(op, Write) else 0
+    first, last = sorted(chance.choices(range(nbytes), k=2))
+    parts = [(0, last), (first, nbytes), (first, last)]
+    return position, *chance.choice(parts if position in pending.inside else parts[:1])
 
 
 def _with_earlier(pending: Pending, position: int) -> set[int]:

@@ -11,7 +11,7 @@ from trajstore._core.base.clock import microseconds
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.sessions.folder import Recorded
-from trajstore._core.sessions.records import frame
+from trajstore._core.sessions.records import payload
 from trajstore._core.sessions.rows import path_rows, row_uuids
 from trajstore._core.sessions.session import Session
 from trajstore._core.sessions.sessions import Sessions, local_directory
@@ -146,7 +146,7 @@ class BufferSessions(Sessions):
                 self._folder.refresh()
                 dropped = self._abandoned()
                 if over := [*done, *(session.id for session in dropped)]:
-                    self._journal().append(b"".join(frame({"over": name}) for name in over))
+                    self._journal().append(*(payload({"over": name}) for name in over))
                 if dropped:
                     logger.warning(
                         "%s: %s dropped, without a call for more than %g s and without a process: %s",

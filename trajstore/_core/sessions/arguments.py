@@ -206,9 +206,8 @@ def sampled_log_probs(value: Any, count: int) -> LogProbs | None:
         raise InvalidCallError(
             f"log_probs: has {counted(len(array), 'entry')}, must have one for each of {count} sampled tokens"
         )
-    right = (array <= 0) & (array >= _LOWEST)  # not so if it is no number
-    if not right.all():
-        at = int(np.argmin(right))
+    if array.size and not (array.max() <= 0 and array.min() >= _LOWEST):  # not so if one is no number
+        at = int(np.argmin((array <= 0) & (array >= _LOWEST)))
         raise InvalidCallError(f"log_probs[{at}]: {array[at]}, must be a finite number of at most 0")
     return array.astype(np.float32)
 

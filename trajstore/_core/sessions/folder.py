@@ -12,7 +12,7 @@ from typing import Any
 
 from trajstore._core.files.descriptors import write_all
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, Record, decode_call, frame, scan
+from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, Record, decode_call, frames, payload, scan
 from trajstore._core.sessions.tree import Call
 from trajstore.errors import CorruptStoreError
 
@@ -201,11 +201,11 @@ class JournalFile:
 
     def move(self, session: Recorded) -> None:
         """Record that a session was copied to a later journal. The journal belongs to no process."""
-        data = frame({"s": session.number, "state": "moved"})
+        pieces = frames([payload({"s": session.number, "state": "moved"})])
         with self._root.opened(self.name, os.O_RDWR) as descriptor:
             os.ftruncate(descriptor, self.end)  # a torn record
             os.lseek(descriptor, self.end, os.SEEK_SET)
-            write_all(descriptor, [data])
+            write_all(descriptor, pieces)
             os.fdatasync(descriptor)
         self.refresh()
 

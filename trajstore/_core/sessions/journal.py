@@ -18,7 +18,7 @@ from trajstore._core.base.interrupts import closed_gate, start_thread
 from trajstore._core.files.descriptors import Descriptor, write_all
 from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.holder import holder_document
-from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, frame
+from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, frames, payload
 from trajstore.errors import StoreClosedError, StoreWriteError
 
 _LONGEST = 1.0
@@ -32,11 +32,16 @@ _WORTH_BYTES = 64 << 10
 """From which a journal whose sessions are all over is deleted while its process lives."""
 
 
+_MOST_SPACE, _LEAST_SPACE, _WRITES = 1 << 20, 64 << 10, 8
+"""Zeros that follow the records, for about so many writes like the one that adds them. A write into existing bytes need
+not wait for the file system's own journal, which halves the time of ``fdatasync``."""
+
+
 class Entry:
-    """A record that waits to be written.
+    """Records that wait to be written together.
 
     Attributes:
-        data: its frame.
+        payloads: theirs.
         is_queued: whether a journal has it.
         is_done: whether it is durable, or failed.
         is_next: whether the thread that waits for it writes next.
@@ -47,10 +52,10 @@ class Entry:
         future: of the task that waits for it; None without one, or once it is resumed.
     """
 
-    __slots__ = ("data", "error", "future", "gate", "group", "is_awaited", "is_done", "is_next", "is_queued")
+    __slots__ = ("error", "future", "gate", "group", "is_awaited", "is_done", "is_next", "is_queued", "payloads")
 
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    def __init__(self, *payloads: bytes) -> None:
+        self.payloads = payloads
         self.is_queued = self.is_done = self.is_next = self.is_awaited = False
         self.error: OSError | None = None
         self.gate = closed_gate()
@@ -83,7 +88,7 @@ class CallJournal:
 
     Attributes:
         name: of the file, relative to the store.
-        size: bytes of all durable records.
+        size: bytes of all durable records; the file has zeros after them.
         failures: number of failed writes; records that were prepared before one are refused after it.
     """
 
@@ -100,14 +105,14 @@ class CallJournal:
         self._waiting: threading.Thread | None = None
         self.failures = 0
         self._opened = 0
-        self.size = 0
+        self.size = self._space = 0  # _space: size of the file, unless it is dirty
         root.make_folder(CALLS_FOLDER, shared=True)
         root.sync()
         self.name = f"{CALLS_FOLDER}/{microseconds():020d}-{uuid.uuid4().hex}{SUFFIX}"
         self._file = Descriptor(root.open(self.name, os.O_RDWR | os.O_CREAT | os.O_EXCL), of_process=True)
         fcntl.flock(self._file.number, fcntl.LOCK_EX)
         try:
-            self.append(frame({"journal": 1, "store_id": store_id, **holder_document()}))
+            self.append(payload({"journal": 1, "store_id": store_id, **holder_document()}))
             root.sync(CALLS_FOLDER)
         except BaseException:
             self._file.close()
@@ -202,14 +207,14 @@ class CallJournal:
                 f"{self._root.path / self.name}: {entry.error.strerror or entry.error}: nothing was recorded; try again"
             ) from entry.error
 
-    def append(self, data: bytes) -> None:
-        """Write a record, durably.
+    def append(self, *payloads: bytes) -> None:
+        """Write records, durably.
 
         Raises:
             StoreWriteError: it was not written.
         """
-        entry = Entry(data)
-        while not self.queue(entry, self.failures):  # a write failed just now, upon which this record does not build
+        entry = Entry(*payloads)
+        while not self.queue(entry, self.failures):  # a write failed just now, upon which these records do not build
             pass
         self.wait(entry)
 
@@ -221,15 +226,22 @@ class CallJournal:
         try:
             descriptor = self._file.number
             if self._is_dirty:
-                os.ftruncate(descriptor, self.size)
-                os.lseek(descriptor, self.size, os.SEEK_SET)
+                self._cut(descriptor)
             self._is_dirty = True
-            write_all(descriptor, [entry.data for entry in entries])
+            pieces = frames(content for entry in entries for content in entry.payloads)
+            nbytes = sum(map(len, pieces))
+            size = self.size + nbytes
+            if size > self._space:
+                zeros = min(max(_WRITES * nbytes, _LEAST_SPACE), _MOST_SPACE)
+                self._space = size + zeros
+                pieces.append(bytes(zeros))
+            write_all(descriptor, pieces)
+            os.lseek(descriptor, size, os.SEEK_SET)
             os.fdatasync(descriptor)
         except (OSError, ValueError, MemoryError) as error:
             self._fail(error if isinstance(error, OSError) else OSError(str(error) or "out of memory"))
         else:
-            self._written = self.size + sum(len(entry.data) for entry in entries), entries
+            self._written = size, entries
             self._settle()
 
     def _settle(self) -> None:
@@ -263,17 +275,25 @@ class CallJournal:
     def _undo(self) -> None:
         """Remove what a failed write left; if this fails, too, the next write does it first."""
         try:
-            os.ftruncate(self._file.number, self.size)
-            os.lseek(self._file.number, self.size, os.SEEK_SET)
+            self._cut(self._file.number)
             os.fsync(self._file.number)
         except (OSError, ValueError):
             return
         self._is_dirty = False
 
+    def _cut(self, descriptor: int) -> None:
+        """Remove what follows the durable records."""
+        os.ftruncate(descriptor, self.size)
+        os.lseek(descriptor, self.size, os.SEEK_SET)
+        self._space = self.size
+
     def close(self) -> None:
         """Release the file. Open sessions in it can be continued by other processes."""
         with self._writing:
             if os.getpid() == self._pid:
+                self._settle()
+                with contextlib.suppress(OSError):  # closed before; zeros do no harm
+                    self._cut(self._file.number)
                 self._file.close()
                 self._of_tasks.put(None)
 

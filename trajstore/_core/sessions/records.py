@@ -1,14 +1,13 @@
 """The records of a journal of calls, as bytes. Pure; ``docs/format.md`` describes them.
 
-A frame is the two bytes ``MAGIC``, the length and the CRC-32 of its payload (unsigned, 32 bits, little-endian), and the
-payload: a JSON object, a line feed, and the arrays that the object describes.
+A frame is a head and the payload: a JSON object, a line feed, and the arrays that the object describes.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import orjson
 
 from trajstore._core.columns.document import encode_document
+from trajstore._core.files.base import Buffer
 from trajstore._core.sessions.tree import Call, Tokens
 from trajstore.errors import CorruptStoreError, InvalidCallError
 
@@ -23,7 +23,8 @@ CALLS_FOLDER = "calls"
 SUFFIX = ".calls"
 
 MAGIC = b"\xcc\xa1"
-_HEAD = struct.Struct("<2sII")
+_HEAD = struct.Struct("<2sQII")
+"""Magic; bytes from the first frame that was written with it to this one; length of the payload; checksum."""
 LONGEST = 1 << 30
 """Most bytes of a payload."""
 
@@ -44,22 +45,37 @@ class Record:
     end: int
 
 
-def frame(fields: Mapping[str, Any], *arrays: bytes) -> bytes:
-    """Return the frame of a record.
+def payload(fields: Mapping[str, Any], *arrays: bytes) -> bytes:
+    """Return the payload of a record.
 
     Raises:
         InvalidCallError: it is too long.
     """
-    payload = b"".join((orjson.dumps(fields), b"\n", *arrays))
-    if len(payload) > LONGEST:
-        raise InvalidCallError(f"has {len(payload):,} bytes of tokens, messages and metadata, at most {LONGEST:,}")
-    return _HEAD.pack(MAGIC, len(payload), zlib.crc32(payload)) + payload
+    content = b"".join((orjson.dumps(fields), b"\n", *arrays))
+    if len(content) > LONGEST:
+        raise InvalidCallError(f"has {len(content):,} bytes of tokens, messages and metadata, at most {LONGEST:,}")
+    return content
+
+
+def frames(payloads: Iterable[bytes]) -> list[bytes]:
+    """Return the frames of records that are written at once, in pieces."""
+    pieces: list[bytes] = []
+    before = 0
+    for content in payloads:
+        pieces += (_HEAD.pack(MAGIC, before, len(content), _checksum(content, before)), content)
+        before += _HEAD.size + len(content)
+    return pieces
+
+
+def _checksum(content: Buffer, before: int) -> int:
+    return zlib.crc32(before.to_bytes(8, "little"), zlib.crc32(content))
 
 
 def scan(data: bytes, offset: int = 0) -> tuple[list[Record], int, list[int]]:
     """Return the whole records of a journal, where the last one ends, and where damaged ones begin.
 
-    A record at the end that is not whole is torn, and not damaged: no whole one follows it.
+    The last write may be torn: of its records those after the first one that is not whole are left out. What is not
+    whole before a later write is damaged.
 
     Args:
         data: bytes of the journal from ``offset`` on, which begins a frame.
@@ -69,38 +85,47 @@ def scan(data: bytes, offset: int = 0) -> tuple[list[Record], int, list[int]]:
     records: list[Record] = []
     damaged: list[int] = []
     at = end = 0
+    gap: tuple[int, int] | None = None  # where a write is not whole, and how many records are before this
     while at < len(data):
-        record = _record_at(view, at, offset)
-        if record is not None:
-            if at > end:
-                damaged.append(end + offset)
-            records.append(record)
-            at = end = record.end - offset
+        record, before = _record_at(view, at, offset)
+        if record is None:
+            at = data.find(MAGIC, at + 1)
+            if at < 0:
+                break
             continue
-        at = data.find(MAGIC, at + 1)
-        if at < 0:
-            break
+        if at > end and gap is None:
+            gap = end, len(records)
+        if gap is not None and at - before > gap[0]:
+            damaged.append(gap[0] + offset)
+            gap = None
+        records.append(record)
+        at = end = record.end - offset
+    if gap is not None:
+        end, count = gap
+        del records[count:]
     return records, end + offset, damaged
 
 
-def _record_at(view: memoryview, at: int, offset: int) -> Record | None:
+def _record_at(view: memoryview, at: int, offset: int) -> tuple[Record | None, int]:
+    """Return a whole record, and how many bytes before it its write begins."""
     if at + _HEAD.size > len(view):
-        return None
-    magic, size, crc = _HEAD.unpack_from(view, at)
+        return None, 0
+    magic, before, size, checksum = _HEAD.unpack_from(view, at)
     begin, end = at + _HEAD.size, at + _HEAD.size + size
-    if magic != MAGIC or not 0 < size <= LONGEST or end > len(view) or zlib.crc32(view[begin:end]) != crc:
-        return None
-    payload = bytes(view[begin:end])
-    head, _, _ = payload.partition(b"\n")
+    is_whole = magic == MAGIC and 0 < size <= LONGEST and end <= len(view)
+    if not is_whole or _checksum(view[begin:end], before) != checksum:
+        return None, 0
+    content = bytes(view[begin:end])
+    head, _, _ = content.partition(b"\n")
     try:
         fields = orjson.loads(head)
     except orjson.JSONDecodeError:
-        return None
-    return Record(fields, memoryview(payload)[len(head) + 1 :], at + offset, end + offset)
+        return None, 0
+    return Record(fields, memoryview(content)[len(head) + 1 :], at + offset, end + offset), before
 
 
 def encode_call(call: Call, session: int) -> bytes:
-    """Return the frame of a call.
+    """Return the payload of a call.
 
     Args:
         call: the call.
@@ -112,7 +137,7 @@ def encode_call(call: Call, session: int) -> bytes:
     if call.metadata:
         fields["x"] = call.metadata
     if call.gap is not None:
-        return frame(fields | {"gap": call.gap})
+        return payload(fields | {"gap": call.gap})
     width = _width(call.added)
     fields["n"] = [call.start - call.taken, call.stop - call.start, width]
     if call.base is not None:
@@ -127,10 +152,10 @@ def encode_call(call: Call, session: int) -> bytes:
         fields["v"] = call.policy_version
     if call.finish_reason:
         fields["f"] = call.finish_reason
-    log_probs = b"" if call.log_probs is None else call.log_probs.astype("<f4").tobytes()
+    log_probs = b"" if call.log_probs is None else call.log_probs.astype("<f4", copy=False).tobytes()
     if call.log_probs is not None:
         fields["l"] = 1
-    return frame(fields, _narrow(call.added, width), log_probs)
+    return payload(fields, _narrow(call.added, width), log_probs)
 
 
 def decode_call(record: Record, calls: list[Call]) -> Call:
@@ -194,7 +219,7 @@ def _width(tokens: Tokens) -> int:
 
 
 def _narrow(tokens: Tokens, width: int) -> bytes:
-    return tokens.astype("<i4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+    return tokens.astype("<i4", copy=False).view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
 
 
 def _widened(data: memoryview, width: int) -> Tokens:

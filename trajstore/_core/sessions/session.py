@@ -16,7 +16,7 @@ from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.limits import shown
 from trajstore._core.sessions.arguments import Named, TakesCalls, check_metadata
 from trajstore._core.sessions.journal import CallJournal, Entry
-from trajstore._core.sessions.records import encode_call, frame, plain
+from trajstore._core.sessions.records import encode_call, payload, plain
 from trajstore._core.sessions.rows import path_rows
 from trajstore._core.sessions.tree import Call, CallTree, Tokens
 from trajstore.errors import CallConflictError, InvalidCallError, SessionFinishedError
@@ -292,7 +292,7 @@ class Session(TakesCalls[Call]):
                 if finish is not None:
                     for row in path_rows(self.id, self._tree, self.fields, finish):
                         flatten(row)  # refuses what the store would refuse
-                entry = Entry(frame(fields | ({"state": state} if finish is None else {"finish": finish})))
+                entry = Entry(payload(fields | ({"state": state} if finish is None else {"finish": finish})))
                 self._pending.append((entry, self._state))
                 self._state, self._finish = state, dict(finish or {})
                 if self._journal.queue(entry, failures):

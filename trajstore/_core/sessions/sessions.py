@@ -19,7 +19,7 @@ from trajstore._core.files.opening import open_directory
 from trajstore._core.sessions.arguments import OpensSessions
 from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.journal import CallJournal
-from trajstore._core.sessions.records import encode_call, frame
+from trajstore._core.sessions.records import encode_call, payload
 from trajstore._core.sessions.session import Session
 from trajstore._core.sessions.tree import Call
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
@@ -119,7 +119,7 @@ class Sessions(OpensSessions[Session]):
         journal = self._journal()
         number = journal.next_number()
         begin = {"open": session_id, "s": number, "turn": 0, "at": microseconds(), "fields": fields}
-        journal.append(frame(begin))
+        journal.append(payload(begin))
         return Session(journal, number, session_id, fields, self._add_rows)
 
     def _continued(self, found: Recorded, fields: dict[str, Any]) -> Session:
@@ -133,10 +133,10 @@ class Sessions(OpensSessions[Session]):
         calls, state, journal = file.calls(found), found.state, self._journal()
         number = journal.next_number()
         begin = {"open": found.id, "s": number, "turn": found.turn + 1, "at": found.opened, "fields": found.fields}
-        records = [frame(begin), *(encode_call(call, number) for call in calls)]
+        records = [payload(begin), *(encode_call(call, number) for call in calls)]
         if state != "open":
-            records.append(frame({"s": number, "at": found.last, "state": state}))
-        journal.append(b"".join((*records, frame({"s": number, "whole": 1}))))
+            records.append(payload({"s": number, "at": found.last, "state": state}))
+        journal.append(*records, payload({"s": number, "whole": 1}))
         with suppress(OSError):  # a full disk: the later turn counts
             file.move(found)
         return Session(journal, number, found.id, found.fields, self._add_rows, calls, state)
