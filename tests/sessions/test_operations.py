@@ -19,11 +19,13 @@ def test_list_shows_open_sessions(tmp_path: Path, capsys: pytest.CaptureFixture[
     with opened(tmp_path / "rank_0") as buffer:
         session = buffer.session("sort", "7")
         session.add_call([1, 2], [3])
-        session.add_call([1, 2, 3, 5], [4])
+        session.incomplete("late", "no answer yet")
+        session.incomplete("lost", "no answer")
+        session.add_call([1, 2, 3, 5], [4], call_id="late")
         assert main(["list", str(tmp_path / "rank_0"), "--open"]) == 0
         head, row = capsys.readouterr().out.splitlines()
-        assert head.split()[:5] == ["task", "rollout", "state", "calls", "tokens"]
-        assert row.split()[:5] == ["sort", "7", "open", "2", "5"]
+        assert head.split()[:6] == ["task", "rollout", "state", "calls", "gaps", "tokens"]
+        assert row.split()[:6] == ["sort", "7", "open", "2", "1", "5"]
     assert main(["list", str(tmp_path), "--open", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["rollout_id"], found["state"], found["owner"]) == ("7", "open", None)

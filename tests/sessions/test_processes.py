@@ -63,7 +63,8 @@ def test_a_session_goes_on_after_a_kill(store: Path, state: str, torn: bytes) ->
     (old,) = journals(store)
     data = old.read_bytes()
     end = scan(data)[1]
-    assert len(data) > end + len(torn) and not any(data[end:])  # zeros, into which the next calls are written
+    assert len(data) > end + len(torn)
+    assert not any(data[end:])  # zeros, into which the next calls are written
     old.write_bytes(data[:end] + torn + data[end + len(torn) :])
     with opened(store) as buffer:
         assert len(buffer) == 0

@@ -393,6 +393,62 @@ def test_a_task_without_a_thread_that_waits_is_refused(tmp_path: Path, monkeypat
         assert [call.id for call in session.calls()] == ["a"]
 
 
+def test_a_task_goes_on_if_an_interrupt_ends_the_thread_that_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, resume = threading.Event(), journal._resume_tasks
+    syncs: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        syncs.append(descriptor)
+        assert going.wait(60)  # the first write ends when the other calls are queued
+
+    def interrupted(entries: Any) -> None:
+        monkeypatch.setattr(journal, "_resume_tasks", resume)
+        raise KeyboardInterrupt
+
+    async def run(session: Any) -> None:
+        adding = asyncio.ensure_future(session.add_call_async([1], [2], [-0.5], call_id="task"))
+        await asyncio.sleep(0)  # queued
+        (writes,) = buffer._sink.sessions._journals.values()
+        while len(writes._queue) < 3:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(journal, "_resume_tasks", once)
+        going.set()
+        await asyncio.wait_for(adding, 60)
+
+    def once(entries: Any) -> None:  # of the first write
+        monkeypatch.setattr(journal, "_resume_tasks", interrupted)
+        resume(entries)
+
+    with opened(tmp_path) as buffer:
+        session = buffer.session("task", "one")
+        monkeypatch.setattr(os, "fdatasync", sync)
+        first = threading.Thread(target=session.add_call, args=([1], [2]), kwargs={"call_id": "first"})
+        first.start()
+        while not syncs:
+            pass
+        ended: list[BaseException] = []
+
+        def add() -> None:
+            try:
+                session.add_call([1], [2], call_id="second")
+            except KeyboardInterrupt as error:
+                ended.append(error)
+
+        second = threading.Thread(target=add)
+        second.start()
+        (writes,) = buffer._sink.sessions._journals.values()
+        while len(writes._queue) < 2:
+            pass
+        asyncio.run(run(session))
+        first.join()
+        second.join()
+        monkeypatch.undo()
+        assert len(ended) == 1
+        assert sorted(call.id for call in session.calls()) == ["first", "second", "task"]
+
+
 def test_where_there_are_no_sessions(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer() as memory, pytest.raises(errors.StoreError, match="no store of its own"):
         memory.session("task")

@@ -246,14 +246,14 @@ def _list_open(options: Namespace, out: Output) -> int:
     if options.json:
         out.json([{"store": part.url, **asdict(session)} for part, session in found])
         return 0
-    names = ("task", "rollout", "state", "calls", "tokens", "opened", "last call", "process")
+    names = ("task", "rollout", "state", "calls", "gaps", "tokens", "opened", "last call", "process")
     rows = []
     for _, session in found:
         opened, last = (shown_fact(datetime.fromtimestamp(at / 1e6, UTC)) for at in (session.opened, session.last))
-        numbers = str(session.calls), str(session.tokens)
+        numbers = map(str, (session.calls, session.gaps, session.tokens))
         texts = session.task_id, session.rollout_id, session.state
         rows.append([*(shortened(text, _WIDTH) for text in texts), *numbers, opened, last, session.owner or "ended"])
-    out.table([names, *rows], right=(3, 4))
+    out.table([names, *rows], right=(3, 4, 5))
     return 0
 
 

@@ -36,7 +36,8 @@ class Recorded:
         is_whole: False while a process copies it from an earlier journal.
         state: ``open``, ``frozen``, ``finished``, ``discarded`` or ``moved``.
         finish: arguments of ``finish``.
-        calls: number of its calls.
+        calls: number of its calls with tokens.
+        gaps: ids of those whose tokens are unknown.
         tokens: number of their distinct tokens.
         last: time of its last record.
         places: where its calls are in the journal.
@@ -52,6 +53,7 @@ class Recorded:
     state: str = "open"
     finish: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
+    gaps: set[str] = field(default_factory=set)
     tokens: int = 0
     last: int = 0
     places: list[tuple[int, int]] = field(default_factory=list)
@@ -66,8 +68,13 @@ class Recorded:
         fields = record.fields
         self.last = max(self.last, fields.get("at", 0))
         if "k" in fields:
-            self.calls += 1
-            self.tokens += sum(fields.get("n", (0, 0))[:2])
+            name = fields.get("c", str(fields["k"]))
+            if "gap" in fields:
+                self.gaps.add(name)
+            else:
+                self.calls += 1
+                self.tokens += sum(fields["n"][:2])
+                self.gaps.discard(name)
             self.places.append((record.begin, record.end))
         elif "finish" in fields:
             self.state, self.finish = "finished", fields["finish"]
@@ -86,7 +93,8 @@ class SessionInfo:
         task_id: its task.
         rollout_id: its name within the task.
         state: ``open``, ``frozen``, or ``finished`` while the store's writer has not added its rollouts.
-        calls: number of its calls.
+        calls: number of its calls with tokens.
+        gaps: number of those whose tokens are unknown.
         tokens: number of their distinct tokens.
         opened: when it was opened, µs since 1970.
         last: when its newest call was added, µs since 1970.
@@ -98,6 +106,7 @@ class SessionInfo:
     rollout_id: str
     state: str
     calls: int
+    gaps: int
     tokens: int
     opened: int
     last: int
@@ -292,6 +301,7 @@ class CallsFolder:
                 session.fields["rollout_id"],
                 session.state,
                 session.calls,
+                len(session.gaps),
                 session.tokens,
                 session.opened,
                 session.last,
