@@ -243,4 +243,7 @@ def test_writes_may_be_there_in_part() -> None:
     ops: list[Op] = [Entries(((ROOT, "x", file),)), Sync(ROOT), Write(file, 0, b"abc"), Write(file, 3, b"def")]
     contents = {build(ops, case)["x"] for case in plan(ops, 100, 0) if case.moment == len(ops)}
     assert contents >= {b"", b"abcdef", b"abc", b"\0\0\0def", bytes(6)}
-    assert build(ops, Case(4, 0, frozenset(), ((3, 1),)))["x"] == b"abcd\0\0"
+    assert build(ops, Case(4, 0, frozenset(), ((3, 0, 1),)))["x"] == b"abcd\0\0"
+    ops += [Sync(file), Write(file, 1, b"XYZ")]  # which does not extend the file: any part of it
+    contents = {build(ops, case)["x"] for seed in range(20) for case in plan(ops, 100, seed) if case.moment == len(ops)}
+    assert contents >= {b"abcdef", b"aXYZef", b"aX\0\0ef", b"a\0YZef", b"a\0Y\0ef"}
