@@ -27,6 +27,11 @@ def test_no_promise_is_broken() -> None:
     assert f"{RUNS} runs" in done.stdout
 
 
+def test_a_full_disk_releases_the_sessions_of_a_process_that_closes() -> None:
+    done = simulated("--seed", "1639")
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_seed_repeats_a_run_step_by_step() -> None:
     """Ten runs of each seed, more at a time than there are cores, in two processes whose addresses differ."""
     command = ("--seed", "103", "--runs", "6", "--repeat", "5", "--jobs", "5", "--json")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
 import zlib
@@ -111,8 +110,11 @@ class Recorder:
     def close(self) -> None:
         """Close what belongs to this recorder alone."""
         if self._sessions is not None:
-            with contextlib.suppress(StoreWriteError) if self._faulty() else contextlib.nullcontext():
+            try:
                 self._sessions.close()
+            except (StoreWriteError, OSError):
+                if not self._faulty():
+                    raise
 
 
 def checksum(call: Call) -> int:

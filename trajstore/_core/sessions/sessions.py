@@ -199,11 +199,13 @@ class Sessions(OpensSessions[Session]):
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._journals:
-                with self._folder.locked():
-                    self._tidy(closing=True)
-            for journal in self._journals.values():
-                journal.close()
+            try:
+                if self._journals:
+                    with self._folder.locked():
+                        self._tidy(closing=True)
+            finally:  # else its sessions could not be opened elsewhere
+                for journal in self._journals.values():
+                    journal.close()
 
     def __enter__(self) -> Self:
         return self
