@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,35 @@ def test_a_state_of_many_rows_takes_the_bytes_of_its_numbers(tmp_path: Path) -> 
         saved = buffer.points.save(1, {"sampler": {"powers": torch.rand(rows, dtype=torch.float64)}})
     assert 8 * rows < saved.state_bytes < 8 * rows + 10_000
     assert (tmp_path / "pins" / "step-1.0.json").stat().st_size < 20_000
+
+
+def test_an_object_that_is_asked_for_its_state_may_read_the_store_and_not_change_it(tmp_path: Path) -> None:
+    changes: dict[str, Callable[[], object]] = {
+        "flush": lambda: buffer.flush(),
+        "evict": lambda: buffer.evict([0]),
+        "annotate": lambda: annotate(buffer, [0], {"outcome": 1.0}),
+        "pin": lambda: buffer.points.pin("pin"),
+        "save": lambda: buffer.points.save(2),
+        "remove": lambda: buffer.points.remove(0),
+        "go_to": lambda: buffer.points.go_to(0),
+        "compact": lambda: buffer.compact(),
+        "close": lambda: buffer.close(),
+    }
+
+    class Asks:
+        def state_dict(self) -> dict[str, Any]:
+            for change in changes.values():
+                with pytest.raises(ConfigurationError, match="may read the store, but not change it"):
+                    change()
+            return {"bytes": buffer.get_stats()["live_bytes"], "rows": len(buffer.sample(4)["rewards"])}
+
+    with make(tmp_path) as buffer:
+        add(buffer, range(2))
+        buffer.points.save(0)
+        buffer.points.save(1, {"asks": Asks()})
+        state = buffer.points.state(1)["asks"]
+        assert state == {"bytes": buffer.get_stats()["live_bytes"], "rows": 4}
+        assert len(buffer) == 2
 
 
 def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:

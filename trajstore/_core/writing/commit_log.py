@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -85,7 +86,8 @@ class CommitLog:
         listener: CommitListener | None = None,
     ) -> None:
         self.directory = directory
-        self._lock = locks.lock("CommitLog._lock")
+        self._lock = locks.rlock("CommitLog._lock")  # reentrant for those whom :meth:`asking` lets read
+        self._asking: int | None = None
         self.must_keep_house = False
         """Whether ``keep_house`` must be called: the log may end in half a record, or the last call failed."""
         self._listener = listener or CommitListener()
@@ -106,6 +108,7 @@ class CommitLog:
     def changing(self) -> Iterator[None]:
         """Hold the lock for a change by the writer's user."""
         check_process(self._pid, self.directory.url)  # first: in a forked child the lock may stay held forever
+        self.check_not_asking()
         with self._lock:
             self.check_open()
             yield
@@ -115,6 +118,23 @@ class CommitLog:
         """Yield the catalog while no other thread commits, evicts or deletes."""
         with self._lock:
             yield self.catalog
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Let users' code, which this thread runs with the lock, read the store and refuse its changes."""
+        self._asking = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._asking = None
+
+    def check_not_asking(self) -> None:
+        """Raise :class:`ConfigurationError` within :meth:`asking`, instead of waiting for ever."""
+        if self._asking == threading.get_ident():
+            raise ConfigurationError(
+                f"{self.directory.url}: a state_dict() that is called to save a point may read the store, but not "
+                "change it or wait for it; do so before points.save"
+            )
 
     def check_open(self) -> None:
         """Raise if the writer is closed; within :meth:`changing`, or while selecting files to read.

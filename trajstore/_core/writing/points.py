@@ -137,6 +137,7 @@ class Points:
     @contextmanager
     def _one_change(self) -> Iterator[None]:
         """Exclude other changes, and record the late values acknowledged by now."""
+        self._log.check_not_asking()
         with self._one:
             with self._log.changing():
                 pass  # refuses a closed writer before anything is read
@@ -223,7 +224,9 @@ class Points:
             if self._may_have_leftovers:
                 self._release(())
             replaces = self._may_have_leftovers = name in catalog.pins.heads
-            taken = self._taken(name, *capture())
+            with self._log.asking():
+                captured = capture()
+            taken = self._taken(name, *captured)
             catalog.pins.expect(taken.head)
         try:
             head, files = taken.encoded()
@@ -298,6 +301,7 @@ class Points:
         Raises:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
+        self._log.check_not_asking()
         with self._one, self._changing():
             catalog = self._log.catalog
             try:

@@ -140,6 +140,7 @@ class StoreWriter:
             TimeoutError: ``timeout`` seconds passed.
         """
         self._check_process()
+        self.log.check_not_asking()
         target = self.queue.begin_flush()
         if target >= 0 and not self.queue.wait(target, timeout):
             raise TimeoutError(f"{self.directory.url}: not everything was written within {timeout} s")
@@ -170,7 +171,8 @@ class StoreWriter:
         """
         self._check_process()
         with written(": nothing was given to the trajectories"):
-            self.inbox.record()  # earlier values must not be recorded later and replace these
+            self.log.check_not_asking()
+        self.inbox.record()  # earlier values must not be recorded later and replace these
         if not rows:
             self.log.annotate(update)
             return
@@ -356,7 +358,8 @@ class StoreWriter:
             StoreWriteError: some data did not reach the disk; the writer is closed all the same.
         """
         if not self.closed:
-            uninterrupted(self._close)
+            self.log.check_not_asking()
+        uninterrupted(self._close)
 
     def _close(self) -> None:
         with self._close_lock:
