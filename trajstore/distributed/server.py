@@ -23,7 +23,7 @@ from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
 from trajstore._core.sampling.base import Additions
-from trajstore._core.sessions.records import encode_call
+from trajstore._core.sessions.records import encode_call, frames
 from trajstore._core.sessions.session import Session
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
@@ -235,7 +235,7 @@ class StoreServer:
                 return getattr(session, method)
             result = getattr(session, method)(*arguments, **options)
         if method == "calls":
-            return b"".join(encode_call(call, 0) for call in result)
+            return b"".join(frames(encode_call(call, 0) for call in result))
         if method == "finish":
             self._buffer.wait(result)
             return result
