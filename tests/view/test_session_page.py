@@ -130,7 +130,7 @@ def test_open_sessions_are_listed_and_grow(tmp_path: Path, serve: Serve, page: P
         opened(page, f"{address}/#/overview", link)
         assert f"task / {HOSTILE_CALL}open0 calls" in text_of(page, ".open tbody")
         session.incomplete("plan", "begun")
-        page.until(f"{link}.closest('tr').textContent.includes('1 call')")
+        page.until(f"{link}.closest('tr').textContent.includes('0 calls, 1 gap')")
         clicked(page, ".open tbody a", "document.querySelector('.tree .gap')")
         assert "No call is durable yet." in text_of(page, ".body")
         session.add_call([1, 2, 3], [4], call_id="plan")

@@ -22,7 +22,7 @@ export function showOpen(section, signal) {
       const { sessions, of, damaged } = await ask("sessions", {}, signal);
       const rows = sessions.map((one) => make("tr", { class: "latest" },
         make("th", { scope: "row" }, make("a", { href: linkTo(one.id), "data-focus": `session ${one.id}` }, `${one.task_id} / ${one.rollout_id}`)),
-        [one.state, several(one.calls, "call"), several(one.tokens, "token"), time(one.opened), time(one.last), ownerOf(one)].map((text) => make("td", {}, text))));
+        [one.state, several(one.calls, "call") + (one.gaps ? `, ${several(one.gaps, "gap")}` : ""), several(one.tokens, "token"), time(one.opened), time(one.last), ownerOf(one)].map((text) => make("td", {}, text))));
       keepingFocus(section, () => fill(section, of || damaged.length ? [make("h2", {}, `Open sessions: ${count(of)}`),
         ...refusals(damaged),
         make("div", { class: "given" }, make("table", { "aria-label": "Open sessions" }, make("thead", {}, make("tr", {}, titles.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, rows))),
