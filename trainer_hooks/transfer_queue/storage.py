@@ -264,7 +264,8 @@ class RecordingStorage(StorageManager):  # type: ignore[misc]  # TransferQueue h
         """Close the connections; in the process that started the backend, also the recorder and the storage units."""
         if hasattr(self, "_transport"):
             self._transport.close()
-        _stop_backend()
+        if hasattr(self, "_recorder") and _started.get(BACKEND) == self._recorder:  # not one that was started later
+            _stop_backend()
 
     def can_destroy_zmq_context(self) -> bool:
         """Return whether the transport no longer uses the client's context."""

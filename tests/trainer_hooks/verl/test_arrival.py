@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from tests.trainer_hooks.verl import plane
 from tests.trainer_hooks.verl.builders import fresh_row
 from trainer_hooks.replay.late_values import TASK_ROLLOUTS, TRAINED_STEP
 from trainer_hooks.transfer_queue import RecorderHandle, Row, StoreOptions
+from trainer_hooks.transfer_queue.storage import RecordingStorage
 from trainer_hooks.verl.arrival import VerlRollouts, recorded_rollouts
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.dataplane import add_rows, write_column
@@ -51,6 +53,21 @@ def recorder(tmp_path: Path) -> Iterator[RecorderHandle]:
     )
     yield handle
     handle.close()
+
+
+@ray.remote(num_cpus=0)
+class Nothing:
+    """Another actor."""
+
+
+def test_what_is_left_of_an_earlier_transfer_queue_does_not_end_a_later_one() -> None:
+    """TransferQueue closes managers when they are collected."""
+    earlier = object.__new__(RecordingStorage)
+    earlier._recorder = Nothing.remote()
+    del earlier
+    gc.collect()
+    plane.put([fresh_row("u0", 0)])
+    assert tq.kv_list()[TRAINING]
 
 
 def recorded(folder: Path) -> dict[str, AgentTrajectory]:
