@@ -301,6 +301,20 @@ def test_batches_that_are_ready_lose_what_is_evicted_as_they_do_when_resumed(
         assert [rewards(next(resumed)) for _ in range(8)] == live
 
 
+def test_a_reader_of_a_store_that_was_emptied_waits_for_trajectories(tmp_path: Path) -> None:
+    with fill(tmp_path, range(3)) as writer:
+        writer.flush()
+        shown = reader(tmp_path)
+        with ReplayLoader(shown, 4, prefetch=1, timeout=0.1) as loader:
+            ready(loader, 1)
+            writer.clear()
+            writer.close()
+            fill(tmp_path, range(0)).close()  # writes an index without entries
+            assert shown.refresh()
+            with pytest.raises(TimeoutError, match="0 of 1 trajectory"):
+                next(loader)
+
+
 def test_rows_are_looked_up_again_only_after_a_trajectory_has_left(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -136,6 +138,27 @@ def test_a_crash_between_copy_and_move_leaves_one_session(store: Path, caplog: p
     assert not caplog.records
     with Sessions(store) as sessions:
         assert len(sessions.session("task", "a").calls()) == 2
+
+
+@pytest.mark.parametrize("length", [1, 3, 200])
+def test_a_reader_forgets_records_whose_write_failed(
+    store: Path, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Sessions(store) as sessions, Sessions(store) as reader, ThreadPoolExecutor() as elsewhere:
+        session = sessions.session("task", "a")
+        session.add_call([1], [2])
+
+        def fail(_: int) -> None:
+            assert [info.calls for info in elsewhere.submit(reader.listed).result()] == [2]  # it is in the file
+            raise OSError(errno.EIO, "input/output error")
+
+        with mock.patch.object(os, "fdatasync", fail), pytest.raises(errors.StoreWriteError):
+            session.add_call([1, 2, 3], [4], call_id="failed")
+        session.add_call([1, 2, 5, *[6] * length], [7], call_id="next")
+        session.add_call([1, 2, 5, *[6] * length, 7, 8], [9], call_id="last")
+        assert [info.calls for info in reader.listed()] == [3]
+        assert [call.id for call in reader.read("task", "a")] == ["0", "next", "last"]
+        assert not caplog.records
 
 
 @pytest.mark.parametrize("alive", [True, False])

@@ -29,6 +29,6 @@ def _show(result: Result) -> None:
 
 
 if __name__ == "__main__":
-    parser = command("tools.soak", __doc__, "what is done")
+    parser = command("tools.soak", __doc__, "the calls")
     parser.add_argument("--minutes", type=float, default=60.0, help="how long")
     sys.exit(main(parser, _campaign, _summary))

@@ -13,8 +13,8 @@ from tests.support.witness import check_batch, check_trajectory
 from trajstore import TrajectoryReplayBuffer
 
 
-def follow(path: str, scale: int, seed: int, begun: Semaphore, done: Event, told: Connection) -> None:
-    """Refresh and read until ``done``; tell how many rows were checked, or what was wrong; ``begun`` after a batch."""
+def follow(path: str, scale: int, seed: int, begun: Semaphore, done: Event, results: Connection) -> None:
+    """Refresh and read until ``done``; send the number of rows checked, or the error; set ``begun`` after a batch."""
     torch.set_num_threads(1)
     chance, rows = random.Random(seed), 0
     try:
@@ -29,6 +29,6 @@ def follow(path: str, scale: int, seed: int, begun: Semaphore, done: Event, told
                     if first:
                         begun.release()
                 time.sleep(0.05)
-        told.send(rows)
+        results.send(rows)
     except Exception as error:  # whatever it is, the parent must hear of it
-        told.send(f"a follower ended: {type(error).__name__}: {error}")
+        results.send(f"a follower ended: {type(error).__name__}: {error}")

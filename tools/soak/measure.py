@@ -18,7 +18,7 @@ _SLACK = {
     "log": (1.0, 16 << 20),
     "cost": (2.0, 1.0),
 }
-"""By how much the median of the last quarter may exceed that of the second: a factor, and what is added."""
+"""By how much the median of the last quarter may exceed that of the second: a factor and a summand."""
 
 
 @dataclass(frozen=True)

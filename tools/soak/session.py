@@ -64,9 +64,9 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
 
     Args:
         folder: an empty folder to work in.
-        plan: what is done.
-        seed: of what is added, evicted and pinned.
-        progress: told after each sample.
+        plan: the calls.
+        seed: of the additions, evictions and pins.
+        progress: called after each sample.
     """
     context = forking()
     begun, done = context.Semaphore(0), context.Event()
@@ -91,10 +91,10 @@ def soak(folder: Path, plan: Plan, seed: int, progress: Callable[[Result], None]
             if not ours.poll(_PATIENCE):
                 result.problems.append("a follower did not end")
                 process.kill()
-            elif isinstance(told := ours.recv(), int):
-                result.counts["rows checked by followers"] += told
+            elif isinstance(found := ours.recv(), int):
+                result.counts["rows checked by followers"] += found
             else:
-                result.problems.append(str(told))
+                result.problems.append(str(found))
             process.join()
         session.buffer.close()
     result.problems += [f"{trouble.file}: {trouble.message}" for trouble in verify(folder / "store").problems]
@@ -186,7 +186,7 @@ class _Session:
         return sum(self.sizes.values())
 
     def measure(self, followers: list[int]) -> None:
-        """Wait until followers hold nothing that is gone, then see what is taken."""
+        """Wait until followers hold nothing evicted, then take a sample."""
         limit = time.monotonic() + _PATIENCE
         while True:
             live = self.live()

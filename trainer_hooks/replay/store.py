@@ -91,7 +91,7 @@ def _point_of(catalog: Catalog, name: str) -> PoolPoint | None:
 
 
 class PoolRecords(Protocol):
-    """Agent trajectories under ascending ids, read-only: what a pool is read from."""
+    """Agent trajectories under ascending ids, read-only, for reading a pool."""
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         """Return a trajectory; the caller must not change it.

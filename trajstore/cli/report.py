@@ -188,7 +188,7 @@ def _write_values(title: str, values: dict[str, Any], out: Output, full: bool = 
             out.line(f"  {name}")
             out.text(text, full)
         else:
-            longest = None if out.width is None else max(20, out.width - wide - 35)  # what was left out is counted
+            longest = None if out.width is None else max(20, out.width - wide - 35)  # the others are counted
             rows.append((name, shown_value(value, longest)))
     out.table(rows)
 

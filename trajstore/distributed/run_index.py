@@ -160,7 +160,7 @@ class RunIndex:
         names = _names(rows)
         shown = self.table.ids_at(self.table.marked(marks_of(names)))
         names_shown = names_of(shown) if len(shown) else shown
-        at = self.table.find(shown)  # only now: what is gone has left the table meanwhile
+        at = self.table.find(shown)  # only now: some may have left the table meanwhile
         shown, names_shown, at = shown[at >= 0], names_shown[at >= 0], at[at >= 0]
         stays = ~np.isin(rows.ids % MOST_STORES, np.array([*self._absent], np.int64))
         rows, names = (rows, names) if stays.all() else (rows.at(np.flatnonzero(stays)), names[stays])

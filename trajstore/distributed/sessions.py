@@ -11,7 +11,7 @@ from trajstore._core.sessions.arguments import TakesCalls
 from trajstore._core.sessions.records import decode_call, scan
 from trajstore._core.sessions.tree import Call, CallTree
 from trajstore.distributed.actors import Stores
-from trajstore.errors import StoreUnreachableError
+from trajstore.errors import CorruptStoreError, StoreUnreachableError
 
 
 class RemoteSession(TakesCalls[str]):
@@ -68,9 +68,19 @@ class RemoteSession(TakesCalls[str]):
         return str(self._ask("state"))
 
     def calls(self) -> list[Call]:
-        """Return its calls as added."""
-        calls: list[Call] = []
-        for record in scan(self._ask("calls"))[0]:
+        """Return its calls as added.
+
+        Raises:
+            CorruptStoreError: the answer is not readable, as from another version of trajstore.
+        """
+        data, calls = self._ask("calls"), list[Call]()
+        records, end, _ = scan(data)
+        if end != len(data):
+            raise CorruptStoreError(
+                f"{self._stores.name}: the calls of session {self.task_id}/{self.rollout_id} are not readable here; "
+                "use one version of trajstore on all nodes"
+            )
+        for record in records:
             calls.append(decode_call(record, calls))
         return calls
 

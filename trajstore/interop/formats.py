@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -81,9 +82,10 @@ class Source:
     total: int
 
 
-class Writer:
+class Writer(ABC):
     """Writes files of a format."""
 
+    @abstractmethod
     def encode(self, trajectory: Any, facts: Mapping[str, Any]) -> Any:
         """Return the content of a trajectory as it is written.
 
@@ -94,16 +96,15 @@ class Writer:
         Raises:
             InvalidTrajectoryError: the format cannot have this trajectory; says why.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def append(self, encoded: Sequence[Any]) -> None:
         """Write a portion durably."""
-        raise NotImplementedError
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Complete the files; by default, each portion is complete."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close open files; by default, there are none."""
 
 

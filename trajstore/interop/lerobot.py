@@ -82,7 +82,7 @@ class _Writer(Writer):
         self._stats: dict[str, dict[str, Any]] = {}
         self._fps = _FPS
         self._first: dict[str, Any] = {"features": {}, "scalars": [], "states": False}
-        """What the first episode has."""
+        """Features of the first episode, which all others must have."""
         self._begun = False
         for folder in ("data", "meta/episodes"):
             (path / folder).mkdir(parents=True)

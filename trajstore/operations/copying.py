@@ -338,7 +338,7 @@ def _publish(
 
 
 def _copy(place: Place, target: str, progress: Progress | None, found: Verification | None = None) -> Copied:
-    """Copy one store or directory of RLinf: all of it, or with its damage, as ``found``, what is intact."""
+    """Copy one store or directory of RLinf: whole, or its intact part if ``found`` lists its damage."""
     directory = open_directory(place.url)  # without the ranks beside it: they are copied separately
     copied, files = Copied(place.url, target), list[str]()
     source = None if place.kind == "store" else RLinfSource.open(directory, strict=None if found is None else False)

@@ -384,7 +384,7 @@ def path_of(trajectory: AgentTrajectory, total: int) -> tuple[Report | None, lis
 
 
 def _described(call: Mapping[str, Any]) -> Report:
-    """Return what else a row's metadata has of a call, None for what it lacks."""
+    """Return the other values of a call in a row's metadata; None where one is absent."""
     version, base, messages = call.get("policy_version"), call.get("base"), call.get("messages")
     match messages:
         case [int(first), int(end)] if 0 <= first <= end:

@@ -1,4 +1,4 @@
-"""What the JSON documents of rollouts have, as columns: messages, calls of agent sessions, metadata."""
+"""Messages, calls of agent sessions and metadata in the JSON documents of rollouts, as columns."""
 
 from __future__ import annotations
 

@@ -221,13 +221,14 @@ def test_all_contradictions_are_told_at_once(override_verl: Compose) -> None:
 
 
 def test_what_only_replay_cannot_be_together_with_is_no_matter_to_recording(override_verl: Compose) -> None:
-    block_of(
+    block = block_of(
         override_verl,
         "algorithm.adv_estimator=gae",
         "distillation.enabled=true",
         "algorithm.rollout_correction.bypass_mode=true",
         "actor_rollout_ref.rollout.n=1",
     )
+    assert not block.experience_replay.enable
 
 
 @pytest.mark.parametrize("mode", ["vanilla", "het"])

@@ -87,7 +87,7 @@ def run_campaign(folder: Path, kills: int, seed: int, progress: Callable[[Result
         folder: empty; both runs are left in it.
         kills: how many; more than half of them between the saved point and the model's checkpoint.
         seed: of the moments.
-        progress: told after each kill.
+        progress: called after each kill.
     """
     chance, result = random.Random(seed), Result()
     killed, whole = folder / "killed", folder / "whole"

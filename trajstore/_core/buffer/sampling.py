@@ -328,7 +328,8 @@ class Sampling:
 
         def look(contents: Contents) -> npt.NDArray[np.bool_]:
             positions = contents.index.find_many(drawn.ids)
-            found: npt.NDArray[np.bool_] = (positions >= 0) & (contents.index.at("slot", positions) != UNAVAILABLE)
+            found: npt.NDArray[np.bool_] = positions >= 0
+            found[found] = contents.index.at("slot", positions[found]) != UNAVAILABLE
             found[found] = ~self._are_others(contents, drawn.at(found), positions[found])
             return found
 

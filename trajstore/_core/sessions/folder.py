@@ -12,7 +12,16 @@ from typing import Any
 
 from trajstore._core.files.descriptors import write_all
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.sessions.records import CALLS_FOLDER, SUFFIX, Record, decode_call, frames, payload, scan
+from trajstore._core.sessions.records import (
+    CALLS_FOLDER,
+    HEAD_BYTES,
+    SUFFIX,
+    Record,
+    decode_call,
+    frames,
+    payload,
+    scan,
+)
 from trajstore._core.sessions.tree import Call
 from trajstore.errors import CorruptStoreError
 
@@ -133,6 +142,12 @@ class JournalFile:
         self.sessions: dict[int, Recorded] = {}
         self.over: set[str] = set()
         self.damaged: list[int] = []
+        self._newest = 0, b""  # where the newest record begins, and its head
+
+    def is_continued(self) -> bool:
+        """Return whether the file has the records that were read. Those of a failed write are replaced by others."""
+        begin, head = self._newest
+        return self.read(begin, begin + len(head)) == head
 
     def read(self, begin: int, end: int | None = None) -> bytes:
         """Return bytes of the file."""
@@ -140,8 +155,14 @@ class JournalFile:
             return os.pread(descriptor, (os.fstat(descriptor).st_size if end is None else end) - begin, begin)
 
     def refresh(self) -> None:
-        """Read what was appended."""
-        records, self.end, damaged = scan(self.read(self.end), self.end)
+        """Read the records that were appended."""
+        if self.head and self.read(self.end, self.end + 1) == b"\0":
+            return  # none: its process writes them in order, into zeros
+        start, data = self.end, self.read(self.end)
+        records, self.end, damaged = scan(data, start)
+        if records:
+            begin = records[-1].begin
+            self._newest = begin, data[begin - start :][:HEAD_BYTES]
         for record in records:
             try:
                 self._note(record)
@@ -253,7 +274,7 @@ class CallsFolder:
             file = self.files.get(name) or JournalFile(self._root, name)
             with suppress(FileNotFoundError):  # deleted just now
                 size = self._root.stat(name).st_size
-                if size < file.end:  # records that were not acknowledged were removed
+                if size < file.end or not file.is_continued():
                     file = JournalFile(self._root, name)
                 if size > file.end:
                     file.refresh()

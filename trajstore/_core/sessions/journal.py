@@ -33,7 +33,7 @@ _WORTH_BYTES = 64 << 10
 
 
 _MOST_SPACE, _LEAST_SPACE, _WRITES = 1 << 20, 64 << 10, 8
-"""Zeros that follow the records, for about so many writes like the one that adds them. A write into existing bytes need
+"""Zeros that follow the records, for about eight writes like the one that adds them. A write into existing bytes need
 not wait for the file system's own journal, which halves the time of ``fdatasync``."""
 
 

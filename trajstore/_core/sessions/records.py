@@ -25,6 +25,7 @@ SUFFIX = ".calls"
 MAGIC = b"\xcc\xa1"
 _HEAD = struct.Struct("<2sQII")
 """Magic; bytes from the first frame that was written with it to this one; length of the payload; checksum."""
+HEAD_BYTES = _HEAD.size
 LONGEST = 1 << 30
 """Most bytes of a payload."""
 
@@ -74,8 +75,8 @@ def _checksum(content: Buffer, before: int) -> int:
 def scan(data: bytes, offset: int = 0) -> tuple[list[Record], int, list[int]]:
     """Return the whole records of a journal, where the last one ends, and where damaged ones begin.
 
-    The last write may be torn: of its records those after the first one that is not whole are left out. What is not
-    whole before a later write is damaged.
+    The last write may be torn: it counts up to its first record that is not whole. Such a record before a later write
+    is damaged.
 
     Args:
         data: bytes of the journal from ``offset`` on, which begins a frame.

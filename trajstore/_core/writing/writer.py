@@ -200,7 +200,7 @@ class StoreWriter:
     def compact(self, *, compress: bool) -> None:
         """Compress all shards if asked to, and rewrite them until no dead rows and no two small shards are left.
 
-        What is added meanwhile stays as it is.
+        Later additions are left alone.
 
         Raises:
             StoreWriteError: writing failed; the store is unchanged.
