@@ -57,12 +57,13 @@ def own_count(task: str) -> int:
 
 
 FEW_TASKS = ("data.train_max_samples=4", f"{OPTION}exp_ratio=1.0")
+ONE_HISTORY = (*FEW_TASKS, f"{OPTION}offpolicy_trajectories_per_task=1")
 TURNS = f"{OPTION}in_turns=true"
 
 VARIANTS = {
-    "argmin": Variant(FEW_TASKS, steps=5, histories=1),
+    "argmin": Variant(ONE_HISTORY, steps=5, histories=1),
     "in turns, argmax": Variant(
-        (*FEW_TASKS, TURNS, f"{OPTION}exp_select_mode=argmax"),
+        (*ONE_HISTORY, TURNS, f"{OPTION}exp_select_mode=argmax"),
         steps=5,
         histories=1,
         value=lambda one: -mean_entropy(one),
@@ -70,7 +71,7 @@ VARIANTS = {
     ),
     "separate, shaped, argmax": Variant(
         (
-            *FEW_TASKS,
+            *ONE_HISTORY,
             f"{OPTION}group_offpolicy=separate",
             f"{OPTION}off_policy_shaping=0.1",
             f"{OPTION}exp_select_mode=argmax",
