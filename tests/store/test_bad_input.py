@@ -310,9 +310,13 @@ def test_pickles_of_another_layout_are_no_shards(tmp_path: Path) -> None:
 # -- ownership of the directory ----------------------------------------------------------------------
 
 
-def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lost", [(), ("trajectory_index.json",), ("index_copy.json",)]
+)  # names reach the disk in any order
+def test_a_beginning_that_was_interrupted_is_begun_again(tmp_path: Path, lost: tuple[str, ...]) -> None:
     opened(tmp_path).close()
-    (tmp_path / METADATA_NAME).unlink()
+    for name in (METADATA_NAME, *lost):
+        (tmp_path / name).unlink()
     with opened(tmp_path) as buffer:
         assert buffer.add_trajectories([witness(0)]) == [0]
     assert read(tmp_path) == {0: 0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 
@@ -33,7 +34,7 @@ class Model:
         given: late values.
         used: ids that were given out, and are not to be given out again.
         points: ids that each saved point holds, by step.
-        saving: the step of a point that is being saved, and its contents.
+        saving: the step of a point that is being saved, and its contents, for each attempt since one succeeded.
         pins: ids that each pin holds, by name.
         pinning: names of pins that are being set or removed.
         limit: of retention; older trajectories may be evicted at any moment.
@@ -52,7 +53,7 @@ class Model:
     evicted: set[int] = field(default_factory=set)
     given: list[Given] = field(default_factory=list)
     points: dict[int, frozenset[int]] = field(default_factory=dict)
-    saving: tuple[int, frozenset[int]] | None = None
+    saving: list[tuple[int, frozenset[int]]] = field(default_factory=list)
     pins: dict[str, frozenset[int]] = field(default_factory=dict)
     pinning: set[str] = field(default_factory=set)
     limit: int | None = None
@@ -120,7 +121,7 @@ class Model:
     def lose_node(self) -> None:
         """The store is gone with its machine; the mirror's contents are restored."""
         self.evicted, self.durable = set(self.mirrored[0]), set(self.mirrored[1]) & self.keys.keys()
-        self.points, self.saving, self.going, self.pins, self.pinning = {}, None, None, {}, set()
+        self.points, self.saving, self.going, self.pins, self.pinning = {}, [], None, {}, set()
         self.values_are_known, self.is_restored = False, True
 
     def check_read(self, number: int, key: int) -> None:
@@ -202,8 +203,19 @@ class Model:
 
     def _check_saving(self, found: Mapping[int, Iterable[int]]) -> None:
         """Decide whether the point that was being saved is there, and the older ones that it replaces."""
-        if self.saving is not None:
-            (step, ids), self.saving = self.saving, None
-            if step in found:
+        for step, ids in self.saving:
+            if step in found and (step not in self.points or set(found[step]) == ids):
                 self.points[step] = ids
                 self.points = {one: held for one, held in self.points.items() if one in found or one > step - 2}
+        self.saving.clear()
+
+    def copy(self) -> dict[str, object]:
+        """Return what is known of the store's contents, for :meth:`restore`."""
+        return {name: deepcopy(value) for name, value in vars(self).items() if name not in _OF_THE_WORLD}
+
+    def restore(self, known: Mapping[str, object]) -> None:
+        """What was seen since :meth:`copy` was never durable."""
+        vars(self).update(known)
+
+
+_OF_THE_WORLD = {"given", "begun", "moment", "used", "ever"}

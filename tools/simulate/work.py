@@ -21,11 +21,16 @@ from trajstore.trajectory import AnyTrajectory
 WRITES = {"add": 30, "add_many": 8, "flush": 15, "evict": 8, "get": 10, "sample": 8, "listed": 6, "give": 8}
 WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2, "pin": 3, "unpin": 3}
 WRITES |= {"whole": 3, "load": 3, "mirrored": 8}
+THEMES = (("give", "evict"), ("pin", "unpin"), ("save_point", "back"), ("compact", "get", "sample"), ("load", "whole"))
+"""Calls that narrow worlds consist of, beside adding."""
 READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2}
 
 
 _LONG = 0.9
 """Simulated seconds; a thread that is not woken looks again after one second."""
+
+MOMENTS = ("any", "writev", "fdatasync", "fsync", "rename", "mkdir", "unlink")
+"""Changes of the disk that a crash may follow at once."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Plan:
         lives: how often the writer begins.
         crashes: what ends each life but the last: ``"none"``, ``"kill"`` (the writer), ``"kill all"``, ``"power"`` or
             ``"node"`` (the store is gone, and is restored from its mirror).
+        moments: when, for each of them: ``""`` at a step, or right after one of the first changes of the disk, all or
+            those of one kind.
         faults: which part of the disk's calls fails for a while; 0 for none.
         fresh: how often a call is of the newest trajectories.
         weights: of the writing clients' calls.
@@ -60,6 +67,7 @@ class Plan:
     calls: int
     lives: int
     crashes: tuple[str, ...]
+    moments: tuple[str, ...]
     faults: float
     fresh: float
     weights: dict[str, int]
@@ -74,11 +82,13 @@ class Plan:
 
 def plan(chance: random.Random) -> Plan:
     """Return the choices of a seed; each call and fault exists in a part of the seeds only."""
+    theme = chance.choice(THEMES) if chance.random() < 0.4 else ()
     kept = {
         name: weight * chance.choice((1, 1, 1, 5))
-        for name, weight in WRITES.items()
-        if name in ("add", "flush") or chance.random() < 0.6
+        for name, weight in (dict.fromkeys(theme, 20) or WRITES).items()
+        if theme or chance.random() < 0.6
     }
+    kept |= {name: WRITES[name] * chance.choice((1, 1, 1, 5)) for name in ("add", "flush")}
     faults, mirror = chance.choice((0.0, 0.0, 0.0, 0.05, 0.2)), chance.random() < 0.15
     sessions = not mirror and chance.random() < 0.2
     if sessions and chance.random() < 0.5:
@@ -91,14 +101,18 @@ def plan(chance: random.Random) -> Plan:
     if not mirror:
         kept.pop("mirrored", None)
     crashes = ("kill", "kill all", "node", "node") if mirror else ("none", "kill", "kill", "kill all", "power", "power")
+    ends = tuple(chance.choice(crashes) for _ in range(lives - 1))
+    if not mirror and chance.random() < 0.2:
+        lives, ends = 3, ("kill", "power")  # what a killed process did and the next one took for durable
     return Plan(
         form=chance.choice(("pt", "pkl")),
         writers=chance.choice((1, 1, 2, 3)),
         readers=chance.choice((0, 0, 1, 2)),
-        annotators=chance.choice((0, 0, 1, 2)),
+        annotators=chance.choice((1, 2) if "give" in theme else (0, 0, 1, 2)),
         calls=chance.choice((4, 8, 12)),
         lives=lives,
-        crashes=tuple(chance.choice(crashes) for _ in range(lives - 1)),
+        crashes=ends,
+        moments=tuple(chance.choice(("", "", *MOMENTS)) for _ in ends),
         faults=faults,
         fresh=chance.choice((0.0, 0.5, 0.9)),
         weights=kept,
@@ -286,10 +300,10 @@ class Writer(Client):
             ids = self.model.head
             if self.model.evicting - self.model.evicted:
                 return  # its contents would not be certain
-            self.model.saving = step, ids
+            self.model.saving.append((step, ids))
             self.buffer.points.save(step, keep=2)
             self.model.durable |= ids
-            self.model.saving = None
+            self.model.saving.clear()
             self.model.points[step] = ids
             for old in sorted(self.model.points)[:-2]:
                 del self.model.points[old]

@@ -104,7 +104,7 @@ class World:
         self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
         self.keys = itertools.count(1)
         self.tasks.alarm, self._fault_from = MOST_STEPS, 0
-        self._changes_left = 0
+        self._changes_left, self._change = 0, ""
         self._living: set[int] = set()
         self._driver: Task | None = None
         self._crashed = ""
@@ -141,8 +141,9 @@ class World:
         return bool(self.plan.faults) and self._fault_from <= self.tasks.step
 
     def _fails(self, name: str) -> float | None:
-        self._changes_left -= 1
+        self._changes_left -= self._change in ("any", name)
         if not self._changes_left:
+            self._changes_left = -1
             self.tasks.alarm = self.tasks.step  # crash right after this change
         task = self.tasks.mine
         within = self._fault_from <= self.tasks.step < self._fault_from + 300
@@ -232,11 +233,12 @@ class World:
             last = life == self.plan.lives - 1
             self._crashed = ""
             self._coming = "none" if last else self.plan.crashes[life]
-            self.tasks.alarm, self._changes_left = MOST_STEPS, 0
-            if self._coming != "none" and self.chance.random() < 0.5:
+            self._change = "" if self._coming == "none" else self.plan.moments[life]
+            self.tasks.alarm = MOST_STEPS
+            most = self.chance.choice((10, 40, 160) if self._change == "any" else (3, 10))
+            self._changes_left = self.chance.randint(1, most)
+            if self._coming != "none" and not self._change:
                 self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 2000)
-            elif self._coming != "none":
-                self._changes_left = self.chance.randint(1, self.chance.choice((10, 40, 160)))
             self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
             if life and not self._living:  # the writer finds a store that others use
                 self._start_others()
@@ -250,14 +252,21 @@ class World:
                 while self._living:
                     self.tasks.wait(_CLIENTS)
             if self._crashed == "power":
+                if self._unsettled is not None:
+                    self.model.restore(self._unsettled)
+                self._unsettled = None
                 self.disk.lose_power(random.Random(f"power/{self.seed}/{life}"))
-            if self._crashed == "node":
+            elif self._crashed == "node":
                 self._lose_node()
+            elif self._crashed.startswith("kill") and self._unsettled is None:
+                self._unsettled = self.model.copy()
             self._look(last=last)
         self.disk._compare()
         self.end("")
 
     _coming = ""
+    _unsettled: dict[str, object] | None = None
+    """What was known before a killed process's last changes were seen, which the next writer makes durable."""
 
     def _lose_node(self) -> None:
         """Remove the store, and restore it from its mirror, where there is one yet; the first restore may be killed."""
@@ -391,6 +400,7 @@ class World:
     def _start_writer(self) -> None:
         def run() -> None:
             buffer = self._opened()
+            self._unsettled = None
             gate = Gate()
             clients = []
             for number in range(self.plan.writers):

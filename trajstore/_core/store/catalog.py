@@ -106,10 +106,12 @@ class Catalog(Committed):
         return isinstance(values, dict) and values.get("layout") == LAYOUT
 
     @staticmethod
-    def has_begun(directory: Directory) -> bool:
-        """Return whether there is a snapshot of a store without commits."""
+    def is_beginning(directory: Directory, name: str) -> bool:
+        """Return whether a file is a snapshot of a store without commits."""
+        if name not in (INDEX_NAME, COPY_NAME):
+            return False
         try:
-            value = unseal("snapshot", directory.read(INDEX_NAME), INDEX_NAME)
+            value = unseal("snapshot", directory.read(name), name)
         except CorruptStoreError:
             return False
         return isinstance(value, dict) and value.get("generation") == 0 and value.get("next_id") == 0

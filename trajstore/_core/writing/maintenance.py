@@ -45,14 +45,13 @@ STORE_FOLDERS = (SHARDS_FOLDER, LOG_FOLDER)
 def check_unused(directory: Directory) -> None:
     """Refuse to create a store over files of a damaged store or another program.
 
-    The snapshot is the first file of a new store: one without entries is left by an interrupted creation.
+    The snapshot and its copy are the first files of a new store: without entries they are left by an interrupted
+    creation, one or both.
 
     Raises:
         CorruptStoreError: there are such files.
     """
-    names = directory.names()
-    if INDEX_NAME in names and Catalog.has_begun(directory):
-        names = [name for name in names if name not in (INDEX_NAME, COPY_NAME)]
+    names = [name for name in directory.names() if not Catalog.is_beginning(directory, name)]
     files = [name for name in names if name in _OF_A_STORE or name.split("/")[0] in _OF_A_STORE]
     if METADATA_NAME in files:
         parse_metadata(directory.read(METADATA_NAME), f"{directory.url}/{METADATA_NAME}")
