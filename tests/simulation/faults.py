@@ -182,4 +182,22 @@ FAULTS = (
         "rows = replica.lacking(picture, catalog, lines) or []",
         "rows = []",
     ),
+    Fault(
+        "sessions are kept by a process whose close fails",
+        "trajstore._core.sessions.sessions:Sessions.close",
+        "finally:",
+        "except ZeroDivisionError:\n            pass\n        else:",
+    ),
+    Fault(
+        "a loader of an emptied store fails",
+        "trajstore._core.buffer.sampling:Sampling.readable",
+        'found[found] = contents.index.at("slot", positions[found])',
+        'found &= contents.index.at("slot", positions)',
+    ),
+    Fault(
+        "a beginning whose names are not all there is refused",
+        "trajstore._core.store.catalog:Catalog.is_beginning",
+        "name not in (INDEX_NAME, COPY_NAME)",
+        "name != INDEX_NAME",
+    ),
 )
