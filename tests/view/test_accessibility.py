@@ -82,7 +82,7 @@ def test_every_view_names_its_controls(tmp_path: Path, serve: Serve, page: Page,
         (f"{blocks}/#/trajectory/99", "document.querySelector('main .trouble')"),
     ):
         page.open(address)
-        page.until("document.querySelector('main[aria-busy=false]') && document.querySelector('#live[data-live=yes]')")
+        page.until("document.querySelector('main[aria-busy=false]') && document.querySelector('#live[data-live]')")
         page.until(drawn)
         page.run("for (const one of document.querySelectorAll('details')) one.open = true")
         nodes = told_of(page)

@@ -43,8 +43,8 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         assert page.run("return window.head.isConnected"), "a click on it would have been lost"
         page.keys("#filter", "outcome > 0 and task = 'task-1'\n")
         page.until("document.querySelector('.total').textContent === '40 trajectories, newest commit first'")
-        clicked(page, ".heads > div:nth-child(1) button", "document.querySelector('[aria-sort=descending] code')")
-        clicked(page, ".heads > div:nth-child(1) button", f"{ROWS}[0] === '5'")
+        clicked(page, ".heads button", "document.querySelector('[aria-sort=descending]:first-child')")
+        clicked(page, ".heads button", f"{ROWS}[0] === '5'")
         assert text_of(page, ".total") == "40 trajectories, by id"
         assert text_of(page, "[aria-sort=ascending]") == "id ↑trajectory_id"
         page.keys(".grid", "\ue010")  # End
@@ -430,9 +430,9 @@ def test_the_curve_of_log_probs_is_there_where_they_are_and_says_what_it_lacks(
         writer.add_trajectories([rollout(at) for at in range(24, 32)])
         writer.flush()
         caption = "document.querySelector('[data-curve=log_prob] figcaption').textContent"
-        page.until(f"{caption} === 'Mean log-prob ± standard deviationat most 8 rollouts per point, 1 not finite'")
+        page.until(f"{caption} === 'Mean log-prob, 95 % intervalat most 8 rollouts per point, 1 not finite'")
         value = "document.querySelector('[data-curve=log_prob] [role=slider]').getAttribute('aria-valuetext')"
-        assert page.run(f"return {value}") == "policy version 3: -1.357 ± 0, n = 8"
+        assert page.run(f"return {value}") == "policy version 3: -1.357 (-1.357 to -1.357), n = 8"
         page.keys("[data-curve=log_prob] [role=slider]", "\ue012")  # left: a NaN point
         assert page.run(f"return {value}") == "policy version 2: unknown"
         page.click("[data-over=time]")
@@ -485,5 +485,5 @@ def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
         assert page.run("return document.documentElement.scrollWidth") <= 360, place
         assert page.run("return document.querySelector('main').scrollWidth") <= 360, place
     assert page.run("return document.querySelector('#path').checkVisibility()")
-    assert text_of(page, "#live") == "live · 31 trajectories"
+    assert text_of(page, "#live") == "no writer · 31 trajectories"
     page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -250,14 +250,15 @@ def test_overview_and_group_are_what_the_query_says(tmp_path: Path, serve: Serve
             0.5,
         )
         assert (overview["without_outcome"], overview["unreadable_count"]) == (1, 0)
-        assert (overview["outcome_n"], overview["outcome_sd"]) == (40, pytest.approx((10 / 39) ** 0.5))
+        wilson = pytest.approx([0.3519953, 0.6480047])  # scipy.stats.binomtest(20, 40).proportion_ci(method="wilson")
+        assert (overview["outcome_n"], [overview["outcome_low"], overview["outcome_high"]]) == (40, wilson)
         versions = writer.query().where("version_high is not null").group_by("version_high")
         curve = {row["version_high"]: row["n"] for row in versions.select("count(*) as n").rows()}
         assert {at: overview["by_version"]["count"][overview["by_version"]["x"].index(at)] for at in curve} == curve
         assert sum(overview["by_time"]["count"]) == 42
         at = overview["by_version"]["x"].index(0)  # eight rollouts, outcomes 0 and 1
-        spread = [overview["by_version"][f"outcome{name}"][at] for name in ("", "_n", "_sd", "_low", "_high")]
-        assert spread == [0.5, 8, pytest.approx((2 / 7) ** 0.5), 0.0, 1.0]
+        curve = [overview["by_version"][f"outcome{name}"][at] for name in ("", "_n", "_low", "_high")]
+        assert curve == [0.5, 8, pytest.approx(0.2152161), pytest.approx(0.7847839)]
         assert overview["histograms"]["outcome"] == {"values": [0.0, 1.0], "counts": [20, 20]}
         assert overview["histograms"]["response"] is None  # all have the same length
         assert [row["count"] for row in overview["by_task"]] == [8] * 5
@@ -351,11 +352,9 @@ def test_the_curve_of_log_probs_is_of_some_rollouts_and_the_same_each_time(tmp_p
         address = serve(tmp_path)
         curve = ask(address, "sampled", name="log_prob", over="version")
         assert (curve["x"], curve["log_prob"]) == ([0, 1, 2, 3], [-1.0, -1.0, None, "nan"])
-        assert (curve["log_prob_n"], curve["log_prob_sd"]) == (
-            [2, 1, 0, 1],
-            [pytest.approx(0.5**0.5), None, None, None],
-        )
-        assert (curve["log_prob_low"][0], curve["log_prob_high"][0]) == (-1.5, -0.5)  # cut at the lowest and highest
+        assert (curve["log_prob_n"], curve["log_prob_low"][1:]) == ([2, 1, 0, 1], [None] * 3)
+        ends = [pytest.approx(-1 + 1.959964 * error) for error in (-0.5, 0.5)]  # deviation / sqrt(n)
+        assert [curve["log_prob_low"][0], curve["log_prob_high"][0]] == ends
         block = witness(3)
         assert block.rewards is not None
         rewards = ask(address, "sampled", name="reward", over="time")

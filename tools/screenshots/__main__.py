@@ -185,7 +185,7 @@ def _picture(page: Page, view: View, address: str, theme: str) -> bytes:
     page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
     page.open(f"{address}/#/{view.address}")
     try:
-        page.until("document.querySelector('main[aria-busy=false]') && document.querySelector('#live[data-live=yes]')")
+        page.until("document.querySelector('main[aria-busy=false]') && document.querySelector('#live[data-live]')")
         page.until(view.drawn)
     except AssertionError as error:
         raise ComplaintError(f"{view.name}, {theme}: {error}") from None

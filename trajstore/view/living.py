@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 from trajstore.view.answers import Answer, columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
-from trajstore.view.overview import MEASURED, Sample, overview, sampled, spread_of
+from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
 from trajstore.view.rollout import answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import OfReader, Shown
@@ -56,6 +58,9 @@ MOST_PATHS = 256
 MOST_GIVEN = 10_000
 """Maximum number of trajectories annotated at once."""
 
+_LOOK_APART = 5.0
+"""Seconds between two looks for writers."""
+
 _SUMS = 10_000
 """Number of trajectories whose sums of log-probs or rewards are cached."""
 
@@ -72,17 +77,19 @@ class State:
         trajectories: number of visible trajectories.
         trouble: reason why nothing newer can be shown, or damage found when the store was opened; None if all is well.
         sessions: number of changes of open sessions so far.
+        written: whether a writer has the store open.
     """
 
     name: str
     trajectories: int
     trouble: str | None = None
     sessions: int = 0
+    written: bool = False
 
     @property
     def moment(self) -> str:
-        """Unique name of the state and of the open sessions."""
-        return f"{self.name}.{self.sessions}"
+        """Unique name of the state, of the open sessions, and of whether there is a writer."""
+        return f"{self.name}.{self.sessions}.{self.written:d}"
 
 
 class Living:
@@ -113,6 +120,8 @@ class Living:
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
         self._start, self._number = secrets.token_hex(4), 0
+        self._looked = -math.inf
+        """Monotonic time at which the writer locks were read last; of the first thread."""
         self.state = State(self._name(), len(shown), self._damage())
         """The present state; replaced as a whole, so that any thread may read it."""
 
@@ -140,15 +149,25 @@ class Living:
         try:
             changed = sum(run.refresh() for run in self._runs) > 0
             sessions += self._open.refresh(() if self._shown.pin else self._directories().values())
+            written = self._is_written()
             trouble = self._damage()
         except (StoreError, OSError) as error:  # may be temporary while the directory is replaced
-            changed, trouble = False, str(error)
+            changed, written, trouble = False, False, str(error)
             if trouble != self.state.trouble:
                 logger.warning("%s", trouble)
         if changed or trouble != self.state.trouble:
             self._number += 1
-        self.state = State(self._name(), len(self._shown), trouble, sessions)
+        self.state = State(self._name(), len(self._shown), trouble, sessions, written)
         return self.state
+
+    def _is_written(self) -> bool:
+        """Return whether a writer has the store open; reads its lock, which may be far away, every few seconds."""
+        if self._shown.pin is not None or self._shown.catalogs() is None:
+            return self._shown.pin is None  # a handle's stores are written until they stop
+        if time.monotonic() - self._looked < _LOOK_APART:
+            return self.state.written
+        self._looked = time.monotonic()
+        return any(directory.is_written() for directory in self._directories().values())
 
     def about(self) -> Answer:
         """Return the path, the available facts, whether there are a pool and a training ledger, and the state."""
@@ -467,7 +486,7 @@ class Living:
         return found
 
     def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
-        """Return a point of a curve: the mean over some trajectories, its spread, and the number of unreadable ones.
+        """Return a point of a curve: the mean over some trajectories, its interval, and the number of unreadable ones.
 
         Of ``log_prob``, the mean over the model's tokens (the trainer's log-probs are preferred to the engine's); of
         ``reward``, over the steps of blocks. The keys are ``name``, ``NAME_n`` and so on as in ``view/overview``, and
@@ -491,10 +510,8 @@ class Living:
                 del self._sums[key]
         while len(self._sums) > _SUMS:
             self._sums.popitem(last=False)
-        values = sum(count for _, count in found)
-        mean = sum(total for total, _ in found) / values if values else None
-        spread = spread_of([total / count for total, count in found if count], mean or 0.0)
-        return {name: plain(mean), **{f"{name}_{key}": plain(value) for key, value in spread.items()}, "unread": unread}
+        point = {f"{name}_{key}": plain(value) for key, value in mean_of(found).items()}
+        return {name: point.pop(f"{name}_mean"), **point, "unread": unread}
 
     def _sum_of(self, number: int, name: str, run: int) -> tuple[float, int]:
         """Return the sum of a trajectory's values, and their number."""

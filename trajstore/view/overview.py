@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,11 +30,17 @@ _MOST_TASKS = 200
 _BARS = 10
 """Maximum number of different values that have a bar each in a histogram; others are in about as many intervals."""
 
-_MEANS = ("outcome", "success_rate", "response", "turns")
+_RATES = ("outcome", "success_rate")
+"""Facts that may be proportions: if all values are 0 or 1."""
+
+_MEANS = (*_RATES, "response", "turns")
 """Facts with a curve of means."""
 
 MEASURED = {"log_prob": "agent", "reward": "step"}
 """Kind of the trajectories that are read for a curve, by the curve's name."""
+
+_Z = 1.959964
+"""Standard errors from the middle of a 95 % interval to its ends, of a normal distribution."""
 
 
 def overview(table: DataFrame) -> Answer:
@@ -42,15 +48,18 @@ def overview(table: DataFrame) -> Answer:
     pl = polars()
     agents = table.filter(pl.col("kind") == "agent")
     readable = table.filter(pl.col("readable"))
+    known = table.drop_nulls("outcome")
+    low, high = interval(known["outcome"].mean(), len(known), _error(known["outcome"]), _is_binary(known["outcome"]))
     return {
         "trajectories": len(table),
         "agents": len(agents),
         "samples": int(table["samples"].sum()),
         "bytes": int(table["bytes"].sum()),
         "tasks": table["task"].n_unique() - int(bool(table["task"].null_count())),
-        "outcome": plain(table["outcome"].mean()),
-        "outcome_sd": plain(table["outcome"].std()),
-        "outcome_n": table["outcome"].count(),
+        "outcome": plain(known["outcome"].mean()),
+        "outcome_low": plain(low),
+        "outcome_high": plain(high),
+        "outcome_n": len(known),
         "outcomes": [plain(table["outcome"].min()), plain(table["outcome"].max())],
         "unreadable": [shown_id(number) for number in table.filter(~pl.col("readable"))["trajectory_id"][:20]],
         "unreadable_count": len(table) - len(readable),
@@ -88,14 +97,58 @@ def _histogram(values: Series) -> Answer | None:
     return {"edges": edges, "counts": np.bincount(places, minlength=len(edges) - 1).tolist()}
 
 
-def spread_of(means: Sequence[float], mean: float) -> Mapping[str, float | int | None]:
-    """Return ``{"n", "sd", "low", "high"}`` of some values, as the curves of facts have it."""
-    if not means:
-        return {"n": 0, "sd": None, "low": None, "high": None}
-    squares = [(value - mean) * (value - mean) for value in means]
-    deviation = math.sqrt(sum(squares) / (len(means) - 1)) if len(means) > 1 else None
-    low, high = (mean, mean) if deviation is None else (mean - deviation, mean + deviation)
-    return {"n": len(means), "sd": deviation, "low": max(low, min(means)), "high": min(high, max(means))}
+def interval(mean: Any, count: Any, error: Any, is_binary: bool) -> tuple[Any, Any]:
+    """Return the ends of a 95 % interval of a mean of independent values; None where it is unknown.
+
+    Of values that are 0 or 1 it is that of a proportion, see E. B. Wilson, "Probable inference, the law of succession,
+    and statistical inference", Journal of the American Statistical Association 22 (1927). Of others it is the mean
+    ± 1.96 standard errors.
+
+    Args:
+        mean: the mean, a number or an expression of Polars, like the next two.
+        count: number of values.
+        error: standard error of the mean; None if it is unknown.
+        is_binary: whether all values are 0 or 1.
+    """
+    if mean is None or (not is_binary and error is None):
+        return None, None
+    if not is_binary:
+        return mean - _Z * error, mean + _Z * error
+    square = _Z * _Z / count
+    middle = (mean + square / 2) / (1 + square)
+    half = (mean * (1 - mean) * square + square * square / 4) ** 0.5 / (1 + square)
+    return middle - half, middle + half
+
+
+def _is_binary(values: Series) -> bool:
+    return bool(values.is_in([0.0, 1.0]).all())
+
+
+def _error(values: Any) -> Any:
+    """Return the standard error of a mean; None of fewer than two values."""
+    deviation = values.std()
+    return None if deviation is None else deviation / values.count() ** 0.5
+
+
+def mean_of(sums: Sequence[tuple[float, int]]) -> dict[str, float | int | None]:
+    """Return ``{"mean", "n", "low", "high"}``: the mean over the values of some trajectories, and its interval.
+
+    Values of one trajectory depend on each other, so the standard error is that of a ratio of two sums over
+    trajectories (W. G. Cochran, *Sampling Techniques*, 3rd edition, 1977, chapter 6). ``n`` is the number of
+    trajectories.
+
+    Args:
+        sums: for each trajectory, the sum of its values and their number.
+    """
+    sums = [(total, count) for total, count in sums if count]
+    if not sums:
+        return {"mean": None, "n": 0, "low": None, "high": None}
+    n, values = len(sums), sum(count for _, count in sums)
+    mean = sum(total for total, _ in sums) / values
+    squares = sum((total - mean * count) * (total - mean * count) for total, count in sums)
+    error = math.sqrt(squares * n / (n - 1)) / values if n > 1 else None
+    low, high = interval(mean, n, error, is_binary=False)
+    return {"mean": mean, "n": n, "low": low, "high": high}
 
 
 def sampled(table: DataFrame, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
@@ -156,10 +209,9 @@ def _spans(table: DataFrame) -> DataFrame:
 
 
 def _curves(table: DataFrame) -> Answer:
-    """Return curves over ``x``: counts, means with their spread, and the lowest and highest id.
+    """Return curves over ``x``: counts, means with their interval, and the lowest and highest id.
 
-    The spread of ``NAME`` is ``NAME_n``, ``NAME_sd`` (standard deviation of a sample), ``NAME_low`` and ``NAME_high``:
-    the mean minus and plus the deviation, cut at the lowest and highest value.
+    ``NAME_n`` is the number of values, ``NAME_low`` and ``NAME_high`` the ends of the mean's interval.
     """
     pl = polars()
     curves = (
@@ -167,7 +219,7 @@ def _curves(table: DataFrame) -> Answer:
         .agg(
             count=pl.len(),
             samples=pl.col("samples").sum(),
-            **{key: values for name in _MEANS for key, values in _spread(name).items()},
+            **{key: values for name in _MEANS for key, values in _mean(table, name).items()},
             first=pl.col("trajectory_id").min(),
             last=pl.col("trajectory_id").max(),
         )
@@ -176,18 +228,11 @@ def _curves(table: DataFrame) -> Answer:
     return _by_name(curves)
 
 
-def _spread(name: str) -> dict[str, Expr]:
-    """Return the mean and the spread of a fact, by name."""
-    pl = polars()
-    values = pl.col(name)
-    mean, deviation = values.mean(), values.std().fill_null(0)
-    return {
-        name: mean,
-        f"{name}_n": values.count(),
-        f"{name}_sd": values.std(),
-        f"{name}_low": pl.max_horizontal(mean - deviation, values.min()),
-        f"{name}_high": pl.min_horizontal(mean + deviation, values.max()),
-    }
+def _mean(table: DataFrame, name: str) -> dict[str, Expr]:
+    """Return the mean of a fact, the number of values, and the mean's interval, by name."""
+    values, is_binary = polars().col(name), name in _RATES and _is_binary(table[name])
+    low, high = interval(values.mean(), values.count(), _error(values), is_binary)
+    return {name: values.mean(), f"{name}_n": values.count(), f"{name}_low": low, f"{name}_high": high}
 
 
 def _by_name(table: DataFrame) -> Answer:

@@ -218,6 +218,7 @@ def _event(state: State) -> bytes:
             "trajectories": state.trajectories,
             "trouble": state.trouble,
             "sessions": state.sessions,
+            "written": state.written,
         }
     )
     return b"id: " + state.moment.encode() + b"\ndata: " + data + b"\n\n"

@@ -105,9 +105,10 @@ function follow() {
   events.onmessage = (event) => {
     const told = JSON.parse(event.data);
     state = told;
-    live.dataset.live = "yes";
+    live.dataset.live = told.written ? "yes" : "idle";
     live.classList.toggle("partial", told.trouble !== null);
-    fill(live, `live · ${several(told.trajectories, "trajectory", "trajectories")}`);
+    live.title = told.written ? "A writer has the store open: what it commits appears here" : "No writer has the store open. What one commits will appear here";
+    fill(live, `${told.written ? "live" : "no writer"} · ${several(told.trajectories, "trajectory", "trajectories")}`);
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);

@@ -1,17 +1,39 @@
-// Curves: axes and size of a plot, and its use by keyboard.
+// Curves: scales, axes and size of a plot, and its use by keyboard.
 
-import { short } from "./numbers.js";
-
-export const WHOLE = Array.from({ length: 30 }, (_, at) => [1, 2, 5][at % 3] * 10 ** Math.floor(at / 3)); // steps between versions
+import { ZONE, count, short, tick, ticks } from "./numbers.js";
 
 export const styleOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 export const shapeOf = (figure) => ({ width: Math.max(200, figure.clientWidth - 24), height: 174, padding: [8, 12, 0, 0] });
 
-/** Returns the two axes of a curve; the lower one has a title, and `more`; the other one `more` of its own. */
-export function axes(label, more = {}, upright = {}) {
+const BESIDE = { true: 30, false: 1 }; // around a single point: seconds, or versions and steps
+
+/** Returns the scales of a curve: a single point is in the middle, and the upright one has 0. */
+export const scalesOf = (time = false) => ({
+  x: { time, range: ({ data: [x] }) => (x[0] === x.at(-1) ? [x[0] - BESIDE[time], x[0] + BESIDE[time]] : [x[0], x.at(-1)]) },
+  y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) },
+});
+
+/** Returns a step of 1, 2 or 5 times a power of ten between ticks that are at least `space` pixels apart. */
+function stepOf(low, high, length, space) {
+  const least = ((high - low) * space) / length;
+  const steps = [1, 2, 5, 10].map((times) => Number(`${times}e${Math.floor(Math.log10(least))}`));
+  return steps.find((step) => step >= least);
+}
+
+/** Returns the ticks of an axis of numbers, of whole ones where only these are meant. */
+const ticksOf = (isWhole) => ({
+  incrs: (_, __, low, high, length, space) => [Math.max(isWhole ? 1 : 0, stepOf(low, high, length, space))],
+  splits: (_, __, low, high, step) => Array.from({ length: Math.floor(high / step) - Math.ceil(low / step) + 1 }, (___, at) => Number(((Math.ceil(low / step) + at) * step).toPrecision(12))),
+});
+
+/** Returns the two axes of a curve: the lower one of time or of whole numbers, with a title, and the upright one. */
+export function axes(label, { time = false, whole = false } = {}) {
   const all = { stroke: styleOf("--soft"), grid: { stroke: styleOf("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
-  return [{ ...all, label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...more }, { ...all, size: 56, values: (_, values) => values.map((value) => (value === null ? "" : short(value))), ...upright }];
+  const lower = time ? { space: 96, values: (_, at, __, ___, apart) => ticks(at, apart) }
+    : { ...ticksOf(true), space: (_, __, low, high) => 24 + 7 * Math.max(count(Math.floor(low)).length, count(Math.floor(high)).length), values: (_, values) => values.map(short) };
+  return [{ ...all, label: time ? `${label}, ${ZONE}` : label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...lower },
+    { ...all, ...ticksOf(whole), size: (_, values) => Math.max(40, 14 + 7 * Math.max(...(values ?? [""]).map((value) => value.length))), values: (_, values) => values.map(tick) }];
 }
 
 /**

@@ -9,11 +9,13 @@ export const several = (value, thing, things = `${thing}s`) => `${count(value)} 
 export function short(value) {
   if (typeof value !== "number") return value === null || value === undefined ? "" : String(value);
   if (!Number.isFinite(value)) return String(value);
-  if (Number.isInteger(value)) return Math.abs(value) < 1e15 ? count(value) : value.toExponential(3);
-  const size = Math.abs(value);
-  if (size < 1e-4 || size >= 1e7) return value.toExponential(3);
-  return String(Number(value.toPrecision(4)));
+  const rounded = Number(value.toPrecision(4));
+  if (Number.isInteger(value)) return Math.abs(value) < 1e15 ? count(value) : rounded.toExponential();
+  return Math.abs(value) < 1e-4 || Math.abs(value) >= 1e7 ? rounded.toExponential() : String(rounded);
 }
+
+/** Returns a number for an axis or a bar, where there is little room. */
+export const tick = (value) => (Math.abs(value) >= 1e6 ? Number(value.toPrecision(4)).toExponential() : short(value)).replace("e+", "e");
 
 /** Returns the shortest digits that give exactly this number in its type ("f4", "f8", "i4", "i8", "u1"). */
 export function exact(value, type) {

@@ -2,10 +2,10 @@
 
 import { ask } from "./api.js";
 import { conditionField } from "./condition.js";
-import { WHOLE, axes, shapeOf, slider, styleOf } from "./curve.js";
+import { axes, scalesOf, shapeOf, slider, styleOf } from "./curve.js";
 import { fill, keepingFocus, keyOf, make } from "./dom.js";
 import { showOpen } from "./open.js";
-import { ZONE, count, moment, several, short, size, ticks, time } from "./numbers.js";
+import { ZONE, count, moment, several, short, size, tick, time } from "./numbers.js";
 
 const CURVES = [
   { name: "outcome", title: "Mean outcome" },
@@ -21,7 +21,11 @@ const SAMPLED = [
 ];
 const HISTOGRAMS = { outcome: "outcome", response: "response tokens", turns: "turns", steps: "steps of the block" };
 
-const meanOf = (mean, deviation, n) => `${short(mean)}${deviation === null ? "" : ` ± ${short(deviation)}`}${n === null ? "" : `, n = ${count(n)}`}`;
+/** Returns a mean with the ends of its interval, and n. */
+const meanOf = (mean, low, high, n) => `${short(mean)}${typeof low === "number" ? ` (${[low, high].map(tick).join(" to ")})` : ""}${n === null ? "" : `, n = ${count(n)}`}`;
+
+/** Returns two times as one text, the day of both once. */
+const spanOf = (first, last) => (first === last ? first : `${first} to ${first.slice(0, 10) === last.slice(0, 10) ? last.slice(11) : last}`);
 
 const numberOf = (value) => (typeof value === "number" ? value : null);
 
@@ -131,13 +135,12 @@ export async function show(main, { parameters, keep, signal }) {
     for (const button of axis.querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.over === isOver() ? "true" : "false");
     const pairsOf = (told) => [
       ["trajectories", count(told.trajectories)],
-      ["mean outcome", told.outcome === null || isSaid() ? null : meanOf(told.outcome, told.outcome_sd, told.outcome_n === told.trajectories ? null : told.outcome_n)],
+      ["mean outcome", told.outcome === null || isSaid() ? null : meanOf(told.outcome, told.outcome_low, told.outcome_high, told.outcome_n === told.trajectories ? null : told.outcome_n)],
       ["tasks", told.tasks ? count(told.tasks) : null],
       ["policy versions", told.by_version.x.length ? [...new Set([told.by_version.x[0], told.by_version.x.at(-1)])].map(short).join(" to ") : null],
       ["samples (steps × environments)", told.agents < told.trajectories ? count(told.samples) : null],
       ["size", size(told.bytes)],
-      [`first commit, ${ZONE}`, told.begun === null ? null : time(told.begun)],
-      [`last commit, ${ZONE}`, told.ended === null ? null : time(told.ended)],
+      [`committed, ${ZONE}`, told.begun === null ? null : spanOf(time(told.begun), time(told.ended))],
     ];
     const others = told.other && pairsOf(told.other);
     fill(compared, told.other ? [keyOf([[told.path, styleOf("--accent")], [told.other.path, styleOf("--other")]]), "Histograms show the first; points, bars and tasks lead to its trajectories."] : null);
@@ -178,7 +181,7 @@ export async function show(main, { parameters, keep, signal }) {
       kept.map((curve) => figureOf(curve)), sampled.map((curve) => figureOf(curve, ["reading them …"])),
       Object.entries(HISTOGRAMS).filter(([name]) => told.histograms[name] && !(name === "outcome" && isSaid())).map(histogram));
     help.hidden = !kept.length;
-    fill(help, "Bands: the mean ± one standard deviation of the n trajectories with a value, cut at their lowest and highest. ",
+    fill(help, "Bands, and the numbers in brackets: 95 % interval of the mean, if the n trajectories are independent. Of outcomes that are 0 or 1 it is Wilson's interval of a proportion, otherwise the mean ± 1.96 standard errors. ",
       isOver() === "time" ? "The time is divided into 60 equal intervals, with a point for each that has trajectories. " : null, "Point at a curve for its values; click a point or a bar to see its trajectories.");
     for (const curve of kept) drawCurve(curve, data, other);
     for (const curve of sampled) if (readOf(curve, 0)) drawSampled(curve, readOf(curve, 0));
@@ -194,7 +197,7 @@ export async function show(main, { parameters, keep, signal }) {
       const level = make("span", { class: "level" });
       level.style.setProperty("--share", number / most);
       return make(number ? "a" : "span", { class: "column", href: number ? linkTo(within(condition)) : null, "data-focus": number ? `${name} ${at}` : null,
-        title: `${said}: ${several(number, "trajectory", "trajectories")}` }, make("span", { class: "many" }, number ? count(number) : ""), level, make("span", { class: "at" }, values ? short(values[at]) : `≥ ${short(edges[at])}`));
+        title: `${said}: ${several(number, "trajectory", "trajectories")}` }, make("span", { class: "many" }, number ? count(number) : ""), level, make("span", { class: "at" }, values ? tick(values[at]) : `≥ ${tick(edges[at])}`));
     });
     return make("figure", { "data-histogram": name, "aria-label": `Number of trajectories by ${title}` }, make("figcaption", {}, `Trajectories by ${title}`),
       make("div", { class: "histogram" }, bars));
@@ -212,11 +215,11 @@ export async function show(main, { parameters, keep, signal }) {
   }
 
   const figureOf = ({ name, title, of }, notes = []) => make("figure", { "data-curve": name, class: of ? "sampled" : null, "aria-label": `${title} over ${isOver() === "version" ? "policy versions" : "time"}` },
-    make("figcaption", {}, name === "count" ? title : `${title} ± standard deviation`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
+    make("figcaption", {}, name === "count" ? title : `${title}, 95 % interval`, make("span", { class: "of" }, [of, ...notes].filter(Boolean).join(", "))));
 
   /**
-   * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, the
-   * spread and n at an x.
+   * Returns the line of a run, with its band before it: { x, lines, real } as of withGaps, and `said`, which says the value, its
+   * interval and n at an x.
    */
   function lineOf(data, name) {
     const hasBand = name !== "count";
@@ -229,9 +232,29 @@ export async function show(main, { parameters, keep, signal }) {
       const at = points.real.indexOf(point);
       if (point < 0 || points.lines.at(-1)[point] === null) return "";
       if (!hasBand) return short(points.lines[0][point]);
-      return meanOf(data[name][at], data[`${name}_sd`][at], data[`${name}_n`][at]);
+      return meanOf(...["", "_low", "_high", "_n"].map((of) => data[`${name}${of}`][at]));
     };
     return { ...points, said };
+  }
+
+  /** Draws the interval of each point without neighbours as a line: a band needs two points. */
+  function drawAlone(plot, series) {
+    const runs = (plot.data.length - 1) / 3, line = series - 1 - 2 * runs;
+    if (line < 0) return;
+    const [high, low] = [plot.data[2 * line + 1], plot.data[2 * line + 2]], { ctx } = plot;
+    const isThere = (at) => numberOf(high[at]) !== null;
+    ctx.save();
+    ctx.strokeStyle = plot.series[series].stroke();
+    ctx.lineWidth = devicePixelRatio;
+    ctx.beginPath();
+    plot.data[0].forEach((x, at) => {
+      if (!isThere(at) || isThere(at - 1) || isThere(at + 1)) return;
+      const left = plot.valToPos(x, "x", true);
+      ctx.moveTo(left, plot.valToPos(low[at], "y", true));
+      ctx.lineTo(left, plot.valToPos(high[at], "y", true));
+    });
+    ctx.stroke();
+    ctx.restore();
   }
 
   /** Draws a curve, that of the other run with it, and nothing else anew: what is beside it may be clicked on. */
@@ -257,9 +280,10 @@ export async function show(main, { parameters, keep, signal }) {
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true },
       cursor: { points: { size: 7 }, drag: { x: false, y: false } },
-      scales: { x: { time: !isVersion }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
-      axes: axes(...(isVersion ? ["policy version", { incrs: WHOLE }] : [`time, ${ZONE}`, { space: 96, values: (_, at, __, ___, apart) => ticks(at, apart) }]), hasBand ? {} : { incrs: WHOLE }),
-      hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] }, // else it is empty
+      scales: scalesOf(!isVersion),
+      axes: axes(isVersion ? "policy version" : "time", { time: !isVersion, whole: !hasBand }),
+      hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })], // else it is empty
+        drawSeries: hasBand ? [drawAlone] : [] },
       series: [{ label: isVersion ? "policy version" : "time", value: (_, at) => (at === null ? "" : isVersion ? short(at) : momentOf(at)) },
         ...edges.map(() => ({ stroke: "transparent", class: "unseen", points: { show: false } })), ...drawn.map(seriesOf)],
       bands: hasBand ? drawn.map((_, run) => ({ series: [2 * run + 1, 2 * run + 2], fill: styleOf(run ? "--other-back" : "--accent-back") })) : [],
@@ -303,7 +327,7 @@ export async function show(main, { parameters, keep, signal }) {
     const lines = difficulties.map(([difficulty], at) => [named(difficulty), shades[at], counts[at]]).filter(([, , line]) => line.some(Boolean));
     const sums = lines.map((_, last) => steps.map((_, at) => lines.slice(0, last + 1).reduce((sum, [, , line]) => sum + line[at], 0)));
     plots.set("difficulty", new uPlot({
-      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false }, y: { range: (_, __, high) => [0, high * 1.08] } }, axes: axes("training step", { incrs: WHOLE }, { incrs: WHOLE }),
+      ...shapeOf(figure), legend: { show: false }, scales: { x: { time: false }, y: { range: (_, __, high) => [0, high * 1.08] } }, axes: axes("training step", { whole: true }),
       series: [{}, ...lines.map(([, fill]) => ({ fill, stroke: styleOf("--card"), width: 1, points: { show: false } })).reverse()], // the lower ones are drawn over the higher
     }, [steps, ...sums.reverse()], figure));
     figure.append(keyOf(lines));

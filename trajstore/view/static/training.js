@@ -1,7 +1,7 @@
 // The training ledger: curves over optimizer steps, and the rows of a step.
 
 import { ask } from "./api.js";
-import { WHOLE, axes, shapeOf, slider, styleOf } from "./curve.js";
+import { axes, scalesOf, shapeOf, slider, styleOf } from "./curve.js";
 import { fill, keepingFocus, make } from "./dom.js";
 import { count, several, short } from "./numbers.js";
 
@@ -89,8 +89,8 @@ export async function show(main, { signal }) {
     const x = answer.steps, last = x.length - 1;
     const plot = new uPlot({
       ...shapeOf(figure), legend: { show: true, live: true }, cursor: { points: { size: 7 }, drag: { x: false, y: false } },
-      scales: { x: { time: false }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.08), Math.max(0, high * 1.08)] : [0, 1]) } },
-      axes: axes("optimizer step", { incrs: WHOLE }), hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] },
+      scales: scalesOf(),
+      axes: axes("optimizer step"), hooks: { setCursor: [(u) => u.cursor.idx === null && u.setLegend({ idx: last })] },
       series: [{ label: "step", value: (_, at) => (at === null ? "" : count(at)) }, { label: name, stroke: styleOf("--accent"), width: 1.75, points: { show: x.length < 80, size: 5, fill: styleOf("--card") }, value: (_, value) => (value === null ? "" : short(value)) }],
     }, [x, values], figure);
     plot.setLegend({ idx: last });
