@@ -1,48 +1,88 @@
-"""Build the distribution, and install its wheel with each extra in a fresh environment outside the checkout.
+"""Build the distribution, and use its wheel with each extra in a fresh environment outside the checkout.
 
     python .ci/wheels.py [--python PYTHON ...] [--extra NAME ...] [--lowest]
 
-Prints a row for each environment, and ends with 1 if one failed. ``--lowest`` installs the oldest versions of torch,
-numpy and zarr that ``pyproject.toml`` admits. Needs ``pip install build twine``.
+Prints a row of a table for each environment, and ends with 1 if one failed. ``--lowest`` installs the oldest versions
+that ``pyproject.toml`` admits and the Python has wheels for. Needs ``pip install build twine uv``: uv resolves the
+versions, and links files from its cache, so that torch is downloaded once.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
-
 _NOT_FOR_USERS = {"test", "docs", "bench", "all"}
 
-_TRIED = """
-import sys, tempfile, torch
+_USE = """
+import subprocess, sys, torch
 from pathlib import Path
 import trainer_hooks, trajstore
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, verify
+from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, verify
+from trajstore.cli import main
 
 for package in (trajstore, trainer_hooks):
     folder = Path(package.__file__).parent
     assert "site-packages" in str(folder), folder
     assert (folder / "py.typed").exists(), folder
-form = sys.argv[1]
-path = Path(tempfile.mkdtemp()) / "store"
-with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, trajectory_format=form) as buffer:
+form = "zarr" if sys.argv[1] == "zarr" else "pt"
+with TrajectoryReplayBuffer(auto_save=True, auto_save_path="store", trajectory_format=form) as buffer:
     session = buffer.session("task", "0")
     session.add_call([1, 2], [3], [-0.5])
     session.finish(Reward(outcome=1.0))
     buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(9), response_start=3)])
     buffer.flush()
-with TrajectoryReplayBuffer.open(path) as reader:
+with TrajectoryReplayBuffer.open("store") as reader:
     assert len(reader) == 2 and reader.get(0).input_ids.tolist() == [1, 2, 3]
-assert verify(path).sound
+assert verify("store").sound
+command = str(Path(sys.executable).parent / "trajstore")
+subprocess.run([command, "--version"], check=True)
+assert main(["inspect", "store", "--trajectory", "0", "--tokens"]) == 0
 """
+
+_USES_OF_EXTRAS = {
+    "completion": "assert main(['completion', 'bash']) == 0",
+    "convert": "assert main(['convert', 'store', 'files', '--to', 'parquet']) == 0",
+    "demo": "import matplotlib.pyplot, transformers; transformers.Qwen2Config",
+    "guided": "import httpx; from trainer_hooks.guidance import *",
+    "gymnasium": """
+import gymnasium
+from trajstore.interop.gymnasium import VectorSteps
+
+environments = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+steps = VectorSteps(environments)
+steps.reset(environments.reset(seed=1)[0])
+for _ in range(8):
+    actions = environments.action_space.sample()
+    steps.add(actions, environments.step(actions))
+assert steps.take().actions.shape[:2] == (8, 2)
+""",
+    "query": "assert main(['query', 'store', 'select avg(outcome) from trajectories']) == 0",
+    "ray": """
+import ray
+from trajstore.distributed import start_stores
+
+ray.init(num_cpus=2, include_dashboard=False)
+""",
+    "s3": "import obstore, s3fs",
+    "verl": "import trainer_hooks.verl.trainer",
+    "view": """
+import urllib.request
+
+server = subprocess.Popen([command, "view", "store", "--port", "0"], stdout=subprocess.PIPE, text=True)
+address = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
+assert urllib.request.urlopen(address).status == 200
+server.terminate()
+server.wait()
+""",
+}
 
 
 def main() -> int:
@@ -52,60 +92,57 @@ def main() -> int:
     parser.add_argument("--extra", nargs="+", help="extras instead of all that are for users; none: the package")
     parser.add_argument("--lowest", action="store_true", help="install the oldest versions that are admitted")
     chosen = parser.parse_args()
-    project = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
-    extras = chosen.extra or ["none", *sorted(project["optional-dependencies"].keys() - _NOT_FOR_USERS)]
+    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    names = chosen.extra or ["none", *sorted(extras.keys() - _NOT_FOR_USERS)]
     failed = 0
     with tempfile.TemporaryDirectory(prefix="trajstore-wheels.") as folder:
         wheel = _built(Path(folder) / "dist")
-        lowest = list(_lowest(project)) if chosen.lowest else []
         for python in chosen.python:
-            for extra in extras:
-                error = _tried(Path(folder), python, wheel, extra, lowest)
-                failed += error is not None
-                sys.stdout.write(f"| {python} | {extra} | {' '.join(lowest) or 'newest'} | {error or 'ok'} |\n")
+            for extra in names:
+                try:
+                    result = _used(Path(folder), python, wheel, extra, "lowest-direct" if chosen.lowest else "highest")
+                except subprocess.CalledProcessError as error:
+                    failed += 1
+                    result = "failed: " + " ".join(f"{error.stdout}{error.stderr}".split())[-600:]
+                sys.stdout.write(f"| {python} | {extra} | {result} |\n")
                 sys.stdout.flush()
     return min(failed, 1)
 
 
 def _built(folder: Path) -> Path:
     """Return the wheel, built from the source distribution and checked."""
-    _run([sys.executable, "-m", "build", "--outdir", str(folder), str(_ROOT)], folder.parent)
+    _run([sys.executable, "-m", "build", "--outdir", str(folder), str(_ROOT)], _ROOT)
     _run([sys.executable, "-m", "twine", "check", "--strict", *map(str, folder.iterdir())], folder)
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
-def _lowest(project: dict[str, object]) -> Iterator[str]:
-    text = str(project)
-    for name in ("torch", "numpy", "zarr"):
-        found = re.search(rf"'{name}>=([0-9.]+)", text)
-        if found is not None:
-            yield f"{name}=={found[1]}.*"
+def _used(folder: Path, python: str, wheel: Path, extra: str, resolution: str) -> str:
+    """Return the installed versions of what the package and the extra ask for."""
+    here = folder / "tried"  # one path for all, so that the bytecode of torch is made once
+    shutil.rmtree(here, ignore_errors=True)
+    here.mkdir()
+    environment = here / "environment" / "bin" / "python"
+    asked, options = (str(wheel), []) if extra == "none" else (f"{wheel}[{extra}]", ["--extra", extra])
+    uv = [sys.executable, "-m", "uv"]
+    (here / "use.py").write_text(_USE + _USES_OF_EXTRAS.get(extra, ""))
+    _run([*uv, "venv", "--quiet", "--python", python, "environment"], here)
+    resolved = ["--resolution", resolution, "--python", str(environment), "--only-binary", ":all:", "--output-file"]
+    _run([*uv, "pip", "compile", str(_ROOT / "pyproject.toml"), *options, *resolved, "versions.txt"], here)
+    _run([*uv, "pip", "install", "--python", str(environment), "-c", "versions.txt", asked], here)
+    _run([*uv, "pip", "check", "--python", str(environment)], here)
+    _run([str(environment), "use.py", extra], here, PYTHONPYCACHEPREFIX=str(folder / "bytecode"))
+    return " ".join(_direct((here / "versions.txt").read_text()))
 
 
-def _tried(folder: Path, python: str, wheel: Path, extra: str, lowest: list[str]) -> str | None:
-    """Return what went wrong, if anything."""
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        here = Path(made)
-        theirs = here / "environment" / "bin" / "python"
-        asked = str(wheel) if extra == "none" else f"{wheel}[{extra}]"
-        form = "zarr" if extra in ("zarr", "all") else "pt"
-        (here / "tried.py").write_text(_TRIED)
-        constraints = [] if lowest else ["-c", str(_ROOT / "constraints.txt")]
-        try:
-            _run([python, "-m", "venv", "environment"], here)
-            _run([str(theirs), "-m", "pip", "install", "--quiet", *constraints, asked, *lowest], here)
-            _run([str(theirs), "-m", "pip", "check"], here)
-            _run([str(theirs), "tried.py", form], here)
-            _run([str(theirs.parent / "trajstore"), "--help"], here)
-        except subprocess.CalledProcessError as error:
-            return " ".join(f"{error.stdout}{error.stderr}".split())[-300:]
-    return None
+def _direct(resolved: str) -> list[str]:
+    """Return the requirements of the project itself among resolved ones."""
+    lines = [f"{line} ".partition(";")[0] for line in resolved.replace("\n    #", " #").splitlines()]
+    return [line.split()[0] for line in lines if "trajstore (" in line]
 
 
-def _run(command: list[str], folder: Path) -> None:
-    folder.mkdir(exist_ok=True)
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+def _run(command: list[str], folder: Path, **variables: str) -> None:
+    subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True, env={**os.environ, **variables})
 
 
 if __name__ == "__main__":

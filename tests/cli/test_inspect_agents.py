@@ -218,6 +218,8 @@ def test_all_tokens_and_values_that_came_late_of_a_rollout_of_a_run(run: Run, tm
                 ]
             )
             annotate(buffer, 0, {"judge": rank, "tag": HOSTILE}, who="anna")
+            buffer.add_trajectories([AgentTrajectory(messages=[{"role": "user", "content": "go"}])])
+    assert "no tokens are recorded" in run.out("inspect", tmp_path / "run", "--trajectory", "1/1", "--tokens")
     out = run.out("inspect", tmp_path / "run", "--trajectory", "1/0", "--tokens")
     rows = [line.split() for line in out.splitlines()[-6:]]
     assert rows == [

@@ -257,7 +257,10 @@ def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
         for at, values in enumerate(zip(*columns.values(), strict=True))
         for cells in [list(zip(columns, values, strict=True))]
     ]
-    out.table([["token", *columns], *rows], right=numbers)
+    if rows:
+        out.table([["token", *columns], *rows], right=numbers)
+    else:
+        out.line("  no tokens are recorded")
 
 
 def _cell(value: Any) -> str:
