@@ -277,14 +277,14 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
         page.driver.switch_to.new_window("tab")
         second = page.driver.current_window_handle
         page.open(f"{serve(path)}/#/trajectory/0")  # another server, without --write
-        page.until("document.querySelector('.late:not([hidden]) summary').textContent.includes('known x')")
+        clicked(page, "[data-show=scores]", "document.querySelector('.facts').textContent.includes('knownx')")
         assert page.run(f"return {FORM} === null && document.querySelector('.given button') === null")
         page.driver.switch_to.window(first)
         enter(page, "outcome", "-0.25")
         page.until(f"{STATUS} === 'Set outcome. It is stored.' || {STATUS} === 'It is stored.'")
         page.until(f"{VALUES}[0] === 'outcome|-0.25|anna' && {VALUES}[1] === 'known|x|bob'")
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
-        page.until("document.querySelector('.json').textContent.includes('\"outcome\": -0.25')")
+        page.until("document.querySelector('.scores').textContent.includes('outcome-0.25')")
         page.driver.switch_to.window(second)
         page.until(f"{VALUES}[0] === 'outcome|-0.25|anna'")
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import struct
 import zlib
 from pathlib import Path
@@ -55,9 +56,10 @@ def test_the_table_sorts_filters_scrolls_and_follows(tmp_path: Path, serve: Serv
         page.keys(".grid", "\ue007")  # Enter
         page.until("location.hash.startsWith('#/trajectory/25?') && document.querySelector('.token')")
         page.until("document.querySelector('.neighbours')?.textContent.includes('3 of 40 where outcome > 0')")
-        page.keys("body", "n")
+        page.keys("body", "j")
         page.until("location.hash.startsWith('#/trajectory/27?') && document.querySelector('.neighbours a')")
-        page.keys("body", "p")
+        assert page.run("return document.querySelector('[aria-keyshortcuts=n]')") is None  # these all succeeded
+        page.keys("body", "k")
         page.until("location.hash.startsWith('#/trajectory/25?') && document.querySelector('.token')")
         opened(page, link, f"{ROWS}[0] === '5' && document.querySelector('#row-2[aria-selected=true]')")
         page.run("document.querySelector('#filter').value = ''")
@@ -84,8 +86,7 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     page.until("document.querySelectorAll('.token').length === 24 && document.querySelector('.facts .outcome')")
     texts = page.run("return [...document.querySelectorAll('.message')].map((one) => one.className)")
     assert texts == ["message system", "message user", "message assistant"]
-    calls = "document.querySelector('.message details:not([open]) > summary')"
-    assert page.run(f"return {calls}.textContent") == "calls find"
+    assert text_of(page, ".exchange") == "calls find without argumentsNo result of this call was recorded."
     colors = "[...document.querySelectorAll('.token')].map((one) => one.style.backgroundColor)"
     rendered = page.run(f"return {colors}")
     assert set(rendered[:4]) == {""}  # the prompt has no log-probs
@@ -240,11 +241,113 @@ def test_what_a_model_wrote_is_shown_as_it_is(tmp_path: Path, serve: Serve, page
     messages = [{"role": "assistant", "content": {"at": 2**53 + 1}, "tool_calls": calls, "score": 1.0}]
     stored(tmp_path, [rollout(0, messages=messages)])
     opened(page, f"{serve(tmp_path)}/#/trajectory/0", "document.querySelector('.message')")
-    begun = page.run("return [...document.querySelectorAll('.call code')].map((one) => one.textContent)")
-    assert [begun[0], begun[2]] == ['{"id": 9007199254740993, "id": 1.0}', "ls  -l"]
+    given = page.run("return [...document.querySelectorAll('.call > .values')].map((one) => one.textContent)")
+    assert given == ["id1.0", f"id{2**63 - 1}", "commandls  -l"]
     page.run("for (const one of document.querySelectorAll('.message details')) one.open = true")
-    for expected in (written, str(2**63 - 1), str(2**53 + 1), '"score": 1.0'):
+    for expected in (written, str(2**63 - 1), str(2**53 + 1), "score1.0"):
         page.until("document.querySelector('.message').textContent.includes(arguments[0])", expected)
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def called(number: object, name: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def test_a_call_stands_beside_its_result_and_what_lacks_one_is_named(tmp_path: Path, serve: Serve, page: Page) -> None:
+    results = [{"type": "tool_result", "tool_use_id": f"u{n}", "is_error": bool(n), "content": f"r{n}"} for n in (0, 1)]
+    uses = [{"type": "tool_use", "id": f"u{n}", "name": "look", "input": {"at": n}} for n in (0, 1)]
+    messages = [
+        said("assistant", "", tool_calls=[called("a", "bash", cmd="ls\nwc"), called("b", "edit", old="5", new=5)]),
+        said("tool", "no file", tool_call_id="b"),
+        said("tool", "Traceback (most recent call last):", tool_call_id="a"),
+        said("assistant", [*uses, {"type": "thinking", "thinking": "hm"}]),
+        said("user", results),
+        said("assistant", None, tool_calls=[{"id": "a", "function": "python", "arguments": {"code": "1"}}]),
+        said("tool", "one", tool_call_id="a"),  # ids begin anew
+        said("assistant", None, function_call={"name": "old", "arguments": "{"}),
+        said("function", "two", name="old"),
+        said("assistant", "", tool_calls=[called("c", "last")]),
+        said("tool", "three", tool_call_id="d"),
+    ]
+    opened(
+        page,
+        f"{serve(stored(tmp_path, [rollout(0, messages=messages)]))}/#/trajectory/0",
+        "document.querySelector('.exchange')",
+    )
+    shown = "[...document.querySelectorAll('.exchange')].map((one) => one.innerText.replaceAll(/\\s+/g, ' '))"
+    assert page.run(f"return {shown}") == [
+        "calls bash cmd ls wc result error message 2 Traceback (most recent call last):",
+        'calls edit old "5" new 5 result message 1 no file',
+        "calls look at 0 result message 4 r0",
+        "calls look at 1 result error message 4 r1",
+        'calls python code "1" result message 6 one',
+        "calls old { result message 8 two",
+        "calls last without arguments No result of this call (id c) was recorded.",
+    ]
+    assert text_of(page, ".unmatched") == "A result without a call: no call before it has the id d."
+    parts = "[...turn.querySelectorAll('.number, .name, .failed, .length, .begins')].map((one) => one.textContent)"
+    outline = page.run(f"return [...document.querySelectorAll('.turn')].map((turn) => {parts}.join(' '))")
+    assert outline[:2] == ["0 bash, edit error 80 ls\nwc", "3 look error 22 hm"]
+    assert outline[-1] == "10 tool open 5 three"
+
+
+def test_long_texts_are_folded_and_an_outline_leads_to_each_turn(tmp_path: Path, serve: Serve, page: Page) -> None:
+    lines = "\n".join(f"line {number}" for number in range(400))
+    messages: list[Any] = [said("user", "go")]
+    for number in range(210):
+        messages += [said("assistant", f"turn {number}", tool_calls=[called(str(number), "run")])]
+        messages += [said("tool", lines if number == 207 else "ok", tool_call_id=str(number))]
+    tools = [{"type": "function", "function": {"name": "run", "description": "Runs it."}}]
+    metadata = {"tools": tools, "explanation": "Because\nof this.", "big": 2**60 + 1}
+    store = stored(tmp_path, [AgentTrajectory(messages=messages, metadata=metadata, reward=Reward(outcome=0.25))])
+    annotate(store, 0, {"remark": "Too\nslow."}, who="anna")
+    opened(page, f"{serve(store)}/#/trajectory/0", "document.querySelectorAll('.turn').length === 211")
+    inside = (
+        "((box) => box && box.top >= 0 && box.bottom < innerHeight)"
+        "(document.querySelector(`[data-number='${arguments[0]}'] header`)?.getBoundingClientRect())"
+    )
+    current = "document.querySelector('.turn[aria-current] .number').textContent === String(arguments[0])"
+    page.run("document.querySelectorAll('.turn')[208].click()")
+    page.until(f"{inside} && {current}", 415)
+    page.run("document.querySelector('.conversation').scrollTop = 0")
+    page.until(current, 0)
+    page.keys(".turn[aria-current]", "\ue010", "\ue007")  # End, Enter
+    page.until(inside, 419)
+    folded = "document.querySelector('[data-number=\"416\"] .said')"
+    assert page.run(f"return {folded}.textContent.split('\\n').length") == 20
+    page.run(f"{folded}.querySelector('.more').focus()")
+    assert page.run("return document.activeElement.textContent") == "Show all 400 lines"
+    page.keys("[data-number='416'] .more", "\ue007")
+    page.until(f"{folded}.textContent.includes('line 399') && document.activeElement.textContent === 'Show less'")
+    page.keys("[data-number='416'] .less", "\ue007")
+    page.until(f"!{folded}.textContent.includes('line 399') && document.activeElement.className === 'more'")
+    page.keys("#find", "line 398\n")
+    page.until(f"{folded}.textContent.includes('line 398') && CSS.highlights.get('found').size === 1")
+    for tab, expected in (("tools", "runRuns it."), ("scores", "Too\nslow."), ("metadata", f"of this.big{2**60 + 1}")):
+        clicked(
+            page,
+            f"[data-show={tab}]",
+            "document.querySelector('.side .chosen').textContent.includes(arguments[0])",
+            expected,
+        )
+
+
+def test_a_failure_is_a_key_away(tmp_path: Path, serve: Serve, page: Page) -> None:
+    outcomes = [0.0, 1.0, 0.6, None, 1.0, 0.5]
+    rewards = [None if outcome is None else Reward(outcome=outcome) for outcome in outcomes]
+    store = stored(tmp_path, [rollout(at, reward=reward) for at, reward in enumerate(rewards)])
+    page.open(f"{serve(store)}/#/trajectory/0?order=trajectory_id")
+    at = 0
+    for key, to in (("n", 3), ("n", 5), ("p", 3), ("j", 4), ("n", 5), ("k", 4)):
+        page.until(
+            f"document.querySelector('h1').textContent === 'Trajectory {at}' && document.querySelector('.neighbours a')"
+        )
+        page.keys("body", key)
+        at = to
+    page.until("document.querySelector('h1').textContent === 'Trajectory 4'")
 
 
 def test_damage_is_said_and_hides_nothing_else_while_others_write(tmp_path: Path, serve: Serve, page: Page) -> None:

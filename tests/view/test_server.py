@@ -198,7 +198,7 @@ def test_numbers_of_a_rollout_are_exact_and_where_they_belong(tmp_path: Path, se
     assert trajectory(address, "1")[0]["tokens"] == 20
     header, arrays = trajectory(address, "2")
     assert "metadata.advantages" not in arrays
-    assert "\u202e" in json.loads(header["metadata"])["why"]
+    assert "\u202e" in header["metadata"]["why"]
 
 
 def test_each_kind_of_directory_is_shown(tmp_path: Path, serve: Serve, shared_fixtures: Path) -> None:

@@ -61,6 +61,9 @@ MOST_GIVEN = 10_000
 _LOOK_APART = 5.0
 """Seconds between two looks for writers."""
 
+FAILURE = "outcome is null or outcome <= 0.5"
+"""Condition of the trajectories that are no success."""
+
 _SUMS = 10_000
 """Number of trajectories whose sums of log-probs or rewards are cached."""
 
@@ -286,9 +289,10 @@ class Living:
         return self._answers[key], key[0]
 
     def around(self, shown: str, where: str, order: Sequence[str]) -> Answer:
-        """Return a trajectory's place in a query: ``{"at", "total", "previous", "next"}``.
+        """Return a trajectory's place in a query, and the ids as displayed of its neighbours.
 
-        ``at`` is its row, None if it is not in the query; the others are ids as displayed, None at the ends.
+        ``at`` is its row, None if it is not in the query; ``previous``, ``next``, ``previous_failure`` and
+        ``next_failure`` are None where there is none.
 
         Args:
             shown: its id as displayed.
@@ -299,11 +303,14 @@ class Living:
             ConfigurationError: an expression is invalid; names its part of the query.
         """
         ids, _ = self._ids_of(where, order, "")
-        places = np.flatnonzero(ids == id_from("trajectory_id", shown))
-        at = int(places[0]) if len(places) else None
-        near = [None if at is None else at + by for by in (-1, 1)]
-        known = [None if n is None or not 0 <= n < len(ids) else shown_id(int(ids[n])) for n in near]
-        return {"at": at, "total": len(ids), "previous": known[0], "next": known[1]}
+        at = next(iter(np.flatnonzero(ids == id_from("trajectory_id", shown)).tolist()), None)
+        answer: Answer = {"at": at, "total": len(ids)}
+        failures = np.isin(ids, self._ids_of(FAILURE, (), "")[0])
+        for name, places in (("", np.arange(len(ids))), ("_failure", np.flatnonzero(failures))):
+            before, after = np.searchsorted(places, (at, at + 1)) if at is not None else (0, len(places))
+            answer["previous" + name] = shown_id(int(ids[places[before - 1]])) if before else None
+            answer["next" + name] = shown_id(int(ids[places[after]])) if after < len(places) else None
+        return answer
 
     def overview(self, where: str) -> Answer:
         """Return figures and curves of the trajectories that match a condition; see ``view/overview``.

@@ -100,8 +100,8 @@ def _rollout(trajectory: AgentTrajectory, decode: Decode | None) -> bytes:
         "kind": "agent",
         "query": trajectory.query,
         "messages": trajectory.messages,
-        "reward": None if trajectory.reward is None else _text(asdict(trajectory.reward)),
-        "metadata": _text(summarized(trajectory.metadata)) if trajectory.metadata else None,
+        "reward": None if trajectory.reward is None else asdict(trajectory.reward),
+        "metadata": summarized(trajectory.metadata),
         "tokenizer_fingerprint": trajectory.tokenizer_fingerprint or None,
         "tokens": total or None,
         "parts": [[part["part"], part["first"], part["tokens"]] for part in token_parts(trajectory)],
@@ -131,11 +131,6 @@ def _noted(trajectory: AgentTrajectory, total: int) -> list[tuple[Answer, AnyArr
             first = first_token(len(values), total, start)
             arrays.append(({"name": f"metadata.{name}", "first": first}, np.array(values, np.float64)))
     return arrays
-
-
-def _text(value: Any) -> str:
-    """Return JSON as text, because a browser would round its numbers."""
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 
 def texts_of(ids: Sequence[int], decode: Decode) -> Answer:

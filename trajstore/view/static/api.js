@@ -38,7 +38,7 @@ const askBuffer = async (path, parameters, signal) =>
   (isBundle ? bytesOf(path, parameters, signal) : (await answered(path, parameters, signal)).arrayBuffer());
 
 /** Returns a value of JSON whose numbers are written again as they are: 9007199254740993 and 1.0 are none of the browser's. */
-const exactly = (text) => JSON.parse(text, (_, value, context) =>
+export const exactly = (text) => JSON.parse(text, (_, value, context) =>
   (typeof value === "number" && JSON.rawJSON && String(value) !== context.source ? JSON.rawJSON(context.source) : value));
 
 const ARRAYS = { f4: Float32Array, f8: Float64Array, i4: Int32Array, i8: BigInt64Array, u1: Uint8Array };

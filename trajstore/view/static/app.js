@@ -133,8 +133,8 @@ async function tellBundle() {
 }
 
 const KEYS = [
-  ["/", "filter, or find in messages"], ["arrows", "next and previous row, token or point"], ["j, k", "next and previous row of the table"],
-  ["n, p", "next and previous trajectory of the list"],
+  ["/", "filter, or find in messages"], ["arrows", "next and previous row, token, point or line of the outline"],
+  ["j, k", "next and previous row of the table, or trajectory of the list"], ["n, p", "next and previous failure of the list: outcome 0.5 or lower, or unknown; step of a training"],
   ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"], ["Escape", "close this"],
 ];
 

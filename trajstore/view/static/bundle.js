@@ -101,9 +101,12 @@ const ANSWERS = {
     return { total: rows.length, first, rows: rows.slice(first, first + count) };
   },
   around: (all, { id, where, order }) => {
-    const ids = sorted(all, chosen(all.rows, where), order).map((row) => row.trajectory_id);
-    const at = ids.indexOf(id);
-    return { at: at < 0 ? null : at, total: ids.length, previous: ids[at - 1] ?? null, next: at < 0 ? null : ids[at + 1] ?? null };
+    const found = sorted(all, chosen(all.rows, where), order);
+    const at = found.findIndex((row) => row.trajectory_id === id);
+    const idOf = (row) => row?.trajectory_id ?? null;
+    const isFailure = ({ outcome }) => outcome === null || outcome <= 0.5;
+    return { at: at < 0 ? null : at, total: found.length, previous: idOf(found[at - 1]), next: at < 0 ? null : idOf(found[at + 1]),
+      previous_failure: at < 0 ? null : idOf(found.slice(0, at).findLast(isFailure)), next_failure: at < 0 ? null : idOf(found.slice(at + 1).find(isFailure)) };
   },
   notes: ({ late }, { id }) => ({ values: [], earlier: 0, names: [], ...late[id] }),
   facts: (all, { id }) => all.rows[placeOf({ ...all, problems: {} }, id)],

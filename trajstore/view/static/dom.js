@@ -51,25 +51,48 @@ export const keyOf = (pairs) => make("p", { class: "key" }, pairs.map(([name, co
   return make("span", {}, sample, name);
 }));
 
-const MOST_SHOWN = 20000;
+/** Scrolls what contains an element or a range, so that it is a share of the height below the top. */
+export function toSight(target, share) {
+  let pane = target.startContainer?.parentElement ?? target.parentElement;
+  while (pane.parentElement && (pane.scrollHeight <= pane.clientHeight || !/auto|scroll/.test(getComputedStyle(pane).overflowY))) pane = pane.parentElement;
+  pane.scrollTop += target.getBoundingClientRect().top - pane.getBoundingClientRect().top - pane.clientHeight * share;
+}
 
-/** Returns text of any length as an element: the beginning, and a button for more of it. */
-export function longText(text, properties = {}) {
+const AT_ONCE = 500_000; // characters that a click shows
+const WIDTH = 100; // characters that count as a line
+
+const showMore = (title, click, kind = "more") => make("button", { type: "button", class: kind, click }, title);
+
+/** Returns text of any length as an element: at first its first lines, and buttons that show all of it and fold it again. */
+export function longText(text, properties = {}, most = 60) {
   const element = make("div", { dir: "auto", ...properties, class: `said ${properties.class ?? ""}` });
-  let shown = 0;
-  const more = make("button", { type: "button", class: "more", click: () => show() });
-  function show() {
-    const held = document.activeElement === more;
-    more.remove();
-    const next = text.slice(shown, shown + MOST_SHOWN);
-    element.append(document.createTextNode(visible(next)));
-    shown += next.length;
-    if (shown < text.length) {
-      fill(more, `Show more (${(text.length - shown).toLocaleString("en")} characters left)`);
-      element.append(more);
-      if (held) more.focus({ preventScroll: true });
-    }
+  const lines = text.split("\n", 1_000_000);
+  const first = lines.slice(0, most).join("\n").slice(0, most * WIDTH);
+  const isFolded = text.length - first.length > WIDTH && text.length > 1.3 * first.length;
+  const all = lines.length > most ? `all ${lines.length.toLocaleString("en")} lines` : `all ${text.length.toLocaleString("en")} characters`;
+
+  function fold(isAgain) {
+    fill(element, first);
+    const more = showMore(`Show ${all}`, () => unfold(0));
+    element.append(more);
+    if (!isAgain) return;
+    more.focus({ preventScroll: true });
+    element.scrollIntoView({ block: "nearest" });
   }
-  show();
+
+  /** Shows more from a character on. */
+  function unfold(from) {
+    const isHeld = element.contains(document.activeElement);
+    for (const button of [...element.querySelectorAll("button")]) button.remove();
+    if (from === 0) element.replaceChildren();
+    const end = from + AT_ONCE;
+    element.append(visible(text.slice(from, end)));
+    if (end < text.length) element.append(showMore(`Show more (${(text.length - end).toLocaleString("en")} characters left)`, () => unfold(end)));
+    if (isFolded) element.append(showMore("Show less", () => fold(true), "less"));
+    if (isHeld) element.querySelector("button")?.focus({ preventScroll: true });
+  }
+
+  if (isFolded) fold(false);
+  else unfold(0);
   return element;
 }

@@ -3,12 +3,13 @@
 import { ask, askTrajectory } from "./api.js";
 import { amongOf } from "./condition.js";
 import { fillLegend, nameOf, scaleOf } from "./colors.js";
-import { messageOf, showConversation } from "./conversation.js";
+import { showConversation } from "./conversation.js";
 import { fill, make } from "./dom.js";
+import { exchangesOf } from "./exchanges.js";
 import { showGiving } from "./late.js";
 import { count, several, short } from "./numbers.js";
 import { tokenLink } from "./rollout.js";
-import { PREFERRED, columnsOf, drawStrip, hasUnwritten, placesOf } from "./tokens.js";
+import { PREFERRED, colouredValues, columnsOf, drawStrip, hasUnwritten, placesOf } from "./tokens.js";
 
 const AT_ONCE = 8; // rollouts read at a time
 const VERSIONS = 30; // policy versions with a link each, around the one that is shown
@@ -109,15 +110,16 @@ export async function show(main, { parameters, keep, signal }) {
     const conversations = read.filter(({ rollout }) => !rollout.error).map(({ rollout }) => rollout.messages);
     const shared = commonOf(conversations);
     const left = told.rollouts.length - read.length;
-    fill(same, shared ? make("details", {}, make("summary", {}, `${shared === 1 ? "Message 0 is" : `Messages 0 ${shared === 2 ? "and" : "to"} ${count(shared - 1)} are`} the same in ${left ? "the first" : "all"} ${count(conversations.length)} rollouts`),
-      conversations[0].slice(0, shared).map((message, number) => messageOf(message, number))) : null);
+    fill(same, shared ? make("details", {}, make("summary", {}, `${shared === 1 ? "Message 0 is" : `Messages 0 ${shared === 2 ? "and" : "to"} ${count(shared - 1)} are`} the same in ${left ? "the first" : "all"} ${count(conversations.length)} rollouts`)) : null);
+    if (shared) showConversation(same.firstChild, conversations[0], exchangesOf(conversations[0]), { end: shared });
     for (const { rollout, said, id } of read) {
       fill(said);
       if (rollout.error) continue;
       if (shared && rollout.messages.length === shared) fill(said, make("p", { class: "nothing" }, "No further messages."));
       else {
         const places = placesOf(rollout);
-        showConversation(said, rollout.messages, (number) => tokenLink(places[number], { href: `#/trajectory/${id}?token=${places[number]}` }), shared);
+        const linkOf = (number) => tokenLink(places[number], { href: `#/trajectory/${id}?token=${places[number]}` });
+        showConversation(said, rollout.messages, exchangesOf(rollout.messages), { linkOf, first: shared });
       }
     }
     fill(siblings, read.map(({ element }) => element), left
@@ -133,7 +135,7 @@ export async function show(main, { parameters, keep, signal }) {
   function dye() {
     const shown = read.map((one) => ({ ...one, column: one.columns.find(({ name }) => name === select.value) })).filter(({ column }) => column);
     if (!shown.length) return;
-    const values = shown.flatMap(({ column }) => Array.from(column.values));
+    const values = shown.flatMap(({ column, rollout }) => colouredValues(column, rollout));
     const scale = scaleOf(select.value, values);
     fillLegend(legend, scale, values, shown.some(({ rollout }) => hasUnwritten(rollout)));
     for (const { strip, column, rollout } of shown) drawStrip(strip, column, scale, rollout);

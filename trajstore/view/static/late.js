@@ -2,16 +2,16 @@
 
 import { ask, change } from "./api.js";
 import { Refused } from "./bundle.js";
-import { fill, make } from "./dom.js";
+import { fill, longText, make } from "./dom.js";
 import { ZONE, count, several, time } from "./numbers.js";
 
 const PATIENCE = 2000; // ms between two looks while something waits: the writer may also drop it, which is no commit
 
 const PLACES = { store: "", inbox: "waits for the writer", refused: "refused by the writer" };
 
-/** Shows the values in a section; `changed` is called when there are others than before. */
-export function showLate(section, { id, signal, changed }) {
-  const title = make("summary", {});
+/** Shows the values in a section, unfolded if `isOpen`; `changed` is called when there are others than before. */
+export function showLate(section, { id, signal, isOpen, changed }) {
+  const title = make("summary", {}, "Late values");
   const list = make("div", { class: "given" });
   const status = make("p", { class: "quiet", role: "status" });
   const refused = make("p", { class: "refused", role: "alert" });
@@ -56,11 +56,9 @@ export function showLate(section, { id, signal, changed }) {
     const text = JSON.stringify([told.values, told.earlier]);
     if (text === shown) return;
     if (shown) changed();
-    else details.open = Boolean(write);
+    else details.open = isOpen || Boolean(write);
     shown = text;
     const held = list.contains(document.activeElement);
-    const latest = told.values.filter((one) => one.latest && one.value !== null).reverse();
-    fill(title, "Late values", latest.map((one) => make("span", { class: "chip" }, make("span", { class: "quiet" }, one.name), " ", short(one.value))));
     fill(list, (told.limits ?? []).map((text) => make("p", { class: "note" }, text)), told.values.length ? tableOf(told, write && take) : []);
     if (held) form.focus();
   }
@@ -147,12 +145,10 @@ const sentenceOf = (error) => (error instanceof Refused ? error.message
 
 const countOf = (told, place) => told.values.filter((one) => one.place === place).length;
 
-const short = (value) => (String(value).length > 40 ? `${String(value).slice(0, 40)}...` : String(value));
-
 function tableOf(told, take) {
   const row = (one) => make("tr", { class: `${one.place} ${one.latest ? "latest" : ""}` },
     make("th", { scope: "row" }, one.name),
-    make("td", { class: typeof one.value === "number" ? "exact" : "said", dir: "auto" }, one.value === null ? make("i", {}, "removed") : String(one.value)),
+    make("td", { class: typeof one.value === "number" ? "exact" : "text" }, one.value === null ? make("i", {}, "removed") : typeof one.value === "number" ? String(one.value) : longText(String(one.value), {}, 12)),
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
     make("td", { class: one.why ? null : "quiet" }, one.place === "store" && !one.latest ? "replaced" : PLACES[one.place], one.why ? `: ${one.why}` : null,

@@ -42,6 +42,7 @@ export function columnsOf(told) {
   return columns;
 }
 
+/** Returns the value of a token, undefined where it has none. */
 const valueAt = (one, at) => (at >= one.first && at < one.first + one.length ? one.values[at - one.first] : undefined);
 
 /** Returns the name of the part that has a token; parts are [name, first token, tokens], in their order. */
@@ -56,6 +57,17 @@ function partAt(parts, at) {
 }
 
 const isUnwritten = (part) => part === "prompt" || part === "observation";
+
+/** Whether a token has a colour: log-probs and entropies of tokens that the model did not write have none. */
+const isColoured = ({ name }, parts, at) => !(POLICY.includes(name) && isUnwritten(partAt(parts, at)));
+
+const POLICY = ["old_log_probs", "rollout_log_probs", "entropys", "ratio"]; // what they say of tokens of others is no choice of the model
+
+/** Returns the values by which a column is coloured: those of tokens that the model wrote, if it has any. */
+export function colouredValues({ first, values }, { parts }) {
+  const own = parts.filter(([name]) => name === "model").map(([, start, tokens]) => Array.from(values.slice(Math.max(0, start - first), Math.max(0, start + tokens - first))));
+  return own.some((some) => some.some(Number.isFinite)) ? own.flat() : Array.from(values);
+}
 
 /** Whether a rollout has tokens that the model did not write. */
 export const hasUnwritten = ({ parts }) => parts.some(([name]) => isUnwritten(name));
@@ -121,7 +133,7 @@ export function drawStrip(canvas, column, scale, { tokens, parts }) {
     let most = 0, value = 0, isGrey = true;
     for (let at = from; at < to; at += Math.max(1, (to - from) >> 6)) {
       isGrey = isGrey && isUnwritten(partAt(parts, at));
-      const here = valueAt(column, at);
+      const here = isColoured(column, parts, at) ? valueAt(column, at) : undefined;
       if (here === undefined || !Number.isFinite(here) || Math.abs(here - center) < most) continue;
       [most, value] = [Math.abs(here - center), here];
     }
@@ -247,16 +259,17 @@ export function showTokens(place, told, { parameters, keep, calls = null }) {
   function dye(element, at) {
     const value = column ? valueAt(column, at) : undefined;
     element.classList.toggle("odd", value !== undefined && !Number.isFinite(value));
-    const background = value === undefined || !Number.isFinite(value) ? "" : scale.background(value);
+    const background = value === undefined || !Number.isFinite(value) || !isColoured(column, told.parts, at) ? "" : scale.background(value);
     element.style.backgroundColor = background;
     element.classList.toggle("dyed", background !== ""); // grey text has too little contrast on a colour
   }
 
   function recolor() {
     if (!column) return;
-    scale = scaleOf(column.name, column.values);
+    const values = colouredValues(column, told);
+    scale = scaleOf(column.name, values);
     for (const element of canvas.querySelectorAll(".token")) dye(element, Number(element.dataset.at));
-    fillLegend(legend, scale, column.values, hasUnwritten(told));
+    fillLegend(legend, scale, values, hasUnwritten(told));
     drawStrip(map, column, scale, told);
   }
 
@@ -302,14 +315,15 @@ export function showTokens(place, told, { parameters, keep, calls = null }) {
     choose(moves[event.key]);
   }
 
-  if (column) scale = scaleOf(column.name, column.values);
+  if (column) scale = scaleOf(column.name, colouredValues(column, told));
   let brought = null; // where the selected token was brought into sight
   let isLinked = selected >= 0; // a link names a token: it is brought into sight once there are rows
   const resized = new ResizeObserver(() => {
+    if (!scroller.clientHeight) return; // another tab is shown
     const isLeft = scroller.scrollTop === brought; // it stays in sight until somebody scrolls
     lay();
     recolor();
-    if (!(isLinked || isLeft) || !scroller.clientHeight) return;
+    if (!(isLinked || isLeft)) return;
     isLinked = false;
     choose(selected, true);
   });

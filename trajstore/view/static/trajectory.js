@@ -21,30 +21,36 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const trained = make("section", { class: "trained", "aria-label": "Training", hidden: true });
   const place = make("div", { class: "body" });
   const neighbours = make("nav", { class: "neighbours", "aria-label": "Neighbours" });
-  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, late, trained, place);
+  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, place);
   const where = parameters.get("where") ?? "", order = parameters.get("order") ?? NEWEST;
-  /** Links to the trajectories before and after this one in the list that it was opened from. */
-  const askAround = () => Promise.all([ask("around", { id, where, order }, signal), ask("about", {}, signal)]).then(([{ at, total, previous, next }, { columns }]) => {
-    fill(neighbours, neighbour(previous, "p", "‹ Previous"), neighbour(next, "n", "Next ›"),
+  const about = ask("about", {}, signal);
+  /** Links to the trajectories before and after this one in the list that it was opened from, and to the failures among them. */
+  const askAround = () => Promise.all([ask("around", { id, where, order }, signal), about]).then(([{ at, total, previous, next, previous_failure: earlier, next_failure: later }, { columns }]) => {
+    fill(neighbours, neighbour(earlier, "p", "‹ Failure", "Previous failure"), neighbour(previous, "k", "‹ Previous"), neighbour(next, "j", "Next ›"), neighbour(later, "n", "Failure ›", "Next failure"),
       at === null ? null : make("span", { class: "quiet" }, `${count(at + 1)} of ${count(total)}`, where ? [" where ", make("code", {}, where)] : null,
         order === NEWEST ? ", newest first" : `, ${orderText(order, titlesOf(columns))}`));
   }, (error) => !signal.aborted && fill(neighbours, make("span", { class: "refused" }, error.message)));
   askAround();
-  const askFacts = () => ask("facts", { id }, signal).then((told) => {
+  const askFacts = () => Promise.all([ask("facts", { id }, signal), about]).then(([told, { columns }]) => {
     fill(name, told.trajectory_id); // a number that was asked for may be of a rank
-    tell(facts, told);
+    tell(facts, told, columns.filter(({ note }) => note === "late value").map((column) => column.name));
   }, (error) => {
     if (!signal.aborted) fill(facts, make("p", { class: "refused" }, error.message));
   });
   askFacts();
-  showTrained(trained, id, signal).catch((error) => !signal.aborted && fill(trained, make("p", { class: "refused" }, error.message)));
+  const told = await askTrajectory(id, signal);
+  const isRollout = told.kind === "agent";
   let view = null;
-  const values = showLate(late, { id, signal, changed: () => {
+  const values = showLate(late, { id, signal, isOpen: isRollout, changed: () => {
     askFacts();
     if (view?.tell) askTrajectory(id, signal).then(view.tell, () => {}); // facts say what is wrong
   } });
-  const told = await askTrajectory(id, signal);
-  view = (told.kind === "agent" ? showRollout : showBlock)(place, told, { parameters, keep, signal, id });
+  showTrained(trained, id, signal).catch((error) => !signal.aborted && fill(trained, make("p", { class: "refused" }, error.message)));
+  if (isRollout) view = showRollout(place, told, { parameters, keep, signal, id, late, trained, write: (await about).write });
+  else {
+    place.before(late, trained);
+    view = showBlock(place, told, { parameters, keep, signal, id });
+  }
   return { ...view, changed: (state) => {
     askAround();
     return values.changed(state);
@@ -52,17 +58,17 @@ export async function show(main, { of: id, parameters, keep, signal }) {
 }
 
 /** Returns a link to a neighbour, which keeps how this one is shown; what is not there is greyed out. */
-function neighbour(id, key, title) {
+function neighbour(id, key, title, meaning = `Trajectory ${id}`) {
   if (id === null) return make("span", { class: "button quiet", "aria-disabled": "true" }, title);
   const follow = (event) => {
     const kept = new URLSearchParams(location.hash.split("?")[1]);
     for (const own of ["token", "step", "environment"]) kept.delete(own);
     event.target.href = `#/trajectory/${id}${kept.size ? `?${kept}` : ""}`;
   };
-  return make("a", { class: "button", href: `#/trajectory/${id}`, "aria-keyshortcuts": key, title: `Trajectory ${id} (key ${key})`, click: follow }, title);
+  return make("a", { class: "button", href: `#/trajectory/${id}`, "aria-keyshortcuts": key, title: `${meaning} (key ${key})`, click: follow }, title);
 }
 
-function tell(facts, told) {
+function tell(facts, told, late) {
   const pairs = [];
   const titleOf = titlesOf([{ name: "batch", known: told.batch !== null }]);
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
@@ -77,6 +83,10 @@ function tell(facts, told) {
       const mood = value > 0.5 ? "good" : value <= 0 ? "bad" : "middling";
       add(title, make("span", { class: `outcome ${mood}` }, short(value)));
     } else add(title, name === "committed" ? time(value) : short(value));
+  }
+  for (const name of late) {
+    const value = told[name] ?? null;
+    if (value !== null) add(name, short(typeof value === "string" && value.length > 40 ? `${value.slice(0, 40)}…` : value));
   }
   if ("demonstration" in told) add("demonstration", told.demonstration ? "yes" : "no");
   if (told.terminated !== null) add("terminated", told.terminated ? "yes" : "no");
