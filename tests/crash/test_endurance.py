@@ -1,4 +1,4 @@
-"""Few file descriptors, and a store in long use. See docs/crash-testing.md."""
+"""A store with more shards than a process may have descriptors. See docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from tests.stores import opened
 from tests.support.witness import check_batch, check_trajectory, witness
 from tools.crash.forked import forking
 from tools.crash.interrupted import DESCRIPTORS
-from tools.soak.measure import Sample, growth
-from tools.soak.session import Plan, judge, soak
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.operations.verify import verify
 
@@ -47,18 +45,3 @@ def _use(folder: Path, name: str) -> None:
             assert len(reader) == count
             check_batch(reader.sample(4096))
         assert verify(path).problems == []
-
-
-def test_a_soak_of_seconds(tmp_path: Path) -> None:
-    plan = Plan(seconds=3, keep=24, scale=8, pause=0.0, samples=6, followers=1)
-    result = soak(tmp_path, plan, seed=2)
-    assert judge(result, cost=False) == []
-    assert min(result.counts[figure] for figure in ("trajectories added", "rows checked by followers")) > 0
-
-
-def test_growth_is_seen() -> None:
-    flat = [Sample(1, 1, 1, 1 << 30, 40, 900, 9, 3.0)] * 30
-    assert growth([*flat, *flat], ["memory", "descriptors", "maps", "threads", "log", "cost"]) == []
-    more = Sample(1, 1, 1 << 25, 2 << 30, 80, 2000, 20, 9.0)
-    findings = growth([*flat, *[more] * 30], ["memory", "descriptors", "maps", "threads", "log", "cost"])
-    assert [text.split()[0] for text in findings] == ["memory", "descriptors", "maps", "threads", "log", "cost"]

@@ -1,4 +1,4 @@
-"""Short campaigns of kills, resumed loops and freezes; long ones have the marker campaign: docs/crash-testing.md."""
+"""Short campaigns of kills and interrupts; long ones have the marker campaign: docs/crash-testing.md."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from tests.stores import add_each
 from tests.support.witness import witness
 from tools.crash.campaign import run_campaign
 from tools.crash.forked import forking
-from tools.crash.frozen.campaign import run_campaign as freeze
 from tools.crash.journal import KEEP, Journal, Promises, read_journal
-from tools.crash.resume.campaign import MOMENTS
-from tools.crash.resume.campaign import run_campaign as kill_around_checkpoints
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore._core.base.types import IntArray
 from trajstore._core.sampling.base import Additions
@@ -34,15 +31,6 @@ def test_nothing_is_lost_when_the_writer_is_killed(tmp_path: Path, kills: int, p
     assert result.problems == []
     assert result.counts["kills"] == kills
     assert result.counts["promises checked"] > promises
-
-
-@pytest.mark.parametrize("kills", [3, pytest.param(100, marks=LONG)])
-def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, kills: int) -> None:
-    result = kill_around_checkpoints(tmp_path, kills=kills, seed=2)
-    assert result.problems == []
-    assert result.counts["kills"] == kills
-    assert result.counts["steps compared"] > 0
-    assert kills < 100 or all(result.counts[f"killed {moment}"] for moment in MOMENTS)
 
 
 def _after_warming() -> None:
@@ -83,21 +71,6 @@ def test_loss_is_seen(tmp_path: Path) -> None:
     assert promises.gone_rightly(1, [2])
     assert promises.gone_rightly(0, range(2, KEEP + 1))
     assert not promises.gone_rightly(2, range(3, KEEP + 2))
-
-
-# -- frozen writers that lose their store --
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(7200)
-def test_a_frozen_writer_overwrites_nothing(tmp_path: Path) -> None:
-    freezes = 100
-    pytest.importorskip("s3fs", reason="needs s3fs, of the extra 's3'")
-    pytest.importorskip("moto.server", reason="needs moto[server]")
-    result = freeze(tmp_path, freezes, seed=7)
-    assert result.problems == []
-    assert result.counts["writers frozen"] == freezes
-    assert result.counts["trajectories compared"] > freezes
 
 
 # -- Ctrl-C at random moments --

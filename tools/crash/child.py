@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -38,37 +38,36 @@ class Notes(Protocol):
         """Take one entry, so that it is there when this returns."""
 
 
-class User:
-    """Uses a buffer at random, and notes what it was promised.
+class Child:
+    """Uses the store ``folder/store`` at random, and notes what it was promised.
 
     Args:
+        folder: of store and checkpoint.
+        round_number: how many children came before it.
         chance: decides what is done.
         journal: is told.
-        first_key: of the witnesses that are added; values that are given count from it too.
     """
 
     buffer: TrajectoryReplayBuffer
-    weights: Mapping[str, int]
+    weights: ClassVar[Mapping[str, int]] = {
+        **{"add": 40, "flush": 20, "evict": 8, "sample": 8, "pin": 4, "unpin": 6},
+        **{"checkpoint": 4, "reopen": 3, "load": 2, "annotate": 12},
+    }
     """Of what is done, by the name of the method."""
 
-    def __init__(self, chance: random.Random, journal: Notes, first_key: int) -> None:
-        self.chance, self.journal = chance, journal
-        self.next_key = self.next_value = first_key
+    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Notes) -> None:
+        self.folder, self.round, self.chance, self.journal = folder, round_number, chance, journal
+        self.next_key = self.next_value = round_number * _KEYS_PER_ROUND
         self.keys: dict[int, int] = {}
         """Of the trajectories that it knows, by id."""
-        self.points: dict[int, set[int]] = {}
-        """Ids of its own saved points, by step."""
+        self.opened = False
+        self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
     @property
     def ids(self) -> list[int]:
         """Of all trajectories, in order."""
         ids: list[int] = self.buffer.trajectory_ids.tolist()
         return ids
-
-    @property
-    def steps(self) -> list[int]:
-        """Of the saved points."""
-        return [point.step for point in self.buffer.points.saved]
 
     def some(self, most: int) -> list[int]:
         """Return some ids."""
@@ -83,13 +82,8 @@ class User:
     def add(self) -> None:
         keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
         self.next_key = keys.stop
-        self.added(keys)
-
-    def added(self, keys: Sequence[int]) -> dict[int, int]:
-        """Add the witnesses of some keys, and return these by id."""
         ids = self.buffer.add_trajectories([witness(key) for key in keys])
-        self.keys |= (new := dict(zip(ids, keys, strict=True)))
-        return new
+        self.keys |= dict(zip(ids, keys, strict=True))
 
     def flush(self) -> None:
         before = self.ids
@@ -98,75 +92,31 @@ class User:
         self.journal.note("flushed", keys=known)
 
     def evict(self) -> None:
+        self.buffer.flush()  # may let retention act: only what is still there can be evicted
         chosen = self.some(3)
         self.journal.note("evicting", ids=chosen)
         self.buffer.evict(chosen)
         self.journal.note("evicted", ids=chosen)
 
-    def point(self) -> None:
-        """Save a point, also one of the newest step once more."""
-        step = max(self.steps, default=0) + self.chance.randrange(2)
-        self.journal.note("saving_point")
-        self.buffer.points.save(step, {"step": step}, keep=2)
-        self.points[step] = set(self.ids)
-        self.journal.note("saved_point", steps=self.steps)
-
-    def back(self) -> None:
-        """Go back to a saved point of its own."""
-        steps = self.steps
-        if own := [step for step in steps if step in self.points]:
-            step = self.chance.choice(own)
-            leaving = sorted(set(self.ids) - self.points[step])
-            self.journal.note("evicting", ids=leaving)
-            self.journal.note("going_back", ids=leaving, step=step, later=[later for later in steps if later > step])
-            self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
-            self.journal.note("went_back", steps=self.steps)
-
-    def compact(self) -> None:
-        self.buffer.compact()
-
-    def annotate(self, through: Path | None = None) -> None:
-        """Give trajectories a value that is higher than all before it, as the writer or through the inbox of a store.
+    def annotate(self) -> None:
+        """Give trajectories a value that is higher than all before it, as the writer or through the store's inbox.
 
         The writer gives it by row too, in the same call: both are there, or neither.
         """
         self.flush()
-        chosen = self.some(3)
+        chosen, inbox = self.some(3), self.chance.random() < 0.5
         if chosen:
             self.next_value += 1
             self.journal.note("annotating", ids=chosen, value=self.next_value)
             values: dict[str, Any] = {"v": self.next_value}
-            if through is None:
+            if not inbox:
                 shapes = [self.buffer.get(number).rewards.shape[:2] for number in chosen]
                 values |= {
                     "rows": [torch.full(shape, self.next_value, dtype=torch.float64) for shape in shapes],
                     "of_rows": values["v"],
                 }
-            annotate(self.buffer if through is None else through, chosen, values)
+            annotate(self.folder / "store" if inbox else self.buffer, chosen, values)
             self.journal.note("annotated", ids=chosen, value=self.next_value)
-
-
-class Child(User):
-    """Uses the store ``folder/store``.
-
-    Args:
-        folder: of store and checkpoint.
-        round_number: how many children came before it.
-        chance: decides what is done.
-        journal: is told.
-    """
-
-    weights = {  # noqa: RUF012
-        **{"add": 40, "flush": 20, "evict": 8, "sample": 8, "pin": 4, "unpin": 6},
-        **{"checkpoint": 4, "reopen": 3, "load": 2, "give": 12},
-    }
-
-    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Notes) -> None:
-        super().__init__(chance, journal, round_number * _KEYS_PER_ROUND)
-        self.folder = folder
-        self.round = round_number
-        self.opened = False
-        self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
 
     def open(self) -> None:
         """Open the store, and see what is in it."""
@@ -184,13 +134,6 @@ class Child(User):
     def look(self) -> None:
         """See which trajectories there are; each must be what its key says."""
         self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self.ids}
-
-    def evict(self) -> None:
-        self.buffer.flush()  # may let retention act: only what is still there can be evicted
-        super().evict()
-
-    def give(self) -> None:
-        self.annotate(self.folder / "store" if self.chance.random() < 0.5 else None)
 
     def sample(self) -> None:
         if len(self.buffer):

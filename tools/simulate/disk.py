@@ -82,6 +82,11 @@ class Disk(Recorder):
             self._open.pop(descriptor, None)
             del self._owners[descriptor]
 
+    def opened_by(self, process: int) -> list[str]:
+        """Return the files, without folders, that a process has open."""
+        owned = [f"/proc/self/fd/{number}" for number, owner in self._owners.items() if owner == process]
+        return [os.readlink(link) for link in owned if os.path.isfile(link)]
+
     def lose_power(self, chance: random.Random) -> None:
         """Leave a state on the disk that a power loss may leave. No process may live."""
         files = state_after(self.ops, chance)

@@ -7,8 +7,9 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tests.support.witness import check_batch, check_trajectory, witness
 from tools.simulate.judge import BrokenPromiseError, Given, Model
@@ -56,6 +57,7 @@ class Plan:
         mirror: whether the store has a mirror.
         unreadable: whether memory that was given back cannot be read.
         sessions: whether clients record sessions of agents, and nothing else.
+        trains: whether the writer is a training loop (``training.py``).
         limit: of retention, in trajectories; None for none.
         pauses: seconds between the calls of annotators, of which one is chosen each time.
     """
@@ -78,10 +80,19 @@ class Plan:
     sessions: bool
     limit: int | None
     pauses: tuple[float, ...]
+    trains: bool = False
 
 
-def plan(chance: random.Random) -> Plan:
+def plan(chance: random.Random, training: random.Random) -> Plan:
     """Return the choices of a seed; each call and fault exists in a part of the seeds only."""
+    chosen = _plan(chance)
+    if chosen.mirror or chosen.sessions or chosen.faults or training.random() >= 0.2:
+        return chosen
+    crashes = tuple(training.choice(("kill", "kill all", "power")) for _ in range(2))
+    return replace(chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", ""))
+
+
+def _plan(chance: random.Random) -> Plan:
     theme = chance.choice(THEMES) if chance.random() < 0.4 else ()
     kept = {
         name: weight * chance.choice((1, 1, 1, 5))
@@ -263,9 +274,9 @@ class Writer(Client):
             raise BrokenPromiseError(f"a wake-up is not lost: flush waited {time.monotonic() - begun:.1f} s")
         self.model.durable |= before & self.model.keys.keys()
 
-    def evict(self) -> None:
-        """Evict some."""
-        chosen = self.some(3)
+    def evict(self, ids: list[int] | None = None) -> None:
+        """Evict these, or some."""
+        chosen = self.some(3) if ids is None else ids
         self.note(f"EVICT {chosen}")
         self.model.evicting |= set(chosen)
         try:
@@ -293,31 +304,32 @@ class Writer(Client):
         """Rewrite shards."""
         self.buffer.compact()
 
-    def save_point(self) -> None:
+    def save_point(self, step: int | None = None, state: dict[str, Any] | None = None) -> None:
         """Save a point; other clients wait, so its contents are certain."""
         with self.alone():
-            step = max(self.model.points, default=0) + 1
+            step = max(self.model.points, default=0) + 1 if step is None else step
             ids = self.model.head
             if self.model.evicting - self.model.evicted:
                 return  # its contents would not be certain
             self.model.saving.append((step, ids))
-            self.buffer.points.save(step, keep=2)
+            self.buffer.points.save(step, state, keep=2)
             self.model.durable |= ids
             self.model.saving.clear()
             self.model.points[step] = ids
             for old in sorted(self.model.points)[:-2]:
                 del self.model.points[old]
 
-    def back(self) -> None:
-        """Go back to a saved point; other clients wait."""
+    def back(self, to: int | None = None) -> Any:
+        """Go back to a saved point, and return its state; other clients wait."""
         with self.alone():
-            if self.model.points and not self.model.evicting - self.model.evicted:
-                step = self.chance.choice(sorted(self.model.points))
-                self.model.go_back(step)
-                try:
-                    self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
-                finally:  # a failed one has changed all or nothing
-                    self.model.arrived(self.buffer.trajectory_ids.tolist())
+            if not self.model.points or self.model.evicting - self.model.evicted:
+                return None
+            step = self.chance.choice(sorted(self.model.points)) if to is None else to
+            self.model.go_back(step)
+            try:
+                return self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
+            finally:  # a failed one has changed all or nothing
+                self.model.arrived(self.buffer.trajectory_ids.tolist())
 
     def pin(self) -> None:
         """Pin the store; other clients wait, so its contents are certain."""
@@ -358,6 +370,9 @@ class Writer(Client):
 
     alone: Callable[[], contextlib.AbstractContextManager[object]]
     """Keeps the other writing clients out."""
+
+    def close(self) -> None:
+        """Close what belongs to this client alone."""
 
 
 def give(model: Model, value: int, chosen: list[int], target: TrajectoryReplayBuffer | Path) -> None:

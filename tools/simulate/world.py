@@ -31,10 +31,11 @@ from tools.powerloss.filesystem import Op
 from tools.simulate import work
 from tools.simulate.agents import Acknowledged, Recorder
 from tools.simulate.disk import MAY_FAIL, Disk, waiting_flock
-from tools.simulate.judge import Model
+from tools.simulate.judge import BrokenPromiseError, Model
 from tools.simulate.released import released_is_unreadable
 from tools.simulate.schedule import Choice, Given, strategy
 from tools.simulate.tasks import Task, Tasks, entered
+from tools.simulate.training import Trained, Trainer, check_training
 from tools.simulate.work import Annotator, Plan, Writer, check, opened, plan
 from trajstore import Reader, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.descriptors import Descriptor
@@ -92,8 +93,8 @@ class World:
     def __init__(self, seed: int, out: int, changes: Mapping[int, str] | None = None, *, whole: bool = False) -> None:
         self.seed, self._out = seed, out
         self.chance = random.Random(f"work/{seed}")
-        self.plan: Plan = plan(self.chance)
-        self.model, self._acknowledged = Model(limit=self.plan.limit), Acknowledged()
+        self.plan: Plan = plan(self.chance, random.Random(f"training/{seed}"))
+        self.model, self._acknowledged, self._trained = Model(limit=self.plan.limit), Acknowledged(), Trained()
         self._whole = whole
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
         self.tasks = Tasks(choosing, self._at_step, self.end)
@@ -329,6 +330,8 @@ class World:
         limit = self.plan.limit
         if last and limit is not None and len(self.model.keys) > limit and not (points or self.plan.faults):
             raise AssertionError(f"retention is applied: {sorted(self.model.keys)} are more than {limit}")
+        if last and self.plan.trains:
+            check_training(self.folder / "twin", self._trained, self.plan)
         report = verify(store) if last or self._crashed else None
         if report and report.problems:
             raise AssertionError(f"a store is sound: {[(found.file, found.message) for found in report.problems[:3]]}")
@@ -352,10 +355,24 @@ class World:
 
         def life() -> None:
             run()
+            self._check_released(process)
             self._ended(process)
 
         self._thread(life, name, process)
         return process
+
+    def _check_released(self, process: int) -> None:
+        """A process that has closed everything, and whose calls all succeeded, has no other thread and no open file."""
+        gc.collect()
+        end = self.tasks.now + _ENDING
+        while threads := [
+            task.name for task in self.tasks.alive if task.process == process and task is not self.tasks.mine
+        ]:
+            if self.tasks.now > end:
+                raise BrokenPromiseError(f"a closed store leaves no threads: {threads}")
+            time.sleep(0.001)
+        if files := self.disk.opened_by(process):
+            raise BrokenPromiseError(f"a closed store leaves no open files: {files}")
 
     def _chance(self) -> random.Random:
         return random.Random(self.chance.getrandbits(64))
@@ -403,10 +420,13 @@ class World:
             self._unsettled = None
             gate = Gate()
             clients = []
+            kind = Trainer if self.plan.trains else Writer
             for number in range(self.plan.writers):
-                client = Writer(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+                client = kind(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
                 client.buffer, client.keys, client.alone = buffer, self.keys, gate.alone
                 client.number, client.fresh = number, self.plan.fresh
+                if isinstance(client, Trainer):
+                    client.trained = self._trained
                 clients.append(client)
 
             def record() -> None:
@@ -421,6 +441,7 @@ class World:
                 for _ in range(self.plan.calls):
                     with gate.shared():
                         client.step(self.plan.weights)
+                client.close()
 
             threads = [
                 threading.Thread(target=self._guarded(lambda client=client: use(client)), name="client")
@@ -489,6 +510,8 @@ class Gate:
 
 
 _CLIENTS = "the clients"
+_ENDING = 1.0
+"""Simulated seconds in which threads of a closed store end."""
 _FIRST_PID = 4_200_000
 """Above those of the system."""
 _write = os.write

@@ -1,1 +1,0 @@
-"""Killing a training loop around its checkpoints: the resumed run must equal the uninterrupted one."""
