@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import shutil
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,7 @@ from tests.stores import add_each, contents_of, keys_of, reader_of
 from tests.support.copies import copy_live
 from tests.support.faults import FaultPlan, failing_disk
 from tests.support.witness import check_batch, check_trajectory, key_of, witness
-from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore import Trajectory, TrajectoryReplayBuffer, errors
 from trajstore._core.files import folders
 from trajstore._core.files.held import HeldFolder
 from trajstore._core.files.local import LocalDirectory
@@ -162,36 +159,6 @@ def test_files_are_linked_and_live_on_when_the_store_is_gone(tmp_path: Path) -> 
     assert all(path.stat().st_nlink == 2 for path in shards)
     shutil.rmtree(tmp_path / "store")
     assert contents_of(tmp_path / "checkpoint") == [0, 1, 2, 3]
-
-
-def test_a_checkpoint_is_one_cut_while_others_add_and_retention_evicts(tmp_path: Path) -> None:
-    done = threading.Event()
-    options = {"writer": WriterOptions(commit_interval=0.001), "cache_size": 2}
-    retention = Retention(max_trajectories=15)
-    with (
-        filled("store", "pt", tmp_path / "store", 15, retention=retention, **options) as buffer,
-        ThreadPoolExecutor(1) as pool,
-    ):
-
-        def add() -> None:
-            for key in itertools.count(15):
-                buffer.add_trajectories([witness(key)])
-                if done.wait(0.004):  # no faster than the disk, else each save waits for a long queue
-                    return
-
-        adding = pool.submit(add)
-        try:
-            for _ in range(3):
-                buffer.save_checkpoint(tmp_path / "checkpoint")
-                other = reader_of(tmp_path / "checkpoint")
-                keys = keys_of(other)
-                assert len(keys) >= 15
-                assert list(keys) == list(keys.values()) == list(range(min(keys), min(keys) + len(keys)))
-                check_batch(other.sample(20))
-                assert verify(tmp_path / "checkpoint").sound
-        finally:
-            done.set()
-        adding.result()
 
 
 # -- loading ----------------------------------------------------------------------------------------

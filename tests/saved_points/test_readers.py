@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import torch
@@ -35,35 +34,6 @@ def test_a_follower_shows_what_was_before_until_it_refreshes(tmp_path: Path) -> 
         assert list(keys_of(follower)) == [0, 1, 2, 3, 8]
         assert not follower.refresh()
         follower.close()
-
-
-def test_readers_that_refresh_all_the_time_see_one_state_or_the_other(tmp_path: Path) -> None:
-    """Point 1 has keys 0 to 3; later trajectories have consecutive keys from 100 on."""
-    stop = threading.Event()
-    problems: list[str] = []
-
-    def follow() -> None:
-        with reader_of(tmp_path) as buffer:
-            while not stop.is_set():
-                buffer.refresh()
-                keys = sorted(keys_of(buffer).values())
-                later = keys[4:]
-                first = later[0] if later else 100
-                if keys[:4] != [0, 1, 2, 3] or first % 100 or later != list(range(first, first + len(later))):
-                    problems.append(str(keys))
-
-    with with_a_point(tmp_path) as buffer:
-        thread = threading.Thread(target=follow)
-        thread.start()
-        try:
-            for number in range(6):
-                for key in range(3):
-                    add(buffer, [100 * (number + 1) + key])
-                buffer.points.rollback(1, aside=number % 2 == 0)
-        finally:
-            stop.set()
-            thread.join()
-    assert problems == []
 
 
 def test_a_sampler_that_follows_the_buffer_hears_of_a_rollback(tmp_path: Path) -> None:

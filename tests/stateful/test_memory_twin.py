@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.stateful.machines import Twinned, long, short
+from tests.stateful.machines import long, short
 from tests.support.witness import check_batch, check_trajectory, rows_of, witness
 from trajstore import Retention, TrajectoryReplayBuffer, errors
 
 LIMIT = 10
 
 
-class MemoryTwin(Twinned):
-    """``self.held`` is the ids whose trajectories can be read."""
+class MemoryTwin(RuleBasedStateMachine):
+    """``self.twin``: id to key, oldest first; ``self.held``: ids whose trajectories can be read."""
+
+    buffer: TrajectoryReplayBuffer
 
     def __init__(self) -> None:
         super().__init__()
+        self.temporary = tempfile.TemporaryDirectory()
+        self.path = Path(self.temporary.name)
+        self.twin: dict[int, int] = {}
+        self.next_id = 0
+        self.generator = torch.Generator().manual_seed(9)  # predicts the buffer's draws
         self.held: list[int] = []
         self.loaded: set[int] = set()
 
@@ -34,7 +43,12 @@ class MemoryTwin(Twinned):
 
     @rule(count=st.integers(1, 4))
     def add(self, count: int) -> None:
-        self.held += self.add_some(count)
+        keys = range(self.next_id, self.next_id + count)
+        ids = self.buffer.add_trajectories([witness(key) for key in keys])
+        assert ids == list(keys)
+        self.next_id += count
+        self.twin |= dict(zip(ids, keys, strict=True))
+        self.held += ids
         in_memory = [number for number in self.held if number not in self.loaded]
         gap = in_memory[: -self.kept] if self.kept else []
         if self.limit is not None:
@@ -106,6 +120,9 @@ class MemoryTwin(Twinned):
     def equal(self) -> None:
         if not hasattr(self, "buffer"):
             return
+        assert self.buffer.trajectory_ids.tolist() == list(self.twin)
+        assert len(self.buffer) == len(self.twin)
+        assert self.buffer.total_samples == sum(witness(key).curr_obs["tag"].numel() for key in self.twin.values())
         for number, key in list(self.twin.items())[::2]:
             if number in self.held:
                 assert check_trajectory(self.buffer.get(number)) == key

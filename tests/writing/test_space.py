@@ -316,26 +316,3 @@ def test_a_store_is_closed_only_when_nothing_is_rewritten(tmp_path: Path, monkey
     writer_to(tmp_path).close()
     assert contents_of(tmp_path) == list(range(4))
     assert not verify(tmp_path).problems
-
-
-def test_compact_ends_beside_additions(tmp_path: Path) -> None:
-    ended = threading.Event()
-    with writer_to(tmp_path, enable_cache=False) as source:
-        add_each(source, range(20))
-        source.evict(list(range(0, 20, 2)))
-
-        def add() -> None:
-            while not ended.is_set():
-                source.add_trajectories([witness(77)])
-                source.flush()
-
-        adding = threading.Thread(target=add)
-        adding.start()
-        try:
-            source.compact()
-        finally:
-            ended.set()
-            adding.join()
-        assert [check_trajectory(source.get(number)) for number in range(1, 20, 2)] == list(range(1, 20, 2))
-    assert verify(tmp_path).sound
-    assert contents_of(tmp_path)[:10] == list(range(1, 20, 2))

@@ -364,7 +364,9 @@ class Writer(Client):
         path = self.folder / f"checkpoint-{self.number}"
         self.buffer.save_checkpoint(path)
         with TrajectoryReplayBuffer.open(path) as reader:
-            self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)
+            seen = reader.trajectory_ids.tolist()
+            must |= {number for number in self.model.keys if number < max(seen, default=0)}  # it is one moment
+            self.model.check_seen(seen, must, gone)
             for number in reader.trajectory_ids.tolist()[:1]:
                 self.model.check_read(number, check(reader.get(number)))
 
