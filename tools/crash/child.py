@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,13 +31,6 @@ def torture(folder: str, round_number: int, seed: int) -> None:
         child.step()
 
 
-class Notes(Protocol):
-    """Where a child writes down what it was promised."""
-
-    def note(self, event: str, **values: Any) -> None:
-        """Take one entry, so that it is there when this returns."""
-
-
 class Child:
     """Uses the store ``folder/store`` at random, and notes what it was promised.
 
@@ -55,7 +48,7 @@ class Child:
     }
     """Of what is done, by the name of the method."""
 
-    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Notes) -> None:
+    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Journal) -> None:
         self.folder, self.round, self.chance, self.journal = folder, round_number, chance, journal
         self.next_key = self.next_value = round_number * _KEYS_PER_ROUND
         self.keys: dict[int, int] = {}

@@ -44,8 +44,6 @@ class Promises:
         saving: ids and keys of checkpoints of which saving was begun since.
         annotated: by id, the highest value that ``annotate`` returned of.
         annotating: by id, the highest one that was begun.
-        pool: number of the pool that was saved last; None before the first.
-        pooling: numbers of pools of which saving was begun since.
     """
 
     flushed: dict[int, int] = field(default_factory=dict)
@@ -57,8 +55,6 @@ class Promises:
     saving: list[dict[int, int]] = field(default_factory=list)
     annotated: dict[int, int] = field(default_factory=dict)
     annotating: dict[int, int] = field(default_factory=dict)
-    pool: int | None = None
-    pooling: list[int] = field(default_factory=list)
 
     def take(self, event: str, values: Mapping[str, Any]) -> None:
         """Take in what a child noted."""
@@ -83,10 +79,6 @@ class Promises:
         elif event in ("annotating", "annotated"):
             target = self.annotating if event == "annotating" else self.annotated
             target |= dict.fromkeys(values["ids"], values["value"])
-        elif event == "pooling":
-            self.pooling.append(values["number"])
-        elif event == "pooled":
-            self.pool, self.pooling = self.pooling[-1], []
 
     def gone_rightly(self, number: int, present: Iterable[int]) -> bool:
         """Return whether a flushed trajectory may be absent: it was evicted, or enough newer ones were committed."""

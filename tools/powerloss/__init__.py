@@ -1,1 +1,1 @@
-"""Power loss: record changes of files, then check the disk states that a crash may leave."""
+"""Power loss: changes of files are recorded, and the disk states that a crash may leave are built from them."""

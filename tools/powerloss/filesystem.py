@@ -11,9 +11,8 @@ The rules are those of ALICE (Pillai et al., OSDI 2014) in their strictest form:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +60,7 @@ class Sync:
     node: Node
 
 
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """A promise to the user, or a request of the user; no change of the file system."""
-
-    event: str
-    values: Mapping[str, Any]
-
-
-Op = Entries | Write | Size | Sync | Promise
+Op = Entries | Write | Size | Sync
 
 
 @dataclass
@@ -142,7 +133,7 @@ class Pending:
         """Add the next operation."""
         if isinstance(op, Sync):
             self._sync(op.node)
-        elif not isinstance(op, Promise):
+        else:
             self.open[self._position] = op
             if isinstance(op, Entries):
                 names = [(folder, name) for folder, name, _ in op.changes]

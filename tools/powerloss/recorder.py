@@ -10,12 +10,12 @@ import contextlib
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tools.powerloss.filesystem import ROOT, Change, Entries, Node, Op, Promise, Size, Sync, Tree, Write, tree_of
+from tools.powerloss.filesystem import ROOT, Change, Entries, Node, Op, Size, Sync, Tree, Write, tree_of
 
 Place = tuple[Node, str]
 """A folder and a name in it."""
@@ -49,11 +49,6 @@ class Recorder:
             (node.number for op in self.ops if isinstance(op, Entries) for _, _, node in op.changes if node), default=0
         )
         self._open: dict[int, Node] = {}
-
-    def note(self, event: str, **values: Any) -> None:
-        """Record a promise."""
-        with self._lock:
-            self._add(Promise(event, values))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -234,3 +229,13 @@ class Recorder:
         place = self._place(new, dst_dir_fd)
         if place is not None:
             self._add(Entries(((*place, self._node(old, src_dir_fd)),)))
+
+
+def write_tree(folder: Path, files: Mapping[str, bytes | None]) -> None:
+    """Create the files and folders of a listing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content)

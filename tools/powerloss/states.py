@@ -1,18 +1,17 @@
-"""The possible disk states after a crash: extremes at each moment, single omissions, random ones. Pure."""
+"""The possible disk states after a crash: extremes, single omissions, random ones. Pure."""
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tools.powerloss.filesystem import Entries, Op, Pending, Promise, Tree, Write
+from tools.powerloss.filesystem import Entries, Op, Pending, Tree, Write
 
 _RANDOM = 4
-"""Random states per moment with operations that are not durable."""
+"""Random states, if some operations are not durable."""
 _SINGLE = 8
-"""Operations per moment that are the only one lost, and the only one kept."""
+"""Operations that are the only one lost, and the only one kept."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,11 @@ class Case:
 
     Attributes:
         moment: number of operations before the crash.
-        promises: number of promises among them.
         lost: positions of the operations that were lost.
         parts: partial writes: position, and the first byte kept and the one after the last; the rest is zeros.
     """
 
     moment: int
-    promises: int
     lost: frozenset[int]
     parts: tuple[tuple[int, int, int], ...]
 
@@ -40,42 +37,22 @@ class _Choice:
     parts: tuple[tuple[int, int, int], ...] = ()
 
 
-def plan(ops: Sequence[Op], moments: int, seed: int) -> list[Case]:
-    """Return crashes at some moments, in an order of which every prefix is a fair sample.
-
-    Every second one is right after a promise, where missing durability shows first.
+def cases_after(ops: Sequence[Op], chance: random.Random) -> list[Case]:
+    """Return crashes after these operations.
 
     Args:
-        ops: all operations, with promises.
-        moments: number of moments.
-        seed: of the random choices.
+        ops: all operations.
+        chance: random choices.
     """
-    chance = random.Random(seed)
-    told = [at for at, op in enumerate(ops) if isinstance(op, Promise)]
-    between = [at for at, op in enumerate(ops) if not isinstance(op, Promise)]
-    chosen = set(chance.sample(told, min(len(told), moments // 2)) + chance.sample(between, min(len(between), moments)))
-    pending, promises = Pending(), 0
-    found: dict[bool, list[Case]] = {True: [], False: []}
-    for at, op in enumerate(ops):
+    pending = Pending()
+    for op in ops:
         pending.add(op)
-        promises += isinstance(op, Promise)
-        if at in chosen:
-            choices = dict.fromkeys(_choices(pending, chance))
-            cases = [Case(at + 1, promises, frozenset(pending.open) - one.kept, one.parts) for one in choices]
-            found[isinstance(op, Promise)] += cases
-    for several in found.values():
-        chance.shuffle(several)
-    mixed = [case for pair in zip(*found.values(), strict=False) for case in pair]
-    return mixed + found[True][len(mixed) // 2 :] + found[False][len(mixed) // 2 :]
+    return [Case(len(ops), frozenset(pending.open) - one.kept, one.parts) for one in _choices(pending, chance)]
 
 
 def state_after(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes | None]:
     """Return a possible content of the disk if the power fails after these operations."""
-    pending = Pending()
-    for op in ops:
-        pending.add(op)
-    choice = chance.choice(list(_choices(pending, chance)))
-    return build(ops, Case(len(ops), 0, frozenset(pending.open) - choice.kept, choice.parts))
+    return build(ops, chance.choice(cases_after(ops, chance)))
 
 
 def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
@@ -91,14 +68,6 @@ def build(ops: Sequence[Op], case: Case) -> dict[str, bytes | None]:
             op = Write(op.node, op.offset, kept.ljust(len(op.data), b"\0"))
         tree.apply(op)
     return tree.listing()
-
-
-def digest(files: dict[str, bytes | None]) -> bytes:
-    """Return a digest of a state."""
-    summary = hashlib.blake2b(digest_size=16)
-    for name, content in sorted(files.items()):
-        summary.update(name.encode() + b"\0" + (b"-" if content is None else b"%d:" % len(content) + content))
-    return summary.digest()
 
 
 def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Sync, Write
-from tools.powerloss.recorder import Recorder
-from tools.powerloss.sessions import write_tree
+from tools.powerloss.recorder import Recorder, write_tree
 from tools.powerloss.states import state_after
 from tools.simulate.tasks import Tasks
 
