@@ -34,7 +34,7 @@ def index_of(sizes: list[tuple[int, int | None]]) -> TrajectoryIndex:
         columns = dict(NewEntries.of(FlatTrajectories.runs([flat]), [number], bytes(16), index.texts).columns) | {
             "shard": np.zeros(1)
         }
-        index.append(columns | starts_of([flat.extent], flat.schema.kind))
+        index.append(columns | starts_of(np.array([flat.extent]), flat.schema.kind))
     return index
 
 

@@ -67,7 +67,7 @@ def content_of(numbers: np.random.Generator, dtypes: Sequence[torch.dtype]) -> t
     whole = [
         rows_from_bytes(data, dtype, (len(data) // dtype.itemsize,)) for data, dtype in zip(joined, dtypes, strict=True)
     ]
-    return ShardContent(schema, extents, pieces), whole
+    return ShardContent(schema, np.array(extents, np.int64), pieces), whole
 
 
 @pytest.mark.parametrize("form", ["pt", "pkl", "zarr"])
@@ -90,7 +90,8 @@ def test_every_bit_of_any_rows_comes_back(form: str, seed: int, dtypes: tuple[to
 def nbytes_of(*rollouts: torch.Tensor) -> int:
     """Return the bytes of a column with the tokens of rollouts, without head and runs of a single one."""
     schema = intern_schema("agent", [("input_ids", rollouts[0].dtype, (), Axis.SAMPLES)])
-    content = ShardContent(schema, [Extent(len(ids), 1) for ids in rollouts], [[raw_bytes(ids) for ids in rollouts]])
+    extents = np.array([Extent(len(ids), 1) for ids in rollouts], np.int64)
+    content = ShardContent(schema, extents, [[raw_bytes(ids) for ids in rollouts]])
     return encoded_shard(get_format("pt"), "shard_00000000", content)[1].nbytes[0] - HEAD_BYTES - 8
 
 

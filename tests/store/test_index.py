@@ -64,7 +64,7 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
         columns = dict(
             NewEntries.of(FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), index.texts).columns
         )
-        index.append(columns | starts_of([flat.extent], flat.schema.kind) | {"shard": np.zeros(1)})
+        index.append(columns | starts_of(np.array([flat.extent]), flat.schema.kind) | {"shard": np.zeros(1)})
     return index
 
 
@@ -182,7 +182,7 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
                     FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), view.texts, number
                 ).columns
             )
-            rows = starts_of([flat.extent], flat.schema.kind)
+            rows = starts_of(np.array([flat.extent]), flat.schema.kind)
             view.append({**entry, **rows, "slot": np.zeros(1)})
             number, pending = number + 1, pending + 1
         if pending and data.draw(st.integers(0, 4)) == 0:  # the newest could not be written
@@ -227,7 +227,7 @@ def test_entries_that_a_view_shows_are_in_memory_once() -> None:
                 FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), view.texts, number
             ).columns
         )
-        rows = starts_of([flat.extent], flat.schema.kind)
+        rows = starts_of(np.array([flat.extent]), flat.schema.kind)
         view.append({**entry, **rows, "slot": np.zeros(1)})
         store.borrow(view, np.array([number]))
         store.append({**entry, **rows, "shard": np.zeros(1)})

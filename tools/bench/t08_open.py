@@ -126,7 +126,7 @@ def write_store(folder: Path, total: int, packed: int, facts: Facts | None = Non
             file.truncate(manifest.files[0].size)  # nothing is stored of it
     entries = NewEntries.of(FlatTrajectories.runs(flats), range(packed), random_uuids(packed), catalog.index.texts)
     columns = dict(entries.columns)
-    columns |= starts_of([flat.extent for flat in flats], "agent")
+    columns |= starts_of(np.array([flat.extent for flat in flats]), "agent")
     repeated = {name: np.tile(column, shards)[:total] for name, column in columns.items()}
     repeated["trajectory_id"] = np.arange(total)
     repeated["shard"] = (np.arange(total) // packed).astype(np.int32)

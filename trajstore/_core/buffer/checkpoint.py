@@ -344,12 +344,12 @@ def _values_at(snapshot: ReadSnapshot, number: int, row: int) -> ShardContent:
     pieces = [[raw_bytes(reader.rows(number, 0, rows))] for number, rows in enumerate(manifest.rows)]
     rows_on = {column.axis: rows for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True)}
     extent = Extent(rows_on.get(Axis.SAMPLES, 0), 1, rows_on.get(Axis.RESPONSE, 0))
-    return ShardContent(manifest.schema, [extent], pieces)
+    return ShardContent(manifest.schema, np.array([extent], np.int64), pieces)
 
 
 def _set_locations(index: TrajectoryIndex, row: int, entries: Sequence[int], flats: Sequence[FlatTrajectory]) -> None:
     """Set the trajectories' locations in their new shard."""
-    starts = starts_of([flat.extent for flat in flats], flats[0].schema.kind)
+    starts = starts_of(np.array([flat.extent for flat in flats], np.int64), flats[0].schema.kind)
     locations = np.stack([np.full(len(flats), row), *(starts[name] for name in STARTS)], axis=1)
     index.point(np.array(entries, np.int64), locations)
 

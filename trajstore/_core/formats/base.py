@@ -19,8 +19,9 @@ import numpy as np
 import orjson
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.flat import FlatTrajectory
-from trajstore._core.columns.schema import ColumnSpec, Extent, Schema
+from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.files.base import Buffer, EncodedFile, crc32_of
 from trajstore.errors import CorruptStoreError
 
@@ -43,13 +44,13 @@ class ShardContent:
 
     Attributes:
         schema: their columns.
-        extents: of each trajectory, in order; at least one.
+        extents: of each trajectory, in order, ``[n, 4]``; at least one.
         pieces: per column, the raw rows of all trajectories in order, as consecutive buffers.
         entries: what its label says of the trajectories; None without a label.
     """
 
     schema: Schema
-    extents: Sequence[Extent]
+    extents: IntArray
     pieces: Sequence[Sequence[Buffer]]
     entries: Mapping[str, Any] | None = None
 
@@ -58,13 +59,12 @@ class ShardContent:
         """Return the content of trajectories, without copying."""
         schema = flats[0].schema
         pieces = [[flat.column_bytes(column) for flat in flats] for column in range(len(schema.columns))]
-        return ShardContent(schema, [flat.extent for flat in flats], pieces)
+        return ShardContent(schema, np.array([flat.extent for flat in flats], np.int64), pieces)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Total rows per column."""
-        extents = np.array(self.extents, np.int64).reshape(-1, 4)
-        steps, batch, extra, document = extents.T
+        steps, batch, extra, document = self.extents.T
         more = (steps + extra) * batch
         total = np.array([steps * batch, more, more, extra, document, steps * batch]).sum(axis=1)  # by axis
         return tuple(total[self.schema.layout[0]].tolist())
@@ -89,13 +89,13 @@ class ShardContent:
 
         The label is one line: a checksum and what the index knows of the shard; see :func:`read_label`.
         """
-        described: dict[str, Any] = {"trajectories": list(map(list, self.extents))}
+        described: dict[str, Any] = {"trajectories": self.extents.tolist()}
         if self.entries is None:
             return described
         shard = {"schema": self.schema.to_json(), "rows": self.rows, "column_crc32": self.column_crc32}
         if self.nbytes != self.schema.plain_nbytes(self.rows):
             shard["nbytes"] = self.nbytes
-        body = orjson.dumps({**shard, "entries": self.entries})
+        body = orjson.dumps({**shard, "entries": self.entries}, option=orjson.OPT_SERIALIZE_NUMPY)
         return described | {"label": f"{zlib.crc32(body):08x} {body.decode()}"}
 
 

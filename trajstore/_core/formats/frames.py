@@ -51,7 +51,7 @@ def folded(content: ShardContent, *, search: bool) -> ShardContent:
     chosen = [*schema.stored_once, *(could_be_stored_once(schema) if search else ())]
     if not chosen:
         return content
-    steps, batch, *_ = np.array(content.extents, np.int64).reshape(-1, 4).T
+    steps, batch, *_ = content.extents.T
     counts = steps * batch
     after = np.arange(counts.sum()) + np.repeat(batch, counts)  # row of the same environment's next step
     compared = np.flatnonzero(after < np.repeat(np.cumsum(counts), counts))

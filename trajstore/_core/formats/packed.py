@@ -38,7 +38,7 @@ def is_packed(schema: Schema) -> bool:
 
 def packed(content: ShardContent) -> ShardContent:
     """Return the content of a shard of rollouts with its columns packed."""
-    extents = np.array(content.extents, np.int64).reshape(-1, 4)
+    extents = content.extents
     counts_on = {Axis.SAMPLES: extents[:, 0], Axis.RESPONSE: extents[:, 2], Axis.DOCUMENT: extents[:, 3]}
     blocks = []
     for spec, pieces in zip(content.schema.columns, content.pieces, strict=True):

@@ -127,18 +127,19 @@ class Contents:
 
     def _move(self, source: int, moved: Moved, first_id: int) -> None:
         """Read trajectories of a source from another of its shards; ids below ``first_id`` belong to other sources."""
-        positions = self.index.find_many(moved.ids.tolist())
+        positions = self.index.find_many(moved.ids)
         known = (positions >= 0) & (moved.ids >= first_id)
-        positions, ids = positions[known], moved.ids[known].tolist()
-        if not ids:
+        positions, ids = positions[known], moved.ids[known]
+        if not len(ids):
             return
         slot = self.addresses.add_shard(source, moved.row, len(ids))
         locations = moved.locations(slot)[known]
         before = self.index.at("slot", positions)
         elsewhere = self.addresses.are_memory(before)
         for at in np.flatnonzero(elsewhere).tolist():
-            before[at] = self._on_disk[ids[at]].table
-            self._on_disk[ids[at]] = RowLocation(*locations[at].tolist())
+            number = int(ids[at])
+            before[at] = self._on_disk[number].table
+            self._on_disk[number] = RowLocation(*locations[at].tolist())
         self.index.point(positions[~elsewhere], locations[~elsewhere])
         self.addresses.leave(before)
 

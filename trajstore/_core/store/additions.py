@@ -14,11 +14,11 @@ import numpy.typing as npt
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import NUMBERS, FlatTrajectories
 from trajstore._core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION, shown
-from trajstore._core.columns.schema import Extent, Kind
+from trajstore._core.columns.schema import Kind
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.facts import AGENT, fact_columns, joined
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex, renumbered
-from trajstore._core.store.log_records import integers, parse_ranges, ranges_of
+from trajstore._core.store.log_records import id_ranges, integers, parse_ranges
 from trajstore._core.store.packing import StringTable
 from trajstore._core.store.row_location import STARTS
 from trajstore.errors import CorruptStoreError, trajectories
@@ -102,9 +102,9 @@ class NewEntries:
         return np.stack([*map(self.columns.__getitem__, _EXTENT)], axis=1).astype(np.int64)
 
 
-def starts_of(extents: Sequence[Extent] | npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
+def starts_of(extents: npt.NDArray[np.int64], kind: Kind) -> dict[str, npt.NDArray[np.int64]]:
     """Return the first rows of consecutive trajectories within their shard or block."""
-    steps, batch, extra, document = np.array(extents, np.int64).T
+    steps, batch, extra, document = extents.T
     rows = np.array((steps * batch, (steps + extra) * batch if kind == "step" else extra, document))
     return dict(zip(STARTS, np.cumsum(rows, axis=1) - rows, strict=True))
 
@@ -146,21 +146,25 @@ def _joined_facts(parts: Sequence[tuple[Mapping[str, Sequence[Any]], int]]) -> M
 
 
 def entries_to_json(entries: NewEntries) -> dict[str, Any]:
-    """Return a shard's trajectories as JSON values for a log record; ids ascend."""
+    """Return a shard's trajectories as JSON values and arrays for a log record; ids ascend."""
     columns = entries.columns
     every = columns["steps"].astype(np.int64) * columns["batch"]
     of_rollouts = AGENT in columns and bool(columns[AGENT][0])
     partial = not of_rollouts and not np.array_equal(columns["num_samples"], every)
     facts = {name: values for name, values in entries.facts.items() if values.count(None) < len(values)}
-    bounds = zip(columns["version_low"].tolist(), columns["version_high"].tolist(), strict=True)
-    return {
-        "ids": ranges_of(entries.ids),
-        "extents": entries.extents.tolist(),
-        "max_episode_length": columns["max_episode_length"].tolist(),
-        "versions": [None if low == UNKNOWN_VERSION else [low, high] for low, high in bounds],
+    versions: Any = np.stack([columns["version_low"], columns["version_high"]], axis=1)
+    unknown = columns["version_low"] == UNKNOWN_VERSION
+    if unknown.any():
+        known = iter(versions[~unknown].tolist())
+        versions = [None if lacking else next(known) for lacking in unknown.tolist()]
+    return {  # arrays, as lists of lists would set off the collection of all garbage of the process
+        "ids": id_ranges(columns["trajectory_id"]),
+        "extents": entries.extents,
+        "max_episode_length": columns["max_episode_length"],
+        "versions": versions,
         "weights": [entries.texts[number] for number in columns["weights"].tolist()],
         "uuids": columns["uuid"].tobytes().hex(),
-        **({"valid": columns["num_samples"].tolist()} if partial else {}),
+        **({"valid": columns["num_samples"]} if partial else {}),
         **({"facts": facts} if of_rollouts else {}),
     }
 
@@ -177,7 +181,7 @@ def for_label(values: Mapping[str, Any], times: npt.NDArray[np.int64]) -> dict[s
         times: when each was committed, or for new ones is about to be, in µs since 1970; written as differences.
     """
     label = {name: value for name, value in values.items() if name not in _ELSEWHERE}
-    return {**label, "times": np.diff(times, prepend=0).tolist()}
+    return {**label, "times": np.diff(times, prepend=0)}
 
 
 def label_at(index: TrajectoryIndex, positions: npt.NDArray[np.int64]) -> dict[str, Any]:
@@ -252,7 +256,7 @@ def entries_from_json(added: Sequence[AddedShard], texts: StringTable) -> dict[s
         if "valid" in part.entries:
             samples[end - count : end] = _valid_in(part, count)
     columns: dict[str, npt.NDArray[Any]] = {
-        "trajectory_id": _expand(entries, counts),
+        "trajectory_id": expanded([record["ids"] for record in entries], counts),
         "num_samples": samples,
         **{name: extents[:, at] for at, name in enumerate(("steps", "batch", "extra", "document"))},
         "nbytes": nbytes.astype(np.int64),
@@ -357,13 +361,12 @@ def _lay_out(
     return starts, nbytes
 
 
-def _expand(entries: Sequence[Mapping[str, Any]], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the ids of all trajectories.
+def expanded(ranges_by_shard: Sequence[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the ids in each shard's ranges, as parsed from records.
 
     Raises:
-        CorruptStoreError: a record has a different number of ids and trajectories.
+        CorruptStoreError: they are not ranges, or a shard has another number of trajectories.
     """
-    ranges_by_shard = [record["ids"] for record in entries]
     if not all(type(ranges) is list for ranges in ranges_by_shard):
         raise CorruptStoreError("not a list of id ranges")
     joined = parse_ranges([pair for ranges in ranges_by_shard for pair in ranges])

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
-from trajstore._core.columns.schema import Extent, Kind, Schema
+from trajstore._core.columns.schema import Kind, Schema
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import AddedShard, NewEntries, added_in, entries_from_json, starts_of
@@ -241,24 +242,26 @@ class Committed:
         if row_record is None:
             return self.annotate(update, record["generation"])
         schemas = [*self._schemas, *(Schema.from_json(item) for item in row_record["schemas"])]
-        update = replace(update, rows=RowShard.from_json(row_record, schemas, len(update.ids)))
+        rows = RowShard.from_json(row_record, schemas, len(update.ids))
+        update = replace(update, rows=rows)
         update.check()
-        self._check_given(update)
+        self._check_given(np.array(update.ids, np.int64), rows.extents)
         noted = self.annotate(update, record["generation"])
         self._schemas = schemas
         return noted
 
-    def _check_given(self, update: LateValues) -> None:
+    def _check_given(self, ids: IntArray, extents: IntArray) -> None:
         """Refuse rows of another size than their trajectory.
 
         Raises:
             CorruptStoreError: names the trajectory.
         """
-        for number, extent in zip(update.ids, () if update.rows is None else update.rows.extents, strict=True):
-            for index in (self.index, self.pinned):
-                at = index.find(number)
-                if at is not None and extent != index.extent(at)._replace(document=0):
-                    raise CorruptStoreError(f"rows of trajectory {number}, which is of another size")
+        for index in (self.index, self.pinned):
+            positions = index.find_many(ids)
+            known = positions >= 0
+            other = (extents[known, :3] != index.extents(positions[known])[:, :3]).any(axis=1)
+            if other.any():
+                raise CorruptStoreError(f"rows of trajectory {ids[known][other][0]}, which is of another size")
 
     def add(self, shards: Sequence[tuple[int, ShardManifest, int]], entries: NewEntries) -> None:
         """Add shards, each with its number and the generation of its commit, and their entries, by ascending id."""
@@ -289,7 +292,7 @@ class Committed:
         return nbytes
 
     def move(
-        self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: Sequence[Extent]
+        self, number: int, manifest: ShardManifest, ids: npt.NDArray[np.int64], extents: npt.NDArray[np.int64]
     ) -> Moved:
         """Add a shard with trajectories of other shards, which are read from it from now on."""
         row = self._add_shard(number, manifest, self.generation + 1)
@@ -315,16 +318,19 @@ class Committed:
         """Return the ids without a live trajectory."""
         return set(np.array(ids, np.int64)[self.index.find_many(ids) < 0].tolist())
 
-    def extents_of(self, ids: Sequence[int]) -> tuple[list[Extent], list[Kind]]:
-        """Return the extents of live trajectories, without documents, and their kinds.
+    def extents_of(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[Kind]]:
+        """Return the extents of live trajectories, ``[n, 4]`` and without documents, and their kinds.
 
         Raises:
             TrajectoryUnavailableError: an id is not live.
         """
         self.check_known(ids)
-        positions = [self.index.position_of(number) for number in ids]
-        extents = [self.index.extent(position)._replace(document=0) for position in positions]
-        kinds = [self.shards.schema(int(self.index.at("shard", position))).kind for position in positions]
+        positions = self.index.find_many(ids)
+        extents = self.index.extents(positions)
+        extents[:, 3] = 0
+        kinds: list[Kind] = [
+            "step" if of_steps else "agent" for of_steps in self.shards.of_steps()[self.index.at("shard", positions)]
+        ]
         return extents, kinds
 
     def check_known(self, ids: Sequence[int]) -> None:

@@ -542,6 +542,10 @@ class TrajectoryIndex:
         """Return the number of rows on each axis of the trajectory at a position."""
         return Extent(*(int(self.at(name, position)) for name in Extent._fields))
 
+    def extents(self, positions: Positions) -> IntArray:
+        """Return the number of rows on each axis of the trajectories at some positions, ``[n, 4]``."""
+        return np.stack([self.at(name, positions).astype(np.int64) for name in Extent._fields], axis=1)
+
     def uuid(self, position: int) -> str:
         """Return the UUID of the trajectory at a position."""
         return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))

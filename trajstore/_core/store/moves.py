@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.columns.schema import Extent
+from trajstore._core.base.types import IntArray
+from trajstore._core.columns.limits import MAX_STEPS
+from trajstore._core.columns.schema import rows_on
 from trajstore._core.formats.base import ShardManifest
+from trajstore._core.store.additions import expanded
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import natural, parse_ranges, ranges_of
+from trajstore._core.store.log_records import id_ranges, integers
 from trajstore._core.store.row_location import STARTS
-from trajstore.errors import CorruptStoreError, trajectories
+from trajstore.errors import CorruptStoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,54 +43,49 @@ class Moved:
         return np.stack([np.full(len(self.ids), table), *(self.starts[name] for name in STARTS)], axis=1)
 
 
-def move_to_json(ids: Sequence[int], extents: Sequence[Extent]) -> dict[str, Any]:
-    """Return the trajectories in the new shard as JSON values for a record; ids are ascending."""
-    return {"ids": ranges_of(ids), "extents": [[e.steps, e.batch, e.extra, e.document] for e in extents]}
+def move_to_json(ids: IntArray, extents: IntArray) -> dict[str, Any]:
+    """Return the trajectories in the new shard as arrays for a record; ids are ascending, extents ``[n, 4]``."""
+    return {"ids": id_ranges(ids), "extents": extents}
 
 
-def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[npt.NDArray[np.int64], list[Extent]]:
-    """Return ids and extents of a record's trajectories in a new shard.
+def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[IntArray, IntArray]:
+    """Return ids ``[n]`` and extents ``[n, 4]`` of a record's trajectories in a new shard.
 
     Raises:
         CorruptStoreError: they do not add up to the shard's rows, or their ids are not ranges.
         KeyError, TypeError, ValueError: values are absent or of the wrong kind.
     """
-    extents = [Extent(*(natural(n) for n in item)) for item in value["extents"]]
-    ranges = parse_ranges(value["ids"]).tolist()
-    if sum(last - first + 1 for first, last in ranges) != len(extents):  # checked first: the ranges may be huge
-        raise CorruptStoreError(f"{trajectories(len(extents))}, but the ids {value['ids']}")
+    extents = integers(value["extents"], 4)
+    if extents.min(initial=0) < 0 or extents.max(initial=0) > MAX_STEPS:
+        raise ValueError(f"extents from {extents.min()} to {extents.max()}, must be from 0 to {MAX_STEPS}")
+    ids = expanded([value["ids"]], np.array([len(extents)]))
     for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
-        if sum(extent.rows(column.axis) for extent in extents) != rows:
+        if rows_on(extents, column.axis).sum(dtype=object) != rows:  # exact: 64 bits could overflow
             raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
-    return np.array([number for first, last in ranges for number in range(first, last + 1)], np.int64), extents
+    return ids, extents
 
 
 def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
     """Point the entries of an index to the new shard."""
-    positions = index.find_many(moved.ids.tolist())
+    positions = index.find_many(moved.ids)
     known = positions >= 0
     index.point(positions[known], moved.locations(moved.row)[known])
 
 
-def check_moved(
-    index: TrajectoryIndex, ids: npt.NDArray[np.int64], extents: Sequence[Extent], fitting: npt.NDArray[np.bool_]
-) -> None:
+def check_moved(index: TrajectoryIndex, ids: IntArray, extents: IntArray, fitting: npt.NDArray[np.bool_]) -> None:
     """Refuse a move if index entries and new shard disagree.
 
     Args:
         index: with the entries.
         ids: of the trajectories in the new shard.
-        extents: of each.
+        extents: of each, ``[n, 4]``.
         fitting: per row of the shard table, whether that shard has the columns of the new one.
 
     Raises:
         CorruptStoreError: rows of another trajectory, or outside the shard, would be read.
     """
-    positions = index.find_many(ids.tolist())
+    positions = index.find_many(ids)
     known = positions >= 0
-    moved_extents = np.array([(e.steps, e.batch, e.extra, e.document) for e in extents], np.int64).reshape(-1, 4)[known]
-    index_extents = np.stack(
-        [index.at(name, positions[known]) for name in ("steps", "batch", "extra", "document")], axis=1
-    )
-    if not np.array_equal(moved_extents, index_extents) or not fitting[index.at("shard", positions[known])].all():
+    equal = np.array_equal(extents[known], index.extents(positions[known]))
+    if not equal or not fitting[index.at("shard", positions[known])].all():
         raise CorruptStoreError("a trajectory would be moved to a shard that does not hold it")

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import raw_bytes
-from trajstore._core.columns.limits import MAX_ID
-from trajstore._core.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema
+from trajstore._core.columns.limits import MAX_ID, MAX_STEPS
+from trajstore._core.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema, rows_on
 from trajstore._core.formats.base import ShardContent, ShardManifest
 from trajstore._core.store.additions import starts_of
-from trajstore._core.store.log_records import manifest_from_json, manifest_to_json, natural
+from trajstore._core.store.log_records import integers, manifest_from_json, manifest_to_json, natural
 from trajstore._core.store.row_location import START_OF
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, CorruptStoreError, trajectories
@@ -34,19 +35,19 @@ _KIND = "rows"
 _AXES: Mapping[Kind, tuple[Axis, ...]] = {"step": (Axis.SAMPLES,), "agent": (Axis.SAMPLES, Axis.RESPONSE)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RowShard:
     """A durable shard of values by row.
 
     Attributes:
         number: of the shard.
         manifest: of the shard; its columns have the names of the values.
-        extents: of the trajectories that receive values, in order.
+        extents: of the trajectories that receive values, in order, ``[n, 4]``.
     """
 
     number: int
     manifest: ShardManifest
-    extents: tuple[Extent, ...]
+    extents: IntArray
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -69,7 +70,7 @@ class RowShard:
             "number": self.number,
             "schemas": schemas,
             "shard": manifest_to_json(self.manifest, schema),
-            "extents": [[e.steps, e.batch, e.extra] for e in self.extents],
+            "extents": np.ascontiguousarray(self.extents[:, :3]),
         }
 
     @staticmethod
@@ -86,13 +87,15 @@ class RowShard:
             KeyError, TypeError, ValueError: values are absent or of the wrong kind.
         """
         manifest = manifest_from_json(value["shard"], schemas)
-        extents = tuple(Extent(*(natural(n) for n in item)) for item in value["extents"])
+        extents = np.pad(integers(value["extents"], 3), ((0, 0), (0, 1)))
+        if extents.min(initial=0) < 0 or extents.max(initial=0) > MAX_STEPS:
+            raise ValueError(f"extents from {extents.min()} to {extents.max()}, must be from 0 to {MAX_STEPS}")
         if len(extents) != count:
             raise CorruptStoreError(f"rows of {trajectories(len(extents))}, but {count} ids")
         for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
             if column.axis not in _AXES[manifest.schema.kind]:
                 raise CorruptStoreError(f"values {column.name}: on axis {int(column.axis)}")
-            if sum(extent.rows(column.axis) for extent in extents) != rows:
+            if rows_on(extents, column.axis).sum(dtype=object) != rows:  # exact: 64 bits could overflow
                 raise CorruptStoreError(f"values {column.name}: do not add up to the shard's {rows} rows")
         return RowShard(natural(value["number"], MAX_ID // 2), manifest, extents)
 
@@ -132,14 +135,14 @@ def rows_in_words(kind: str) -> str:
 
 
 def content_of_rows(
-    given: Rows, ids: Sequence[int], extents: Sequence[Extent], kinds: Sequence[Kind], known: Mapping[str, str]
+    given: Rows, ids: Sequence[int], extents: IntArray, kinds: Sequence[Kind], known: Mapping[str, str]
 ) -> ShardContent:
     """Return the content of a shard of values by row.
 
     Args:
         given: the values.
         ids: of the trajectories.
-        extents: original extent of each.
+        extents: of each, ``[n, 4]``, without documents.
         kinds: of each.
         known: kinds of the store's names.
 
@@ -153,12 +156,12 @@ def content_of_rows(
                 f"{_article(kinds[0])}: annotate each kind in its own call"
             )
     columns, pieces = [], []
+    each = [Extent(*extent) for extent in extents.tolist()]
     for name, tensors in given.items():
-        shape, axis = _shape_of(name, tensors, ids, extents, kinds[0], known.get(name))
+        shape, axis = _shape_of(name, tensors, ids, each, kinds[0], known.get(name))
         columns.append((name, tensors[0].dtype, shape, axis))
         pieces.append([raw_bytes(tensor) for tensor in tensors])
-    plain = [Extent(extent.steps, extent.batch, extent.extra) for extent in extents]
-    return ShardContent(intern_schema(kinds[0], columns), plain, pieces)
+    return ShardContent(intern_schema(kinds[0], columns), extents, pieces)
 
 
 def _article(kind: Kind) -> str:

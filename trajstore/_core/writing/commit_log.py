@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
-from trajstore._core.columns.schema import Extent
+from trajstore._core.base.types import IntArray
 from trajstore._core.files.base import FULL, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.catalog import Catalog
@@ -50,8 +50,6 @@ from trajstore.errors import (
 )
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LOG_BYTES = 16 << 20
 """The index is written whole when the log has grown by this, or by twice the index's size if that is more."""
@@ -278,7 +276,7 @@ class CommitLog:
             newest = int(entries[-1].columns["trajectory_id"][-1])
             if ids := listener.to_evict(newest):
                 going = [Evicted(id_ranges(np.sort(np.array(ids, np.int64))))]
-                lines += evict_line(catalog.generation + len(entries) + 1, going[0].ranges.tolist())
+                lines += evict_line(catalog.generation + len(entries) + 1, going[0].ranges)
 
         def apply() -> Sequence[Change]:
             for shards, added in zip(commits, entries, strict=True):
@@ -343,7 +341,7 @@ class CommitLog:
             self._apply_evictions([evicted])
             return [evicted]
 
-        self._append(lambda: (evict_line(catalog.generation + 1, evicted.ranges.tolist()), apply), retry)
+        self._append(lambda: (evict_line(catalog.generation + 1, evicted.ranges), apply), retry)
         self.garbage.collect(catalog)
 
     def annotate(self, update: LateValues) -> None:
@@ -430,14 +428,14 @@ class CommitLog:
         with self._lock:
             self.catalog.notes.sources.intersection_update(stay)
 
-    def move(self, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]) -> None:
+    def move(self, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> None:
         """Record a durable shard with trajectories of other shards; they are read from it from now on.
 
         Args:
             number: of the shard.
             manifest: of the shard.
             ids: of its trajectories, ascending; some may have been evicted since they were copied.
-            extents: of each.
+            extents: of each, ``[n, 4]``.
 
         Raises:
             StoreWriteError: the log could not be written; nothing was moved.
@@ -447,7 +445,7 @@ class CommitLog:
             catalog = self.catalog
 
             def apply() -> Sequence[Change]:
-                moved = catalog.move(number, manifest, np.array(ids, np.int64), extents)
+                moved = catalog.move(number, manifest, ids, extents)
                 catalog.generation += 1
                 return [moved]
 
@@ -515,28 +513,15 @@ class CommitLog:
     @contextmanager
     def keeping_files(self) -> Iterator[None]:
         """Delete no shard in this context; deletions are made up for at its end."""
-        with self.keeping_files_for(lambda: True):
-            yield
-
-    @contextmanager
-    def keeping_files_for(self, choose: Callable[[], T | None]) -> Iterator[T | None]:
-        """Select shards to read, and delete no shard in this context unless the selection is None.
-
-        Args:
-            choose: called while nothing can be committed or evicted; returns None if there is nothing to read.
-        """
         with self._lock:
-            chosen = choose()
-            held = chosen is not None
-            self.garbage.holds += held
+            self.garbage.holds += 1
         try:
-            yield chosen
+            yield
         finally:
-            if held:
-                with self._lock:
-                    self.garbage.holds -= 1
-                    if self.garbage.put_off and not self._closed:
-                        self.garbage.collect(self.catalog)
+            with self._lock:
+                self.garbage.holds -= 1
+                if self.garbage.put_off and not self._closed:
+                    self.garbage.collect(self.catalog)
 
     # -- snapshots --------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 
 from trajstore._core.base.types import IntArray
-from trajstore._core.columns.schema import Extent, Schema
+from trajstore._core.columns.schema import Schema
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import NewEntries, by_id, starts_of
 from trajstore._core.store.catalog import Catalog
@@ -82,8 +82,8 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
     return b"".join(lines), entries
 
 
-def evict_line(generation: int, ranges: Sequence[Sequence[int]]) -> bytes:
-    """Return the log line that evicts inclusive ranges of ids, the commit of this generation."""
+def evict_line(generation: int, ranges: IntArray) -> bytes:
+    """Return the log line that evicts inclusive ranges of ids, ``[n, 2]``, the commit of this generation."""
     return encode_line({"generation": generation, "operation": "evict", "ids": ranges})
 
 
@@ -97,9 +97,7 @@ def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
     return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **update.to_json(), **rows})
 
 
-def rewrite_line(
-    catalog: Catalog, number: int, manifest: ShardManifest, ids: Sequence[int], extents: Sequence[Extent]
-) -> bytes:
+def rewrite_line(catalog: Catalog, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> bytes:
     """Return the log line of a rewrite; arguments as in :meth:`CommitLog.move`."""
     new: dict[Schema, int] = {}
     schema = catalog.shards.next_number_of(manifest.schema, new)

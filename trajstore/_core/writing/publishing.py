@@ -14,7 +14,6 @@ import orjson
 
 from trajstore._core.base.clock import microseconds
 from trajstore._core.base.machine_code import kernels
-from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import Buffer, Directory, EncodedFile
 from trajstore._core.formats.base import ShardContent, ShardManifest, TrajectoryFormat
 from trajstore._core.formats.checksums import encoded_shard
@@ -76,7 +75,7 @@ def content_of(runs: Sequence[Run], extents: npt.NDArray[np.int64], scratch: Scr
         else:
             starts, ends = addresses[:, column].tolist(), sizes[:, column].tolist()
             pieces.append([run.block.bytes_at(*place) for run, *place in zip(runs, starts, ends, strict=True)])
-    return ShardContent(runs[0].block.schema, [Extent(*extent) for extent in extents.tolist()], pieces)
+    return ShardContent(runs[0].block.schema, extents, pieces)
 
 
 _CONTENT = (TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
@@ -183,7 +182,7 @@ class Publisher:
             if self._once:
                 self._tell_twice(manifest)
             files += encoded
-            part.record = orjson.dumps(values)
+            part.record = orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
         self._directory.publish(files)
         for part, manifest in zip(parts, manifests, strict=True):
             part.manifest = manifest

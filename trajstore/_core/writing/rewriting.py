@@ -11,7 +11,6 @@ import queue
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from trajstore._core.base import locks
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.flat import raw_bytes
-from trajstore._core.columns.schema import Extent, Schema, rows_on
+from trajstore._core.columns.schema import Schema, rows_on
 from trajstore._core.files.base import Directory
 from trajstore._core.formats import get_format
 from trajstore._core.formats.base import ShardContent, ShardManifest, ShardReader, TrajectoryFormat
@@ -40,6 +39,12 @@ logger = logging.getLogger(__name__)
 _UNPACKED = 16
 """Rows of a new shard may take this many times its bytes in memory: those of rollouts are packed in files."""
 
+_ENTRY_BYTES = 1024
+"""Least bytes that a trajectory of a new shard counts as: recording many takes long, and others wait meanwhile."""
+
+_AT_ONCE = 1 << 18
+"""Entries counted in one call, in which no other thread runs."""
+
 COMPRESSED: Mapping[str, Any] = {"codec": "blosc_zstd", "level": 9, "chunk_bytes": 16 << 20}
 """Options of the format ``zarr`` for compressed shards."""
 
@@ -57,24 +62,33 @@ class Usage:
     Attributes:
         total: bytes of all rows as stored, per shard (row of the shard table); 0 for unneeded shards.
         live: bytes of live and pinned trajectories, per shard; of packed shards, their part of the rows' bytes.
-        memory: bytes of live and pinned trajectories in memory, per shard.
+        sizes: what these count as in a new shard: their bytes, more where they take much more memory or are many.
     """
 
     total: npt.NDArray[np.int64]
     live: npt.NDArray[np.int64]
-    memory: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
 
     @staticmethod
-    def of(catalog: Catalog) -> Usage:
-        """Return the usage of a catalog's shards."""
-        count = len(catalog.shards)
-        live = np.zeros(count, np.int64)
-        for index in (catalog.index, catalog.pinned):
-            np.add.at(live, index["shard"], index["nbytes"])
-        rows, stored = catalog.shards.row_bytes(), catalog.shards.stored_bytes()
+    def of(entries: Sequence[TrajectoryIndex], rows: IntArray, stored: IntArray) -> Usage:
+        """Return the usage of shards.
+
+        Args:
+            entries: of the shards; without the log's lock, slices that no commit changes.
+            rows: bytes of all rows in memory, per shard.
+            stored: bytes of all rows as stored, per shard.
+        """
+        live, counts = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        for index in entries:
+            shards, nbytes = index["shard"], index["nbytes"]
+            for begin in range(0, len(index), _AT_ONCE):
+                block = shards[begin : begin + _AT_ONCE]
+                np.add.at(live, block, nbytes[begin : begin + _AT_ONCE])
+                counts += np.bincount(block, minlength=len(rows))
         part = stored * (live / np.maximum(rows, 1))
-        of_live = np.where(live == rows, stored, np.minimum(part.astype(np.int64), stored - 1))
-        return Usage(np.where(catalog.home_shards(), stored, 0), np.maximum(of_live, 0), live)
+        of_live = np.maximum(np.where(live == rows, stored, np.minimum(part.astype(np.int64), stored - 1)), 0)
+        sizes = np.maximum(np.maximum(of_live, live // _UNPACKED), counts * _ENTRY_BYTES)
+        return Usage(np.where(counts > 0, stored, 0), of_live, sizes)
 
     @property
     def is_due(self) -> bool:
@@ -94,8 +108,7 @@ def choose_cold(
         cold: which shards may be compressed.
         everything: also choose fewer bytes than half of the limit.
     """
-    sizes = np.maximum(usage.live, usage.memory // _UNPACKED)
-    candidates = np.flatnonzero(cold & (usage.total > 0))
+    sizes, candidates = usage.sizes, np.flatnonzero(cold & (usage.total > 0))
     for schema in np.unique(schemas[candidates]).tolist():
         rows = candidates[schemas[candidates] == schema]
         if everything or 2 * int(sizes[rows].sum()) >= limit:
@@ -117,8 +130,7 @@ def choose(
         everything: also choose shards with few dead bytes; if there are none, several small shards to merge.
     """
     needed = (usage.total > 0) & ~excluded
-    sizes = np.maximum(usage.live, usage.memory // _UNPACKED)
-    dead = usage.total - usage.live
+    sizes, dead = usage.sizes, usage.total - usage.live
     if everything:
         candidates = np.flatnonzero(needed & (dead > 0))
         if not len(candidates):
@@ -240,10 +252,13 @@ class Rewriter:
             OSError: the new shard could not be written; nothing was moved.
         """
         with self._one:
-            # Files that are read here are kept, even after eviction.
-            with self._log.keeping_files_for(partial(self._choose, below, compress)) as chosen:
+            rows = self._choose(below, compress)
+            if not rows:
+                return False
+            with self._log.keeping_files():  # also those of trajectories that are evicted meanwhile
+                chosen = self._entries_of(rows, compress=compress is not None)
                 if chosen is None:
-                    return False
+                    return True
                 sources = {row: self._open(row, manifest) for row, manifest in chosen.manifests.items()}
                 readable = {row: source for row, source in sources.items() if source is not None}
                 if len(readable) < len(sources):
@@ -268,31 +283,46 @@ class Rewriter:
             name,
         )
 
-    def _choose(self, below: int | None, compress: int | None) -> _Chosen | None:
-        """Return the shards to rewrite, if any; called while the log stands still."""
-        self._log.check_open()
-        catalog = self._log.catalog
-        usage, schemas = Usage.of(catalog), catalog.shards.schema_numbers()
-        compressed = catalog.shards.compressed()
-        everything, excluded = below is not None, np.zeros(len(catalog.shards), np.bool_)
+    def _choose(self, below: int | None, compress: int | None) -> list[int]:
+        """Return the shards to rewrite, as rows of the shard table; empty if there are none."""
+        with self._log.standing_still() as catalog:  # all entries are looked at without the lock
+            self._log.check_open()
+            live, pinned = _slices(catalog)
+            rows, stored = catalog.shards.row_bytes(), catalog.shards.stored_bytes()
+            schemas, compressed = catalog.shards.schema_numbers(), catalog.shards.compressed()
+        usage = Usage.of((live, pinned), rows, stored)
+        everything, excluded = below is not None, np.zeros(len(rows), np.bool_)
         if below is not None:
             excluded[:] = True
-            for index in (catalog.index, catalog.pinned):
+            for index in (live, pinned):
                 excluded[index["shard"][index["trajectory_id"] < below]] = False
         excluded[[*self.damaged]] = True
         if compress is None:
             kinds = 2 * schemas + compressed
-            rows = choose(usage, kinds, self._shard_bytes, excluded, everything=everything)
-        else:
-            cold = ~(compressed | excluded)
-            cold[catalog.index["shard"][max(0, len(catalog.index) - compress) :]] = False
-            rows = choose_cold(usage, schemas, self._shard_bytes, cold, everything=everything)
-        if not rows:
+            return choose(usage, kinds, self._shard_bytes, excluded, everything=everything)
+        cold = ~(compressed | excluded)
+        cold[live["shard"][max(0, len(live) - compress) :]] = False
+        return choose_cold(usage, schemas, self._shard_bytes, cold, everything=everything)
+
+    def _entries_of(self, rows: Sequence[int], *, compress: bool) -> _Chosen | None:
+        """Return what is rewritten of chosen shards; None if all that one of them had was evicted meanwhile."""
+        with self._log.standing_still() as catalog:
+            slices, chosen = _slices(catalog), np.zeros(len(catalog.shards), np.bool_)
+            nbytes = int(catalog.shards.row_bytes()[rows].sum())
+            manifests = {row: catalog.shards.manifest(row) for row in rows}
+            compress |= bool(catalog.shards.compressed()[rows[0]])
+        chosen[rows] = True
+        found = TrajectoryIndex()
+        for index in slices:
+            inside = np.flatnonzero(chosen[index["shard"]])
+            found.append(found.translated(index.take(inside), index.texts))
+        order = np.argsort(found["trajectory_id"], kind="stable")
+        starts = {name: found[name][order] for name in STARTS}
+        shards = found["shard"][order]
+        if len(np.unique(shards)) < len(rows):
             return None
-        nbytes = int(catalog.shards.row_bytes()[rows].sum())
-        manifests = {row: catalog.shards.manifest(row) for row in rows}
-        is_compressed = compress is not None or bool(compressed[rows[0]])
-        return _Chosen(manifests, *_entries_in(catalog, rows), nbytes, is_compressed)
+        entries = _Entries(found["trajectory_id"][order], shards, found.extents(order), starts)
+        return _Chosen(manifests, entries, label_at(found, order), nbytes, compress)
 
     def _open(self, row: int, manifest: ShardManifest) -> ShardReader | None:
         """Return a reader of an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
@@ -316,13 +346,12 @@ class Rewriter:
         number, entries = self._new_shard(), chosen.entries
         schema = chosen.manifests[next(iter(sources))].schema
         columns = [entries.column(schema, column, sources) for column in range(len(schema.columns))]
-        extents = [Extent(*extent) for extent in entries.extents.tolist()]
-        content = ShardContent(schema, extents, [[column.data] for column in columns])
+        content = ShardContent(schema, entries.extents, [[column.data] for column in columns])
         form = self._compressed if chosen.compressed else self._format
         files, manifest = encoded_shard(form, shard_name(number), content, entries=chosen.label)
         self._directory.publish(files)
         with self._log.recording(manifest):
-            self._log.move(number, manifest, entries.ids.tolist(), extents)
+            self._log.move(number, manifest, entries.ids, entries.extents)
         return number, sum(column.nbytes for column in columns)
 
 
@@ -372,15 +401,6 @@ class _Entries:
         return joined
 
 
-def _entries_in(catalog: Catalog, rows: Sequence[int]) -> tuple[_Entries, dict[str, Any]]:
-    """Return the live or pinned entries in some shards, and what their new shard's label says."""
-    chosen = np.zeros(len(catalog.shards), np.bool_)
-    chosen[rows] = True
-    found = TrajectoryIndex()
-    for index in (catalog.index, catalog.pinned):
-        inside = index.first + np.flatnonzero(chosen[index["shard"]])
-        found.append(found.translated(index.take(inside), index.texts))
-    order = np.argsort(found["trajectory_id"], kind="stable")
-    extents = np.stack([found[name][order].astype(np.int64) for name in Extent._fields], axis=1)
-    starts = {name: found[name][order] for name in STARTS}
-    return _Entries(found["trajectory_id"][order], found["shard"][order], extents, starts), label_at(found, order)
+def _slices(catalog: Catalog) -> tuple[TrajectoryIndex, TrajectoryIndex]:
+    """Return the live and the pinned entries, to be read without the log's lock until shards are rewritten."""
+    return catalog.index.slice(0, len(catalog.index)), catalog.pinned.slice(0, len(catalog.pinned))

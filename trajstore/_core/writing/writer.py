@@ -182,7 +182,7 @@ class StoreWriter:
         content = content_of_rows(rows, update.ids, extents, kinds, known)
         number = self.queue.new_shard()
         files, manifest = encoded_shard(self._format, shard_name(number), content, entries={})
-        update = replace(update, rows=RowShard(number, manifest, tuple(content.extents)))
+        update = replace(update, rows=RowShard(number, manifest, content.extents))
         with self.log.standing_still() as catalog:
             catalog.notes.check(update)  # before anything is written
         with written(": nothing was given to the trajectories"):
