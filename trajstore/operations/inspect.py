@@ -15,13 +15,13 @@ import orjson
 
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.columns.schema import rows_on
 from trajstore._core.files.base import Directory, Reader
 from trajstore._core.files.leases import READERS_FOLDER
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
 from trajstore._core.sessions.sessions import open_sessions
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
@@ -243,7 +243,7 @@ def _report(
         "path": directory.url,
         "trajectories": len(index),
         "samples": index.total_samples,
-        "invalid_steps": int((_rows_by_axis(index)[Axis.SAMPLES] - index["num_samples"])[of_steps].sum()),
+        "invalid_steps": int((rows_on(index.extents(), Axis.SAMPLES) - index["num_samples"])[of_steps].sum()),
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),
@@ -281,29 +281,16 @@ def _compressed(catalog: Catalog) -> dict[str, int]:
 def _columns(catalog: Catalog) -> list[Report]:
     """Return the columns of the live trajectories with the bytes of their rows; one entry per name and type."""
     index = catalog.index
-    rows_on = _rows_by_axis(index)
+    extents = index.extents()
     schema_of = catalog.shards.schema_numbers()[index["shard"]] if len(index) else np.zeros(0, np.int32)
     totals: dict[tuple[str, str, tuple[int, ...]], int] = {}
     for number in np.unique(schema_of).tolist():
         of_schema = schema_of == number
         for column in catalog.shards.schemas[number].columns:
             key = (column.name, column.dtype, column.row_shape)
-            nbytes = int(rows_on[column.axis][of_schema].sum()) * column.row_nbytes
+            nbytes = int(rows_on(extents[of_schema], column.axis).sum()) * column.row_nbytes
             totals[key] = totals.get(key, 0) + nbytes
     return columns_report(totals)
-
-
-def _rows_by_axis(index: TrajectoryIndex) -> dict[Axis, npt.NDArray[np.int64]]:
-    steps, batch, extra = (index[name].astype(np.int64) for name in ("steps", "batch", "extra"))
-    with_extra = (steps + extra) * batch
-    return {
-        Axis.SAMPLES: steps * batch,
-        Axis.NEXT: steps * batch,
-        Axis.FIRST_EXTRA: with_extra,
-        Axis.LAST_EXTRA: with_extra,
-        Axis.RESPONSE: extra,
-        Axis.DOCUMENT: index["document"].astype(np.int64),
-    }
 
 
 def _of_steps(catalog: Catalog) -> npt.NDArray[np.bool_]:

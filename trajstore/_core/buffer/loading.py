@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,7 @@ from trajstore._core.reading.places import (
 )
 from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore._core.reading.sources import Source, StoreSource
-from trajstore._core.store.catalog import Catalog, ReadersCatalog, oldest_generation
+from trajstore._core.store.catalog import ReadersCatalog, oldest_generation
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.partition import share_of
 from trajstore._core.store.run_ids import ALONE, in_run, own_id
@@ -112,10 +114,33 @@ class _Opened:
     """One directory: its entries, the buffer's state, the number of entries left out, and the reasons."""
 
     source: Source
-    index: TrajectoryIndex
+    entries: TrajectoryIndex | ReadersCatalog
+    """A catalog decodes its entries when a share has some of them."""
+
     state: CheckpointState
+    rank: int
     skipped: int = 0
     warnings: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return self.entries.count() if isinstance(self.entries, ReadersCatalog) else len(self.entries)
+
+    def uuids(self) -> npt.NDArray[Any]:
+        """Return the UUID of each trajectory, ``[n]`` of 16 bytes."""
+        return self.entries.uuids() if isinstance(self.entries, ReadersCatalog) else self.entries["uuid"]
+
+    @cached_property
+    def index(self) -> TrajectoryIndex:
+        """The entries, with ids of the run."""
+        index = self.entries.index if isinstance(self.entries, ReadersCatalog) else self.entries
+        if self.rank != ALONE and len(index):
+            index = index.slice(0, len(index))
+            index.renumber(in_run(self.rank, index["trajectory_id"]))
+        return index
+
+    def showing(self, index: TrajectoryIndex) -> _Opened:
+        """Return the directory with these of its entries, which have ids of the run."""
+        return replace(self, entries=index, rank=ALONE)
 
 
 _UNREADABLE = (CorruptStoreError, StoreNotFoundError, UnsafeContentError, UnsupportedVersionError)
@@ -174,10 +199,7 @@ def _open_all(
     errors: dict[Exception, Directory] = {}
     for directory, rank, lease in zip(directories, ranks, leases, strict=True):
         try:
-            opened = _open(directory, request)
-            if rank != ALONE and len(opened.index):
-                opened.index = opened.index.slice(0, len(opened.index))
-                opened.index.renumber(in_run(rank, opened.index["trajectory_id"]))
+            opened = _open(directory, request, rank)
         except _UNREADABLE as error:
             errors[error] = directory
             lease.release()
@@ -260,7 +282,7 @@ def _above_point(
     return [f"{errors.pop(error).url} is skipped: {counted(ranks, 'rank')} saved {pin} together" for error in above]
 
 
-def _open(directory: Directory, request: LoadRequest) -> _Opened:
+def _open(directory: Directory, request: LoadRequest, rank: int) -> _Opened:
     strict, pin = request.strict, request.pin
     if kind_of(directory) != "store":
         if pin is not None:
@@ -271,7 +293,7 @@ def _open(directory: Directory, request: LoadRequest) -> _Opened:
             raise CorruptStoreError(f"{'; '.join(map(str, unreadable))}{OR_WITHOUT_IT}")
         left_out = len(rlinf.missing) + sum(item.count for item in (*rlinf.damaged, *unreadable))
         problems = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
-        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), left_out, problems)
+        return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), rank, left_out, problems)
     pending = Pending(directory) if request.pending and pin is None else None
     catalog, damage = (ReadersCatalog.open(directory), []) if strict is not False else open_leniently(directory)
     added, refused, garbled = (0, [], []) if pending is None else pending.add_to(catalog)
@@ -280,25 +302,24 @@ def _open(directory: Directory, request: LoadRequest) -> _Opened:
     source = StoreSource(catalog)
     source.has_pending = added > 0
     warnings = [*map(str, (*damage, *garbled)), *refused]
-    index, state = _state_of(catalog, pin)
+    values = catalog.metadata() | {"trajectory_counter": catalog.next_id}
+    if pin is None and request.share is not None and isinstance(catalog, ReadersCatalog):
+        return _Opened(source, catalog, CheckpointState.from_json(values), rank, 0, tuple(warnings))
+    if pin is None:
+        index = catalog.index
+    else:
+        head, index, catalog.notes = catalog.shown_under(pin)
+        values = values | catalog.pins.details(head.name) | {"trajectory_counter": catalog.next_id}
+    state = CheckpointState.from_json(values)
     if strict is not False:
-        return _Opened(source, index, state, 0, tuple(warnings))  # only a rank's own share needs to be there
+        return _Opened(source, index, state, rank, 0, tuple(warnings))  # only a rank's own share needs to be there
     left_out = len(catalog.left_out) + sum(item.count for item in damage)
     lost = source.lost(index)
     if lost is None:
-        return _Opened(source, index, state, left_out, tuple(warnings))
+        return _Opened(source, index, state, rank, left_out, tuple(warnings))
     index = index.without(lost.positions)
     skipped = len(lost.ids) + left_out
-    return _Opened(source, index, state, skipped, (*warnings, f"{directory.url}: {lost}; left out"))
-
-
-def _state_of(catalog: Catalog, pin: str | None) -> tuple[TrajectoryIndex, CheckpointState]:
-    values = catalog.metadata()
-    index = catalog.index
-    if pin is not None:
-        head, index, catalog.notes = catalog.shown_under(pin)
-        values |= catalog.pins.details(head.name)
-    return index, CheckpointState.from_json({**values, "trajectory_counter": catalog.next_id})
+    return _Opened(source, index, state, rank, skipped, (*warnings, f"{directory.url}: {lost}; left out"))
 
 
 def _check_present(loaded: Loaded, path: str | Path) -> None:
@@ -320,25 +341,30 @@ def _check_present(loaded: Loaded, path: str | Path) -> None:
 
 def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | None, path: str) -> None:
     """Choose the entries of each source: all, or one rank's share of the union; without duplicates."""
-    alone = len(found) == 1 and share is None
-    readable = [item.index if alone else _readable(item.index) for item in found]
-    distinct = readable if len(found) == 1 else _distinct(readable)
-    _note_twins(found, readable, distinct)
-    total = sum(len(index) for index in distinct)
+    if len(found) > 1 or share is not None:
+        found = [
+            item.showing(_readable(item.index)) if isinstance(item.source, RLinfSource) else item for item in found
+        ]
+    if len(found) > 1 and _may_repeat(found):
+        readable = [item.index for item in found]
+        found = [item.showing(index) for item, index in zip(found, _distinct(readable), strict=True)]
+        _note_twins(found, readable)
+    total = sum(map(len, found))
     start, stop = (0, total) if share is None else share_of(total, *share)
     before = 0
-    for item, index in zip(found, distinct, strict=True):
-        low, high = (min(max(edge - before, 0), len(index)) for edge in (start, stop))
-        part = index.slice(low, high)
+    for item in found:
+        count = len(item)
+        low, high = (min(max(edge - before, 0), count) for edge in (start, stop))
+        part = item.index.slice(low, high) if high > low or share is None else TrajectoryIndex()
         loaded.parts.append((item.source, part))  # also without entries: a later commit may add some
         loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
         loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
-        before += len(index)
+        before += count
     if share is not None:
         return
     loaded.counter = loaded.next_id
     if len(found) > 1:
-        loaded.order = _by_time(distinct)
+        loaded.order = _by_time([item.index for item in found])
         stores = [part for source, part in loaded.parts if isinstance(source, StoreSource)]
         unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
         if np.count_nonzero(unknown) > 1:
@@ -363,28 +389,28 @@ def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
     return index.without(lost) if len(lost) else index
 
 
-def _note_twins(
-    found: Sequence[_Opened], readable: Sequence[TrajectoryIndex], distinct: Sequence[TrajectoryIndex]
-) -> None:
+def _note_twins(found: Sequence[_Opened], readable: Sequence[TrajectoryIndex]) -> None:
     """Record in each store which of its trajectories another store shows: their late values count as well."""
-    if sum(map(len, readable)) == sum(map(len, distinct)):
-        return
-    uuids, ids = (np.concatenate([index[name] for index in distinct]) for name in ("uuid", "trajectory_id"))
+    uuids, ids = (np.concatenate([item.index[name] for item in found]) for name in ("uuid", "trajectory_id"))
     shown = dict(zip(uuids.tolist(), ids.tolist(), strict=True))
-    for item, before, after in zip(found, readable, distinct, strict=True):
+    for item, before in zip(found, readable, strict=True):
         if isinstance(item.source, StoreSource):
-            hidden = ~np.isin(before["trajectory_id"], after["trajectory_id"])
+            hidden = ~np.isin(before["trajectory_id"], item.index["trajectory_id"])
             there = [shown[uuid] for uuid in before["uuid"][hidden].tolist()]
             item.source.twins = np.stack([own_id(before["trajectory_id"][hidden]), np.array(there, np.int64)], axis=1)
+
+
+def _may_repeat(found: Sequence[_Opened]) -> bool:
+    """Return whether a UUID may be there twice: usually the halves of random UUIDs differ already."""
+    halves = np.concatenate([item.uuids().view(np.uint64)[::2].copy() for item in found])
+    halves.sort()
+    return bool(np.any(halves[1:] == halves[:-1]))
 
 
 def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
     """Return the entries without UUIDs that were committed before, by the same store or another one."""
     uuids = np.concatenate([index["uuid"] for index in indexes])
-    halves = uuids.view(np.dtype("2u8")).reshape(-1, 2) if len(uuids) else np.zeros((0, 2), np.uint64)
-    ordered = np.sort(halves[:, 0])
-    if not np.any(ordered[1:] == ordered[:-1]):  # usually the halves of random UUIDs differ already
-        return list(indexes)
+    halves = uuids.view(np.uint64).reshape(-1, 2)
     order = _by_time(indexes)
     _, first = np.unique(halves[order], axis=0, return_index=True)
     fresh = np.zeros(len(uuids), np.bool_)

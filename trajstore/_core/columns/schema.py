@@ -218,11 +218,8 @@ class Extent(NamedTuple):
 
 def rows_on(extents: IntArray, axis: Axis) -> IntArray:
     """Return the number of rows on ``axis`` of each of several extents, ``[n, 4]``; see :meth:`Extent.rows`."""
-    steps, batch, extra, document = extents.T
-    whole: IntArray = steps * batch
-    longer: IntArray = (steps + extra) * batch
-    rows: dict[Axis, IntArray] = {Axis.SAMPLES: whole, Axis.NEXT: whole, Axis.RESPONSE: extra, Axis.DOCUMENT: document}
-    return rows.get(axis, longer)
+    rows: IntArray = np.asarray(Extent(*extents.T).rows(axis))
+    return rows
 
 
 _schemas: dict[tuple[Any, ...], Schema] = {}

@@ -18,7 +18,7 @@ import torch
 
 from trajstore._core.base.machine_code import packing_kernels as kernels
 from trajstore._core.columns.fields import Axis
-from trajstore._core.columns.schema import ColumnSpec, Schema
+from trajstore._core.columns.schema import ColumnSpec, Schema, rows_on
 from trajstore._core.files.base import Buffer
 from trajstore._core.formats.base import ShardContent, ShardManifest, ShardReader
 from trajstore.errors import CorruptStoreError
@@ -38,11 +38,9 @@ def is_packed(schema: Schema) -> bool:
 
 def packed(content: ShardContent) -> ShardContent:
     """Return the content of a shard of rollouts with its columns packed."""
-    extents = content.extents
-    counts_on = {Axis.SAMPLES: extents[:, 0], Axis.RESPONSE: extents[:, 2], Axis.DOCUMENT: extents[:, 3]}
     blocks = []
     for spec, pieces in zip(content.schema.columns, content.pieces, strict=True):
-        counts = np.ascontiguousarray(counts_on[spec.axis])
+        counts = np.ascontiguousarray(rows_on(content.extents, spec.axis))
         blocks.append(_block(spec, _addresses(pieces, counts * spec.row_nbytes), counts))
     return ShardContent(content.schema, content.extents, blocks, content.entries)
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import NUMBERS, FlatTrajectories
 from trajstore._core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION, shown
-from trajstore._core.columns.schema import Kind
+from trajstore._core.columns.schema import Kind, rows_on
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.facts import AGENT, fact_columns, joined
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex, renumbered
@@ -324,15 +324,7 @@ def _rows_of(extents: npt.NDArray[np.int64]) -> list[npt.NDArray[Any]]:
     exact: npt.NDArray[Any] = extents
     if len(extents) and (extents.min() < 0 or extents.max() > RANGES["steps"][1]):
         exact = extents.astype(object)
-    return rows_by_axis(*exact.T)
-
-
-def rows_by_axis(
-    steps: npt.NDArray[Any], batch: npt.NDArray[Any], extra: npt.NDArray[Any], document: npt.NDArray[Any]
-) -> list[npt.NDArray[Any]]:
-    """Return the rows per axis of trajectories with these extents, each ``[n]``."""
-    more = (steps + extra) * batch
-    return [steps * batch, more, more, extra, document]
+    return [rows_on(exact, axis) for axis in Axis if axis is not Axis.NEXT]
 
 
 def _lay_out(

@@ -11,16 +11,17 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from trajstore._core.columns.limits import MAX_GENERATION, MAX_ID
 from trajstore._core.files.base import Directory
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
-from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json
 from trajstore._core.store.log_records import (
     LOG_FOLDER,
@@ -31,7 +32,7 @@ from trajstore._core.store.log_records import (
     segment_name,
 )
 from trajstore._core.store.notes import Notes
-from trajstore._core.store.packing import declared_rows
+from trajstore._core.store.packing import declared_rows, unpack
 from trajstore._core.store.run_ids import RANK_LIMIT
 from trajstore._core.store.saved_points import Pins, Snapshot, pin_name
 from trajstore._core.store.sealed import (
@@ -75,9 +76,6 @@ class Catalog(Committed):
         segment: the newest log segment that was read; its valid records end at ``segment_end``, followed by
             ``segment_torn`` bytes.
     """
-
-    _later: ClassVar[bool] = False
-    """Whether UUIDs and facts of the snapshot are unpacked lazily."""
 
     def __init__(self, directory: Directory) -> None:
         super().__init__(Pins(directory))
@@ -308,17 +306,31 @@ class Catalog(Committed):
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))
-            later = source if self._later else None
-            self.index = index_from_json(value.pop("live"), len(self.shards), self._gate, later)
             self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
             self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
         except (*NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
-        for index in (self.index, self.pinned):
-            self._check_rows(index, source)
-        self.notes.lay_over(self.index)
-        self._check_given_rows(self.notes, (self.index,), source)
+        self._check_rows(self.pinned, source)
         self._schemas = list(self.shards.schemas)
+        self._take_live(value.pop("live"), source)
+
+    def _take_live(self, value: Any, source: str) -> None:
+        self.index = self._live_from(value, source)
+
+    def _live_from(self, value: Any, source: str, later: str | None = None) -> TrajectoryIndex:
+        """Return the live entries of the index file, with their late values; arguments as in :func:`index_from_json`.
+
+        Raises:
+            CorruptStoreError: they are inconsistent; names the file.
+        """
+        try:
+            index = index_from_json(value, len(self.shards), self._gate, later)
+        except (*NONSENSE, CorruptStoreError) as error:
+            raise CorruptStoreError(f"{source}: {error}") from error
+        self._check_rows(index, source)
+        self.notes.lay_over(index)
+        self._check_given_rows(self.notes, (index,), source)
+        return index
 
     def news(self) -> list[tuple[str, LogTail]] | None:
         """Read the new log records, by segment; None if some are missing (a newer snapshot has them)."""
@@ -456,12 +468,69 @@ class Catalog(Committed):
 
 
 class ReadersCatalog(Catalog):
-    """Catalog for readers: UUIDs and facts are decoded lazily.
+    """Catalog for readers: entries are decoded on first use, UUIDs and facts later, on theirs.
 
     Invalid values behind a valid checksum are detected at that time; :class:`CorruptStoreError` names the file.
     """
 
-    _later = True
+    _live: TrajectoryIndex | None
+    _unread: Any = None
+    """Live entries as in the index file, until they are decoded."""
+
+    @property
+    def index(self) -> TrajectoryIndex:
+        """The live trajectories, oldest first."""
+        if self._live is None:
+            source = f"{self.directory.url}/{INDEX_NAME}"
+            self._live = self._live_from(self._unread, source, source)
+            self._unread = None
+        return self._live
+
+    @index.setter
+    def index(self, index: TrajectoryIndex) -> None:
+        self._live = index
+
+    @index.deleter
+    def index(self) -> None:
+        self._live = self._unread = None
+
+    def _take_live(self, value: Any, source: str) -> None:
+        self._live, self._unread = None, value
+
+    def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
+        news = list(news)
+        if any(tail.records for _, tail in news):
+            self._live = self.index  # as of the index file, before they change
+        return super().changes(news)
+
+    def count(self) -> int:
+        """Return the number of live trajectories, without decoding the entries.
+
+        Raises:
+            CorruptStoreError: the index file does not say it.
+        """
+        if self._live is not None:
+            return len(self._live)
+        try:
+            return declared_rows(self._unread["columns"]["trajectory_id"])
+        except NONSENSE as error:
+            raise CorruptStoreError(f"{self.directory.url}/{INDEX_NAME}: not an index: {error}") from error
+
+    def uuids(self) -> npt.NDArray[Any]:
+        """Return the UUID of each live trajectory, ``[n]`` of 16 bytes, without decoding other columns.
+
+        Raises:
+            CorruptStoreError: the index file has none, or another number.
+        """
+        if self._live is not None:
+            return self._live["uuid"]
+        try:
+            uuids = unpack(self._unread["columns"]["uuid"], COLUMNS["uuid"])
+            if len(uuids) != self.count():
+                raise ValueError(f"{len(uuids)} UUIDs, must be {self.count()}")
+        except (*NONSENSE, CorruptStoreError) as error:
+            raise CorruptStoreError(f"{self.directory.url}/{INDEX_NAME}: {error}") from error
+        return uuids
 
 
 def oldest_generation(directory: Directory) -> int:

@@ -16,7 +16,7 @@ import orjson
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.limits import MAX_ID, RANGES, UNKNOWN_TIME
-from trajstore._core.columns.schema import Kind, Schema
+from trajstore._core.columns.schema import Extent, Kind, Schema, rows_on
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import AddedShard, NewEntries, added_in, entries_from_json, starts_of
@@ -58,8 +58,6 @@ from trajstore.errors import (
 
 NONSENSE = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 """Errors raised by values of the wrong kind or size."""
-
-_EXTENT = ("steps", "batch", "extra")
 
 _AXES = ((Axis.SAMPLES,), (Axis.FIRST_EXTRA, Axis.LAST_EXTRA), (Axis.RESPONSE,), (Axis.DOCUMENT,))
 """Axes on which :func:`_row_faults` counts the rows of an entry, in its order."""
@@ -521,16 +519,11 @@ class Committed:
         }
         return EncodedFile(METADATA_NAME, [metadata_json({**state, **values})])
 
-    def home_shards(self) -> npt.NDArray[np.bool_]:
-        """Return, per shard, whether it holds a live or pinned trajectory."""
-        homes = np.zeros(len(self.shards), np.bool_)
-        homes[self.index["shard"]] = True
-        homes[self.pinned["shard"]] = True
-        return homes
-
     def needed_shards(self) -> npt.NDArray[np.bool_]:
         """Return, per shard, whether it holds a live or pinned trajectory, or visible late values by row."""
-        needed = self.home_shards()
+        needed = np.zeros(len(self.shards), np.bool_)
+        for index in (self.index, self.pinned):
+            needed[index["shard"]] = True
         needed[self.notes.shards(self._rows_needed())] = True
         if named := self.pins.shards():
             needed |= np.isin(self.shards.numbers(), named)
@@ -553,8 +546,7 @@ class Committed:
             for index in indexes:
                 positions = index.find_many(ids)
                 known = positions >= 0
-                steps, batch, extra = (index.at(name, positions[known]).astype(np.int64) for name in _EXTENT)
-                count = extra if column.axis is Axis.RESPONSE else steps * batch
+                count = rows_on(index.extents(positions[known]), column.axis)
                 if (starts[known] > of_axis[known] - count).any():
                     raise CorruptStoreError(f"{source}: values {column.name} lie outside their shard")
 
@@ -571,7 +563,7 @@ def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> It
         columns: of the entries; none is out of range.
         limits: for each of ``_AXES``, the rows of each shard of the shard table.
     """
-    steps, batch, extra, document = (columns[name].astype(np.int64) for name in (*_EXTENT, "document"))
+    steps, batch, extra, document = (columns[name].astype(np.int64) for name in Extent._fields)
     begins = (columns[name] for name in ("start_samples", "start_extra", "start_extra", "start_document"))
     counted = (steps * batch, (steps + extra) * batch, extra, document)
     for begin, rows, limit in zip(begins, counted, limits, strict=True):

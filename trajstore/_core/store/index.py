@@ -338,8 +338,11 @@ class TrajectoryIndex:
         return other
 
     def renumber(self, ids: IntArray) -> None:
-        """Assign other, ascending ids to all kept entries."""
-        self.adopt(self.take(slice(self.first, self.end)) | {"trajectory_id": ids})
+        """Assign other, ascending ids to all kept entries; indexes that share the arrays keep theirs."""
+        renumbered_ids = self._array("trajectory_id").copy()
+        renumbered_ids[self.first : self.end] = ids
+        self._arrays["trajectory_id"] = renumbered_ids
+        self._ascending, self._order, self._lender_ids = True, None, None
 
     def location(self, position: int) -> RowLocation:
         """Return the row location of the trajectory at a position."""
@@ -542,8 +545,9 @@ class TrajectoryIndex:
         """Return the number of rows on each axis of the trajectory at a position."""
         return Extent(*(int(self.at(name, position)) for name in Extent._fields))
 
-    def extents(self, positions: Positions) -> IntArray:
-        """Return the number of rows on each axis of the trajectories at some positions, ``[n, 4]``."""
+    def extents(self, positions: Positions | None = None) -> IntArray:
+        """Return the number of rows on each axis of the trajectories at some positions, or of all, ``[n, 4]``."""
+        positions = slice(self.first, self.end) if positions is None else positions
         return np.stack([self.at(name, positions).astype(np.int64) for name in Extent._fields], axis=1)
 
     def uuid(self, position: int) -> str:

@@ -15,7 +15,7 @@ from trajstore._core.columns.schema import rows_on
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.additions import expanded
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import id_ranges, integers
+from trajstore._core.store.log_records import integers
 from trajstore._core.store.row_location import STARTS
 from trajstore.errors import CorruptStoreError
 
@@ -41,11 +41,6 @@ class Moved:
             table: number of the new shard for its reader: its row, or a slot.
         """
         return np.stack([np.full(len(self.ids), table), *(self.starts[name] for name in STARTS)], axis=1)
-
-
-def move_to_json(ids: IntArray, extents: IntArray) -> dict[str, Any]:
-    """Return the trajectories in the new shard as arrays for a record; ids are ascending, extents ``[n, 4]``."""
-    return {"ids": id_ranges(ids), "extents": extents}
 
 
 def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[IntArray, IntArray]:

@@ -19,8 +19,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Change
 from trajstore._core.store.index import TrajectoryIndex, renumbered
 from trajstore._core.store.late_values import LateValues
-from trajstore._core.store.log_records import encode_line, manifest_to_json
-from trajstore._core.store.moves import move_to_json
+from trajstore._core.store.log_records import encode_line, id_ranges, manifest_to_json
 from trajstore._core.writing.groups import ShardDraft
 
 
@@ -108,7 +107,8 @@ def rewrite_line(catalog: Catalog, number: int, manifest: ShardManifest, ids: In
             "number": number,
             "schemas": _to_json(new),
             "shard": manifest_to_json(manifest, schema),
-            **move_to_json(ids, extents),
+            "ids": id_ranges(ids),
+            "extents": extents,
         }
     )
 

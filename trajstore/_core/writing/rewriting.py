@@ -29,7 +29,7 @@ from trajstore._core.reading.shard_access import damage_of, reader_of
 from trajstore._core.store.additions import label_at
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.row_location import START_OF, STARTS
+from trajstore._core.store.row_location import START_OF
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import CorruptStoreError, StoreClosedError, TrajstoreError
@@ -316,13 +316,8 @@ class Rewriter:
         for index in slices:
             inside = np.flatnonzero(chosen[index["shard"]])
             found.append(found.translated(index.take(inside), index.texts))
-        order = np.argsort(found["trajectory_id"], kind="stable")
-        starts = {name: found[name][order] for name in STARTS}
-        shards = found["shard"][order]
-        if len(np.unique(shards)) < len(rows):
-            return None
-        entries = _Entries(found["trajectory_id"][order], shards, found.extents(order), starts)
-        return _Chosen(manifests, entries, label_at(found, order), nbytes, compress)
+        found.adopt(found.take(np.argsort(found["trajectory_id"], kind="stable")))
+        return _Chosen(manifests, found, nbytes, compress) if len(np.unique(found["shard"])) == len(rows) else None
 
     def _open(self, row: int, manifest: ShardManifest) -> ShardReader | None:
         """Return a reader of an intact shard, or None if it is damaged: a copy would get a new, valid checksum."""
@@ -343,58 +338,41 @@ class Rewriter:
 
     def _rewrite(self, chosen: _Chosen, sources: Mapping[int, ShardReader]) -> tuple[int, int]:
         """Write one merged shard; return its number and the bytes of its rows."""
-        number, entries = self._new_shard(), chosen.entries
+        number, ids, extents = self._new_shard(), chosen.entries["trajectory_id"], chosen.entries.extents()
         schema = chosen.manifests[next(iter(sources))].schema
-        columns = [entries.column(schema, column, sources) for column in range(len(schema.columns))]
-        content = ShardContent(schema, entries.extents, [[column.data] for column in columns])
+        columns = [chosen.column(schema, column, sources) for column in range(len(schema.columns))]
+        content = ShardContent(schema, extents, [[column.data] for column in columns])
         form = self._compressed if chosen.compressed else self._format
-        files, manifest = encoded_shard(form, shard_name(number), content, entries=chosen.label)
+        label = label_at(chosen.entries, np.arange(len(ids)))
+        files, manifest = encoded_shard(form, shard_name(number), content, entries=label)
         self._directory.publish(files)
         with self._log.recording(manifest):
-            self._log.move(number, manifest, entries.ids, entries.extents)
+            self._log.move(number, manifest, ids, extents)
         return number, sum(column.nbytes for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Shards to rewrite together, by row, and their live or pinned entries."""
+    """Shards to rewrite together, by row, and their live or pinned entries, by ascending id."""
 
     manifests: Mapping[int, ShardManifest]
-    entries: _Entries
-    label: Mapping[str, Any]
+    entries: TrajectoryIndex
     nbytes: int
     """Bytes of all rows written to the shards."""
 
     compressed: bool
     """Whether the new shard is compressed."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Entries:
-    """Live or pinned trajectories, by ascending id.
-
-    Attributes:
-        ids: of the trajectories, ``[n]``.
-        shards: their shards, as rows of the shard table, ``[n]``.
-        extents: their extents, ``[n, 4]``.
-        starts: their first rows in the shards, by index column, ``[n]`` each.
-    """
-
-    ids: IntArray
-    shards: npt.NDArray[np.int32]
-    extents: IntArray
-    starts: Mapping[str, IntArray]
-
     def column(self, schema: Schema, column: int, sources: Mapping[int, ShardReader]) -> npt.NDArray[np.uint8]:
         """Return the rows of a column, trajectory after trajectory, as bytes: each shard is read once."""
         spec, width = schema.columns[column], schema.row_nbytes[column]
-        counts, starts = rows_on(self.extents, spec.axis), self.starts[START_OF[spec.axis]]
+        counts, starts = rows_on(self.entries.extents(), spec.axis), self.entries[START_OF[spec.axis]]
         sizes = counts * width
         ends = np.cumsum(sizes)
         joined = np.empty(int(ends[-1]), np.uint8)
         targets = joined.ctypes.data + ends - sizes
         for row, reader in sources.items():
-            here = np.flatnonzero(self.shards == row)
+            here = np.flatnonzero(self.entries["shard"] == row)
             first, end = int(starts[here].min()), int((starts + counts)[here].max())
             rows = np.frombuffer(raw_bytes(reader.rows(column, first, end).contiguous()), np.uint8)
             kernels.copy_blocks(targets[here], rows.ctypes.data + (starts[here] - first) * width, sizes[here])
