@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forging import forged_log
+from tests.forging import forged_index, forged_log
 from tests.stores import add_each, damage_indexes, flip, opened, overwrite_by_rlinf
 from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import check_trajectory, witness
@@ -380,11 +380,24 @@ def test_shards_of_another_size_are_found_when_loading(
         assert writer.add_trajectories([witness(50)]) == [6]
 
 
-def test_a_rank_reads_its_share_though_another_part_is_damaged(run: Path) -> None:
-    cut(next((run / "rank_3" / "shards").iterdir()))
-    buffer, _ = load(run, is_distributed=True, local_rank=0, world_size=4)
-    assert keys_of(buffer) == [0, 1, 2]
-    with pytest.raises(errors.IncompleteCheckpointError, match="rank_3"):
+@pytest.mark.parametrize("what", ["shard", "entries", "count"])
+def test_a_rank_reads_its_share_though_another_part_is_damaged(run: Path, what: str) -> None:
+    if what == "shard":
+        cut(next((run / "rank_3" / "shards").iterdir()))
+    else:
+        with forged_index(run / "rank_3") as value:
+            if what == "entries":
+                value["live"]["columns"]["steps"] = {}
+            else:
+                value["live"]["columns"]["shard"]["shape"] = [2]
+    kind = errors.IncompleteCheckpointError if what == "shard" else errors.CorruptStoreError
+    if what == "count":  # from which every share follows
+        with pytest.raises(kind, match=r"rank_3.*: 3 UUIDs, must be 2"):
+            load(run, is_distributed=True, local_rank=0, world_size=4)
+    else:
+        buffer, _ = load(run, is_distributed=True, local_rank=0, world_size=4)
+        assert keys_of(buffer) == [0, 1, 2]
+    with pytest.raises(kind, match="rank_3"):
         load(run, is_distributed=True, local_rank=3, world_size=4)
 
 

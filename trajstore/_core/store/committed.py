@@ -33,7 +33,7 @@ from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.index_file import index_to_json
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
-from trajstore._core.store.moves import Moved, check_moved, move_entries, move_from_json
+from trajstore._core.store.moves import Moved, check_moved, move_from_json
 from trajstore._core.store.notes import Noted, Notes
 from trajstore._core.store.row_notes import RowShard
 from trajstore._core.store.run_ids import ID_LIMIT, in_run
@@ -296,7 +296,8 @@ class Committed:
         row = self._add_shard(number, manifest, self.generation + 1)
         moved = Moved(row, ids, starts_of(extents, manifest.schema.kind))
         for index in (self.index, self.pinned):
-            move_entries(index, moved)
+            positions = index.find_many(ids)
+            index.point(positions[positions >= 0], moved.locations(row)[positions >= 0])
         return moved
 
     def annotate(self, update: LateValues, generation: int) -> Noted:

@@ -60,13 +60,6 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[I
     return ids, extents
 
 
-def move_entries(index: TrajectoryIndex, moved: Moved) -> None:
-    """Point the entries of an index to the new shard."""
-    positions = index.find_many(moved.ids)
-    known = positions >= 0
-    index.point(positions[known], moved.locations(moved.row)[known])
-
-
 def check_moved(index: TrajectoryIndex, ids: IntArray, extents: IntArray, fitting: npt.NDArray[np.bool_]) -> None:
     """Refuse a move if index entries and new shard disagree.
 
