@@ -69,14 +69,11 @@ def at_work(target: Callable[..., object], *args: object) -> Iterator[BaseProces
         child.join()
 
 
-def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> bool:
-    """Wait until something has happened; return False if the child ended, or ``PATIENCE`` did, before."""
+def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> None:
+    """Wait until something has happened, the child has ended, or ``PATIENCE`` has."""
     end = time.monotonic() + PATIENCE
-    while not happened():
-        if not child.is_alive() or time.monotonic() > end:
-            return happened()
+    while not happened() and child.is_alive() and time.monotonic() < end:
         time.sleep(0.005)
-    return True
 
 
 class NoAnswerError(Exception):
@@ -101,18 +98,14 @@ class Asked:
         self.process = start(self._serve, *self._arguments, theirs)
         theirs.close()
 
-    def tell(self, order: object) -> None:
-        """Send an order that has no answer."""
-        with suppress(OSError):  # it has ended, and the next question will tell
-            self._orders.send(order)
-
     def ask(self, order: object) -> Any:
         """Send an order and return its answer.
 
         Raises:
             NoAnswerError: there is none.
         """
-        self.tell(order)
+        with suppress(OSError):  # it has ended, which polling finds
+            self._orders.send(order)
         try:
             if self._orders.poll(self.patience):
                 return self._orders.recv()
