@@ -200,4 +200,16 @@ FAULTS = (
         "name not in (INDEX_NAME, COPY_NAME)",
         "name != INDEX_NAME",
     ),
+    Fault(
+        "the generator of a saved point is not restored",
+        "trajstore._core.sampling.draws:Draws.take_up",
+        "self._generator.set_state(rng_state)",
+        "pass",
+    ),
+    Fault(
+        "the place in an epoch is not restored",
+        "trajstore._core.sampling.epochs:EpochSampler.load_state_dict",
+        "self._key, self._place, self._begun, self._passed_over = key, place, epoch, passed_over",
+        "self._key, self._begun, self._passed_over = key, epoch, passed_over",
+    ),
 )
