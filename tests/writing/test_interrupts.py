@@ -22,7 +22,7 @@ from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore._core.base.interrupts import CHANGE_THREAD, uninterrupted
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.moves import STARTS, Moved, move_entries
+from trajstore._core.store.row_location import STARTS
 from trajstore.operations.verify import verify
 
 pytestmark = pytest.mark.locks_unchecked("an exception may come within the check itself, which is code in Python")
@@ -143,7 +143,7 @@ def test_a_sample_that_was_interrupted_keeps_no_memory(tmp_path: Path) -> None:
 def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
     """As in ``refresh()`` after a rewrite: an entry refers to the old shard or to the new one."""
     names = ("shard", *STARTS)
-    moved = Moved(7, np.arange(3), {name: np.arange(40, 43) for name in STARTS})
+    moved = np.stack([np.full(3, 7), *(np.arange(40, 43) for _ in STARTS)], axis=1)
 
     def entries(index: TrajectoryIndex) -> list[list[int]]:
         return np.stack([index[name] for name in names], axis=1).tolist()
@@ -153,14 +153,14 @@ def test_a_move_that_was_interrupted_leaves_entries_whole() -> None:
         index.append({name: np.arange(3).astype(dtype) for name, dtype in COLUMNS.items()})
         return index
 
-    move_entries(index_of_three(), moved)  # loads the kernel in advance
+    index_of_three().point(np.arange(3), moved)  # loads the kernel in advance
     done = index_of_three()
     old = entries(done)
     tracer = Tracer(-1)
-    assert tracer.run(lambda: move_entries(done, moved))
+    assert tracer.run(lambda: done.point(np.arange(3), moved))
     new = entries(done)
     assert new == [[7, 40 + i, 40 + i, 40 + i] for i in range(3)]
     for at in range(tracer.count):
         index = index_of_three()
-        assert not Tracer(at).run(partial(move_entries, index, moved))
+        assert not Tracer(at).run(partial(index.point, np.arange(3), moved))
         assert entries(index) in (old, new)

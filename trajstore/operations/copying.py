@@ -29,7 +29,7 @@ from trajstore._core.reading.rlinf_source import RLinfSource
 from trajstore._core.reading.sources import StoreSource
 from trajstore._core.sessions.records import CALLS_FOLDER
 from trajstore._core.sessions.sessions import named, open_sessions
-from trajstore._core.store.log_records import ranges_of
+from trajstore._core.store.log_records import id_ranges
 from trajstore._core.store.lost_records import lost_in_words
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import PINS_FOLDER
@@ -87,7 +87,7 @@ class Copied:
     @property
     def lost_in_words(self) -> str:
         """The losses in words; empty if there are none."""
-        return lost_in_words(ranges_of(self.lost), self.uncounted)
+        return lost_in_words(id_ranges(np.array(self.lost, np.int64)).tolist(), self.uncounted)
 
     @property
     def is_whole(self) -> bool:

@@ -21,7 +21,7 @@ from trajstore._core.reading.shard_access import ShardAccess
 from trajstore._core.sessions.folder import CallsFolder
 from trajstore._core.store.catalog import Catalog, log_segments
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import decode_lines, ids_in_words, ranges_of
+from trajstore._core.store.log_records import decode_lines, id_ranges, ids_in_words
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
@@ -351,8 +351,8 @@ def _damage_of(
         damage = damage_in(catalog.directory, manifest)
         whole[row] = not damage
         if damage:
-            inside = np.sort(ids[shards == row]).tolist()
-            lost = tuple((low, high) for low, high in ranges_of(inside))
+            found = np.sort(ids[shards == row])
+            inside, lost = found.tolist(), tuple(map(tuple, id_ranges(found).tolist()))
             if not inside:
                 given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
                 damage = [(file, message.removesuffix(SEE_VERIFY) + given) for file, message in damage]

@@ -20,9 +20,8 @@ import orjson
 import torch
 
 from trajstore._core.base.types import IntArray
-from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import FlatTrajectory
-from trajstore._core.columns.schema import ColumnSpec, Schema, rows_on
+from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.files.base import Buffer, EncodedFile, crc32_of
 from trajstore.errors import CorruptStoreError
 
@@ -65,8 +64,10 @@ class ShardContent:
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Total rows per column."""
-        total = {axis: int(rows_on(self.extents, axis).sum()) for axis in Axis}
-        return tuple(total[column.axis] for column in self.schema.columns)
+        steps, batch, extra, document = self.extents.T
+        more = (steps + extra) * batch
+        total = np.array([steps * batch, more, more, extra, document, steps * batch]).sum(axis=1)  # by axis
+        return tuple(total[self.schema.layout[0]].tolist())
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from trajstore._core.base.machine_code import packing_kernels as kernels
 from trajstore._core.columns.fields import Axis
-from trajstore._core.columns.schema import ColumnSpec, Schema, rows_on
+from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.files.base import Buffer
 from trajstore._core.formats.base import ShardContent, ShardManifest, ShardReader
 from trajstore.errors import CorruptStoreError
@@ -38,9 +38,11 @@ def is_packed(schema: Schema) -> bool:
 
 def packed(content: ShardContent) -> ShardContent:
     """Return the content of a shard of rollouts with its columns packed."""
+    tokens, _, response, document = content.extents.T
+    counts_on = {Axis.SAMPLES: tokens, Axis.RESPONSE: response, Axis.DOCUMENT: document}
     blocks = []
     for spec, pieces in zip(content.schema.columns, content.pieces, strict=True):
-        counts = np.ascontiguousarray(rows_on(content.extents, spec.axis))
+        counts = np.ascontiguousarray(counts_on[spec.axis])
         blocks.append(_block(spec, _addresses(pieces, counts * spec.row_nbytes), counts))
     return ShardContent(content.schema, content.extents, blocks, content.entries)
 

@@ -212,12 +212,6 @@ def id_ranges(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.stack([ids[np.append(0, breaks + 1)], ids[np.append(breaks, len(ids) - 1)]], axis=1)
 
 
-def ranges_of(ids: Sequence[int]) -> list[list[int]]:
-    """Return ascending, distinct ids as inclusive ranges, ``[[first, last], ...]``."""
-    ranges: list[list[int]] = id_ranges(np.array(ids, np.int64)).tolist()
-    return ranges
-
-
 def ids_in_words(ids: Sequence[int] | npt.NDArray[np.int64]) -> str:
     """Return ids for a message, with consecutive ones as ranges: ``"3 to 7, 9"``."""
     return ranges_in_words(id_ranges(np.unique(np.asarray(ids, np.int64))).tolist())

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.store.additions import added_in
-from trajstore._core.store.log_records import lie_in, parse_ranges, ranges_in_words, ranges_of
+from trajstore._core.store.log_records import id_ranges, lie_in, parse_ranges, ranges_in_words
 from trajstore.errors import CorruptStoreError, trajectories
 
 _MOST = 1 << 20
@@ -173,7 +173,7 @@ class LostRecords:
             if stride > 1:
                 ids = ids[(ids - present[0]) % stride == 0]
             ids = ids[~np.isin(ids, present) & ~lie_in(ids, self.evicted)]
-            hole.damage.lost += tuple((low, high) for low, high in ranges_of(ids.tolist()))
+            hole.damage.lost += tuple(map(tuple, id_ranges(ids).tolist()))
         for damage in self._damage:
             damage.lost = _joined(damage.lost)
             nothing = not damage.lost and not damage.uncounted

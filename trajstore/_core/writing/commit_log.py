@@ -428,8 +428,8 @@ class CommitLog:
         with self._lock:
             self.catalog.notes.sources.intersection_update(stay)
 
-    def move(self, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> None:
-        """Record a durable shard with trajectories of other shards; they are read from it from now on.
+    def move(self, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> int:
+        """Record a durable shard with trajectories of other shards, read from it from now on; return its row.
 
         Args:
             number: of the shard.
@@ -450,6 +450,7 @@ class CommitLog:
                 return [moved]
 
             self._append(lambda: (rewrite_line(catalog, number, manifest, ids, extents), apply))
+            return len(catalog.shards) - 1
 
     @contextmanager
     def recording(self, manifest: ShardManifest) -> Iterator[None]:

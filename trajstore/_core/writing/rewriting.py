@@ -154,7 +154,7 @@ def choose(
 class Rewriter:
     """Rewrites shards of the writer's store, one new shard at a time, in a thread that calls :meth:`run`.
 
-    Commits are blocked while it chooses and records, but not while it copies.
+    Commits are blocked while it records, but not while it chooses and copies.
 
     Args:
         directory: the store's.
@@ -263,25 +263,14 @@ class Rewriter:
                 readable = {row: source for row, source in sources.items() if source is not None}
                 if len(readable) < len(sources):
                     return True  # choose again, without those that are damaged
-                number, nbytes = self._rewrite(chosen, readable)
-            if compress is None and len(readable) == 1 and nbytes >= chosen.nbytes:
-                self._leave(number)
+                row, manifest, nbytes = self._rewrite(chosen, readable)
+            if compress is None and len(readable) == 1 and nbytes >= chosen.nbytes:  # never ends otherwise
+                self.damaged.add(row)
+                logger.warning(
+                    "%s: the index gives too few bytes for trajectories in %s", self._directory.url, manifest.name
+                )
             self._log.collect_garbage()
             return True
-
-    def _leave(self, number: int) -> None:
-        """Exclude a shard without dead rows, whose entries state too few bytes."""
-        with self._log.standing_still() as catalog:
-            name, row = (
-                shard_name(number),
-                next(row for row in reversed(range(len(catalog.shards))) if catalog.shards.number(row) == number),
-            )
-            self.damaged.add(row)
-        logger.warning(
-            "%s: the index gives too few bytes for trajectories in %s",
-            self._directory.url,
-            name,
-        )
 
     def _choose(self, below: int | None, compress: int | None) -> list[int]:
         """Return the shards to rewrite, as rows of the shard table; empty if there are none."""
@@ -336,8 +325,8 @@ class Rewriter:
         )
         return None
 
-    def _rewrite(self, chosen: _Chosen, sources: Mapping[int, ShardReader]) -> tuple[int, int]:
-        """Write one merged shard; return its number and the bytes of its rows."""
+    def _rewrite(self, chosen: _Chosen, sources: Mapping[int, ShardReader]) -> tuple[int, ShardManifest, int]:
+        """Write one merged shard; return its row, its manifest and the bytes of its rows."""
         number, ids, extents = self._new_shard(), chosen.entries["trajectory_id"], chosen.entries.extents()
         schema = chosen.manifests[next(iter(sources))].schema
         columns = [chosen.column(schema, column, sources) for column in range(len(schema.columns))]
@@ -347,8 +336,8 @@ class Rewriter:
         files, manifest = encoded_shard(form, shard_name(number), content, entries=label)
         self._directory.publish(files)
         with self._log.recording(manifest):
-            self._log.move(number, manifest, ids, extents)
-        return number, sum(column.nbytes for column in columns)
+            row = self._log.move(number, manifest, ids, extents)
+        return row, manifest, sum(column.nbytes for column in columns)
 
 
 @dataclass(frozen=True, slots=True)
