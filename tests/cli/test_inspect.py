@@ -101,6 +101,33 @@ def test_long_values_of_a_sample_are_shape_and_range(run: Run, tmp_path: Path) -
     assert report["values"]["curr_obs.image"] == image[1, 0].tolist()
 
 
+def test_episodes_of_a_block_by_environment(run: Run, tmp_path: Path) -> None:
+    ends = torch.zeros(6, 2, 1, dtype=torch.bool)
+    ends[2, 0] = ends[5, 1] = True
+    valid = torch.ones(6, 2, dtype=torch.bool)
+    valid[3, 0] = False  # a reset
+    rewards = torch.arange(12.0).reshape(6, 2, 1)
+    image = torch.zeros(6, 2, 64, 64, 3, dtype=torch.uint8)
+    made = Trajectory(
+        rewards=rewards,
+        dones=ends,
+        truncations=ends & (rewards < 9),
+        terminations=ends & (rewards > 9),
+        valid=valid,
+        curr_obs={"wrist_camera": image},
+    )
+    stored(tmp_path / "store", [made])
+    names = ("environment", "first", "last", "return", "end")
+    rows = [(0, 0, 2, 6.0, "truncated"), (0, 4, 5, 18.0, None), (1, 0, 5, 36.0, "terminated")]
+    report = run.json("inspect", tmp_path / "store", "--trajectory", 0)
+    assert report["episodes"] == [dict(zip(names, row, strict=True)) for row in rows]
+    out = run.out("inspect", tmp_path / "store", "--trajectory", 0)
+    lines = [line.split() for line in out.splitlines()]
+    assert ["0", "4", "5", "18"] in lines
+    assert ["1", "0", "5", "36", "terminated"] in lines
+    assert max(map(len, out.splitlines()[2:])) <= 80
+
+
 def test_numbers_that_json_lacks(run: Run, tmp_path: Path) -> None:
     rewards = torch.tensor([1.0, float("nan"), float("-inf")]).reshape(3, 1, 1)
     stored(tmp_path / "store", [Trajectory(rewards=rewards)])

@@ -149,13 +149,18 @@ def test_the_browser_paints_each_step_of_each_environment(
             page.open(f"{address}#/trajectory/{number}?environment={environment}")
             page.until("document.querySelector('[data-curve=rewards] canvas')")
             for step in range(STEPS):
-                page.run(
-                    "const slider = document.querySelector('input[type=range]'); slider.value = arguments[0];"
-                    "slider.dispatchEvent(new Event('input'))",
-                    step,
-                )
+                if step:
+                    page.keys("body", ".")  # the player's next step
                 here = colour(number, step, environment)
                 page.until(f"{pixels}.join() === arguments[0]", f"{here},{here + BATCH}")
+                reset = " · reset, no step" if (step, environment) in (INVALID, FIRST)[number] else ""
+                said = page.run("return document.querySelector('.step').textContent")
+                assert said.startswith(f"step {step} (0 to 19) · reward {here} · action {here}")
+                assert reset in said
+    playing = "document.querySelector('.play').ariaPressed === arguments[0]"
+    page.keys("body", "s")  # plays from the beginning, and stops at the end
+    page.until(f"{playing} && document.querySelector('.step').textContent.startsWith('step 1 ')", "true")
+    page.until(f"{playing} && {pixels}.join() === arguments[1]", "false", f"{here},{here + BATCH}")
 
 
 def test_the_pages_curves_and_counts_are_those_of_valid_steps(serve: Serve, path: Path) -> None:

@@ -557,20 +557,20 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
             writer.add_trajectories([rollout(0)] if number else [])
     address = serve(tmp_path)
     page.open(f"{address}/#/trajectory/0?environment=-3&step=x")  # not an address that the page writes
-    page.until("document.querySelector('.total').textContent === 'step 0 (0 to 8) · reward 0'")
+    page.until("document.querySelector('.step').textContent === 'step 0 (0 to 8) · reward 0 · action 0'")
     page.open(f"{address}/#/trajectory/0?environment=1&step=2")
     page.until("document.querySelector('[data-curve=rewards] canvas')")
     page.click(".besides")
-    says = "[...document.querySelectorAll('.episodes .total')].map((one) => one.textContent).join()"
-    page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 8) · reward 8'")
+    says = "[...document.querySelectorAll('.episodes .step')].map((one) => one.textContent).join()"
+    page.until(f"{says} === 'step 2 (0 to 8) · reward 7 · action 7,step 2 (0 to 8) · reward 8 · action 8'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "1\n")
-    page.until(f"{says} === 'step 2 (0 to 8) · reward 7,step 2 (0 to 4) · reward 108'")
+    page.until(f"{says} === 'step 2 (0 to 8) · reward 7 · action 7,step 2 (0 to 4) · reward 108 · action 108'")
     page.keys("section:nth-child(1) input[type=range]", *["\ue014"] * 5)  # right
-    page.until(f"{says} === 'step 7 (0 to 8) · reward 22,step 4 (0 to 4) · reward 114'")
+    page.until(f"{says} === 'step 7 (0 to 8) · reward 22 · action 22,step 4 (0 to 4) · reward 114 · action 114'")
     page.open(page.run("return location.href"))  # the address has both
-    page.until(f"{says} === 'step 7 (0 to 8) · reward 22,step 4 (0 to 4) · reward 114'")
+    page.until(f"{says} === 'step 7 (0 to 8) · reward 22 · action 22,step 4 (0 to 4) · reward 114 · action 114'")
     page.keys("section:nth-child(2) input[type=range]", "\ue012")  # left
-    page.until(f"{says} === 'step 3 (0 to 8) · reward 10,step 3 (0 to 4) · reward 111'")
+    page.until(f"{says} === 'step 3 (0 to 8) · reward 10 · action 10,step 3 (0 to 4) · reward 111 · action 111'")
     page.keys("section:nth-child(2) input[type=search]", "\ue003", "2\n")
     page.until("document.querySelector('main .trouble')?.textContent.includes('no episodes')")
     assert "no episodes" in text_of(page, "main .trouble")

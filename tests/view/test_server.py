@@ -22,7 +22,7 @@ from tests.support.witness import witness
 from tests.view.conftest import Serve
 from tests.view.rollouts import PROMPT, rollout, trained_in
 from tools.browser import PATIENCE, serving
-from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore.cli import main
 from trajstore.view.living import Living
 from trajstore.view.page import STATIC
@@ -390,8 +390,8 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
         ("overview?where=outcome", "not true or false"),
         ("group?task=x&version=1.5", "version"),
         ("rollout?id=../x", "trajectory_id"),
-        ("frames?id=0&name=x", "frames: block 0 has 24 steps and 1 environment;"),
-        ("frames?id=0&name=x&step=24", "frames: block 0 has 24 steps and 1 environment;"),
+        ("frames?id=0&name=x&step=0", "block 0 has no pictures 'x'"),
+        ("frames?id=0&name=curr_obs.image&step=24", "frames: block 0 has 24 steps and 1 environment;"),
         ("frames?id=0&name=x&step=y", "step: 'y', must be a whole number"),
         ("facts?id=", "trajectory_id"),
     ):
@@ -461,3 +461,40 @@ def test_text_of_tokens_is_that_of_the_whole() -> None:
 
 def test_the_page_is_small() -> None:
     assert sum(path.stat().st_size for path in STATIC.rglob("*") if path.is_file()) <= 300_000
+
+
+def test_pictures_of_all_kinds_are_drawn(tmp_path: Path, serve: Serve) -> None:
+    """Channels first or last, grey, stacked, float, depth with holes, in blocks of three steps and of one."""
+    shape = 3, 2, 16, 18
+    colours = (torch.arange(3 * 2 * 16 * 18 * 3) % 251).reshape(*shape, 3).to(torch.uint8)
+    red = colours[..., :1]
+    depth = red.float() / 50 - 1
+    holes = torch.where(red == 9, torch.nan, depth)
+    scaled = ((red.double() / 250) * 255).round().to(torch.uint8)
+    kinds = {
+        "last": (colours, colours),
+        "first": (colours.movedim(-1, 2), colours),
+        "grey": (red[..., 0], red),
+        "stack": (torch.stack([red[..., 0] * 0] * 3 + [red[..., 0]], 2), red),
+        "float": (colours.float() / 255, colours),
+        "half": ((colours.half() / 255).movedim(-1, 2), colours),
+        "depth": (depth.movedim(-1, 2), scaled),
+        "millimetres": (red[..., 0].to(torch.uint16) * 9, scaled),
+        "holes": (holes[..., 0], torch.where(red == 9, 0, scaled)),
+        "matrix": (torch.rand(3, 2, 7, 9), None),
+    }
+    observations = [{name: made[:steps] for name, (made, _) in kinds.items()} for steps in (3, 1)]
+    blocks = [Trajectory(rewards=torch.zeros(len(each["last"]), 2, 1), curr_obs=each) for each in observations]
+    address = serve(stored(tmp_path, blocks))
+    header, _ = trajectory(address, "0")
+    columns = {column["name"].removeprefix("curr_obs."): column for column in header["columns"]}
+    assert (columns["float"]["scale"], columns["depth"]["scale"]) == (["0", "1"], ["-1", "4"])
+    for name, (_, drawn) in kinds.items():
+        for number, steps in (("0", (2, 0, 1)), ("1", (0,))):
+            asked = "&".join(f"step={step}" for step in steps)
+            status, _, body = get(address, f"/api/frames?id={number}&name=curr_obs.{name}&environment=1&{asked}")
+            assert (status == 200) == (drawn is not None), (name, body)
+            if drawn is not None:
+                seen = np.frombuffer(body, np.uint8).reshape(len(steps), *drawn.shape[2:])
+                assert (seen == drawn[list(steps), 1].numpy()).all(), name
+    assert [columns[name]["pictures"] for name in ("last", "stack", "matrix")] == [[16, 18, 3], [16, 18, 1], None]

@@ -174,7 +174,11 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
         for part in parts:
             out.line(f"  {part['part']}, tokens {part['first']:,} to {part['last']:,}:")
             out.text(part["text"], full)
-    write({"columns": report.get("columns"), "late_values": report["notes"] * ("columns" in report)}, out)
+    columns = []
+    for column in report.get("columns", ()):  # what fits into 80 characters; --json has all
+        span = {name: value for name, value in (column["range"] or {}).items() if name != "mean"}
+        columns.append({**column, "bytes": None, "range": span or None, "not_finite": column["not_finite"] or None})
+    write({"columns": columns, "late_values": report["notes"] * ("columns" in report)}, out)
 
 
 def _write_values(title: str, values: dict[str, Any], out: Output, full: bool = False) -> None:

@@ -33,6 +33,9 @@ from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory
 
+_ENDS = {"dones": "done", "truncations": "truncated", "terminations": "terminated"}
+"""How episodes end, by the field that says so; the last one counts."""
+
 Report = dict[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
@@ -108,6 +111,7 @@ def inspect_trajectory(
         }
         if sample is not None:
             return report | _sample(number, tensors, steps, batch, sample)
+        report["episodes"] = _episodes(tensors, steps, batch)
     return report | {"columns": [tensor_report(*item) for item in tensors.items()]}
 
 
@@ -177,6 +181,30 @@ def _sample(trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, ba
     step, environment = divmod(sample, batch)
     values = {name: _value(sampled_rows(tensor, steps, name)[step, environment]) for name, tensor in tensors.items()}
     return {"sample": sample, "step": step, "environment": environment, "values": values}
+
+
+def _episodes(tensors: dict[str, torch.Tensor], steps: int, batch: int) -> list[Report]:
+    """Return the parts of episodes in a block: ``{"environment", "first", "last", "return", "end"}``.
+
+    ``first`` and ``last`` are valid steps. ``return`` is the sum of the rewards of these steps, None without rewards,
+    and ``end`` how the episode ends: None if it goes on after the block, or if ends are not recorded.
+    """
+    ends = np.full((steps, batch), None, object)
+    for name, end in _ENDS.items():
+        if name in tensors:
+            flags = sampled_rows(tensors[name], steps, name).reshape(steps, batch, -1)
+            ends[flags.bool().any(-1).numpy()] = end
+    rewards, valid = tensors.get("rewards"), tensors.get("valid", torch.ones(steps, batch)).reshape(steps, batch)
+    sums = None if rewards is None else rewards.double().reshape(steps, batch, -1).sum(-1).numpy()
+    episodes: list[Report] = []
+    for environment in range(batch):
+        rows = np.flatnonzero(valid[:, environment].numpy())
+        for part in np.split(rows, np.flatnonzero(ends[rows, environment]) + 1):
+            if len(part):
+                total = None if sums is None else float(sums[part, environment].sum())
+                report = {"environment": environment, "first": int(part[0]), "last": int(part[-1]), "return": total}
+                episodes.append({**report, "end": ends[part[-1], environment]})
+    return episodes
 
 
 def _value(row: torch.Tensor) -> Any:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
-import torch
 
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.folders import publish_folder
@@ -28,7 +26,7 @@ from trajstore.view.answers import columns_of, named_rows
 from trajstore.view.living import Living, with_points
 from trajstore.view.overview import MEASURED
 from trajstore.view.page import STATIC, bundled_index
-from trajstore.view.rollout import pictures_of
+from trajstore.view.rollout import Pictures, pictures_of
 
 MOST = 20_000
 """Maximum number of trajectories in a bundle; the page holds their facts in memory."""
@@ -62,10 +60,6 @@ class Bundled:
     bytes: int = 0
     trouble: str | None = None
     problems: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return asdict(self)
 
 
 def write_bundle(
@@ -189,24 +183,20 @@ def _write(folder: LocalDirectory, done: Bundled, files: list[tuple[str, bytes]]
     folder.publish([EncodedFile(name, [data]) for name, data in files])
 
 
-def _drawn(trajectory: AnyTrajectory) -> list[tuple[int, tuple[str, torch.Tensor]]]:
+def _drawn(trajectory: AnyTrajectory) -> list[tuple[int, tuple[str, Pictures]]]:
     """Return the numbered picture columns of a block; a rollout has none."""
     return [] if isinstance(trajectory, AgentTrajectory) else list(enumerate(pictures_of(trajectory).items()))
 
 
 def _write_pictures(
-    folder: LocalDirectory, done: Bundled, place: str, column: str, pictures: torch.Tensor
+    folder: LocalDirectory, done: Bundled, place: str, column: str, pictures: Pictures
 ) -> dict[str, Any]:
-    """Write the pictures ``[T, B, height, width, channels]`` of a column; return their location."""
-    steps, batch = pictures.shape[:2]
-    size = pictures[0, 0].numel()
+    """Write the pictures of a column; return their location."""
+    steps, batch = pictures.rows.shape[:2]
+    size = pictures.rows[0, 0].numel()
     each = max(1, _PART_BYTES // size)
-
-    def parts(environment: int) -> Iterator[tuple[str, bytes]]:
-        for part, first in enumerate(range(0, steps, each)):
-            yield f"{place}-{environment}-{part}.bin", pictures[first : first + each, environment].numpy().tobytes()
-
     for environment in range(batch):
-        for part_file in parts(environment):
-            _write(folder, done, [part_file])
+        for part, first in enumerate(range(0, steps, each)):
+            data = pictures.frames(environment, range(first, min(first + each, steps)))
+            _write(folder, done, [(f"{place}-{environment}-{part}.bin", data)])
     return {"name": column, "place": place, "each": each, "size": size}

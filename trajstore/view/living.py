@@ -37,7 +37,7 @@ from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 from trajstore.view.answers import Answer, columns_of, in_order, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
-from trajstore.view.rollout import answer_of, pictures_of
+from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
 from trajstore.view.shown import OfReader, Shown
 from trajstore.view.training import Training
@@ -66,6 +66,9 @@ FAILURE = "outcome is null or outcome <= 0.5"
 
 _SUMS = 10_000
 """Number of trajectories whose sums of log-probs or rewards are cached."""
+
+_BLOCKS = 2
+"""Number of blocks whose pictures are kept: the page asks for frames in many requests, also of two blocks by turns."""
 
 _FRAMES = 64
 """Maximum number of pictures per request."""
@@ -117,8 +120,8 @@ class Living:
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
-        self._kept: tuple[str, str, AnyTrajectory] | None = None
-        """Id, state and contents of the block with invalid rows whose frames were read last; of the second thread."""
+        self._kept: OrderedDict[str, tuple[str, dict[str, Pictures]]] = OrderedDict()
+        """State and pictures of the blocks whose frames were read last, by id; of the second thread."""
         self._training = Training()
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
@@ -449,40 +452,25 @@ class Living:
 
         Raises:
             ConfigurationError: the block lacks a step or the environment, or too many pictures are requested.
-            SchemaMismatchError: the block lacks the column.
+            SchemaMismatchError: the block has no such pictures.
             TrajectoryUnavailableError: no such block, or it was evicted.
         """
-        number = np.array([id_from("trajectory_id", shown)], np.int64)
-        (length,), (batch,) = self._shown.extents(number)
+        if self._kept.get(shown, ("",))[0] != self.state.name:
+            block = self.get(shown)
+            self._kept[shown] = self.state.name, pictures_of(block) if isinstance(block, Trajectory) else {}
+        self._kept.move_to_end(shown)
+        while len(self._kept) > _BLOCKS:
+            self._kept.popitem(last=False)
+        pictures = self._kept[shown][1].get(name)
+        if pictures is None:
+            raise SchemaMismatchError(f"block {shown} has no pictures {name!r}")
+        length, batch = pictures.rows.shape[:2]
         if not 0 < len(steps) <= _FRAMES or environment >= batch or max(steps) >= length:
             raise ConfigurationError(
                 f"frames: block {shown} has {counted(length, 'step')} and {counted(batch, 'environment')}; at most "
                 f"{_FRAMES} frames per request"
             )
-        if self._samples_of(int(number[0])) < length * batch:
-            # Reads count valid rows only, and the page shows the others too.
-            block = self._whole(shown)
-            column = pictures_of(block).get(name) if isinstance(block, Trajectory) else None
-            if column is None:
-                raise SchemaMismatchError(f"block {shown} has no column {name!r}")
-            return b"".join(column[step, environment].numpy().tobytes() for step in steps)
-        samples = np.array(steps, np.int64) * batch + environment
-        columns = self._shown.read(Drawn(number.repeat(len(steps)), samples), [name])
-        return b"".join(tensor.numpy().tobytes() for _, tensor in walk(columns))
-
-    def _whole(self, shown: str) -> AnyTrajectory:
-        """Return a trajectory; the last one is kept, because the page asks for its frames in several requests."""
-        if self._kept is None or self._kept[:2] != (shown, self.state.name):
-            self._kept = shown, self.state.name, self._shown.get(shown)
-        return self._kept[2]
-
-    def _samples_of(self, number: int, run: int = 0) -> int:
-        """Return the number of valid rows of a trajectory.
-
-        Raises:
-            TrajectoryUnavailableError: it was evicted.
-        """
-        return int(self._facts_of(number, run)["samples"])
+        return pictures.frames(environment, steps)
 
     def _facts_of(self, number: int, run: int = 0) -> dict[str, Any]:
         """Return the facts of a trajectory; raises the error of :meth:`facts`."""
@@ -524,7 +512,7 @@ class Living:
         """Return the sum of a trajectory's values, and their number."""
         if name == "log_prob":
             return _log_probs_of(self._runs[run].get(shown_id(number)))
-        count = self._samples_of(number, run)
+        count = int(self._facts_of(number, run)["samples"])
         drawn = Drawn(np.full(count, number, np.int64), np.arange(count))
         try:
             columns = self._runs[run].read(drawn, ["rewards"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trajstore._core.store.run_ids import compared_id, shown_id
+from trajstore._core.store.run_ids import compared_id
 from trajstore.query.engine import polars
 from trajstore.view.answers import Answer, plain
 
@@ -47,7 +47,6 @@ def overview(table: DataFrame) -> Answer:
     """Return figures and curves for a table of facts, and its tasks, lowest mean outcome first."""
     pl = polars()
     agents = table.filter(pl.col("kind") == "agent")
-    readable = table.filter(pl.col("readable"))
     known = table.drop_nulls("outcome")
     low, high = interval(known["outcome"].mean(), len(known), _error(known["outcome"]), _is_binary(known["outcome"]))
     return {
@@ -61,8 +60,7 @@ def overview(table: DataFrame) -> Answer:
         "outcome_high": plain(high),
         "outcome_n": len(known),
         "outcomes": [plain(table["outcome"].min()), plain(table["outcome"].max())],
-        "unreadable": [shown_id(number) for number in table.filter(~pl.col("readable"))["trajectory_id"][:20]],
-        "unreadable_count": len(table) - len(readable),
+        "unreadable_count": len(table) - int(table["readable"].sum()),
         "without_outcome": agents["outcome"].null_count(),
         "without_version": table["version_high"].null_count(),
         "begun": plain(table["committed"].min()),
@@ -218,7 +216,6 @@ def _curves(table: DataFrame) -> Answer:
         table.group_by("x")
         .agg(
             count=pl.len(),
-            samples=pl.col("samples").sum(),
             **{key: values for name in _MEANS for key, values in _mean(table, name).items()},
             first=pl.col("trajectory_id").min(),
             last=pl.col("trajectory_id").max(),
@@ -246,7 +243,7 @@ def _tasks(table: DataFrame) -> list[Answer]:
     tasks = (
         table.drop_nulls("task")
         .group_by("task")
-        .agg(count=pl.len(), outcome=pl.col("outcome").mean(), response=pl.col("response").mean())
+        .agg(count=pl.len(), outcome=pl.col("outcome").mean())
         .sort("outcome", "task", nulls_last=True)
         .head(_MOST_TASKS)
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -169,34 +169,85 @@ def _columns(trajectory: Trajectory) -> tuple[dict[str, torch.Tensor], int, int]
     return columns, steps, batch
 
 
-def pictures_of(trajectory: Trajectory) -> dict[str, torch.Tensor]:
-    """Return a block's pictures by column name, each uint8 ``[T, B, height, width, channels]``."""
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures of a block's column.
+
+    Attributes:
+        rows: ``[T, B, height, width, channels]``, channels 1, 3 or 4.
+        scale: values that are drawn black and white; None: they are bytes.
+    """
+
+    rows: torch.Tensor
+    scale: tuple[float, float] | None
+
+    @property
+    def scale_texts(self) -> list[str] | None:
+        """The values that are drawn black and white, as text for the page."""
+        return None if self.scale is None else [f"{value:.4g}" for value in self.scale]
+
+    def frames(self, environment: int, steps: Sequence[int]) -> bytes:
+        """Return pictures of an environment as bytes ``[n, height, width, channels]``; NaN is black."""
+        rows = self.rows[list(steps), environment]
+        if self.scale is not None:
+            black, white = self.scale
+            shares = (rows.double() - black) / ((white - black) or 1.0)
+            rows = (shares.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8)
+        return rows.contiguous().numpy().tobytes()
+
+
+def pictures_of(trajectory: Trajectory) -> dict[str, Pictures]:
+    """Return a block's pictures by column name."""
     columns, steps, _ = _columns(trajectory)
-    return {
-        name: sampled_rows(tensor, steps, name)
-        for name, tensor in columns.items()
-        if steps and picture_size(tensor) is not None
-    }
+    found = {}
+    for name, tensor in columns.items():
+        if (rows := _as_pictures(name, tensor)) is not None:
+            rows = sampled_rows(rows, steps, name)
+            found[name] = Pictures(rows, None if tensor.dtype == torch.uint8 else _scale_of(rows))
+    return found
+
+
+def _as_pictures(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a column as pictures with channels last; None if it is none.
+
+    Channels are first where the last axis cannot be they, as in ``[T, B, 3, height, width]``; of four grey pictures
+    (stacked frames) the last is taken. Without an axis of channels, bytes are pictures, and observations of other
+    numbers from 16 x 16 on.
+    """
+    sides = tensor.shape[2:]
+    if not tensor.numel() or tensor.is_complex() or tensor.dtype == torch.bool or len(sides) not in (2, 3):
+        return None
+    if len(sides) == 2:
+        is_image = tensor.dtype == torch.uint8 or (name.startswith(("curr_obs", "next_obs")) and min(sides) >= 16)
+        tensor = tensor.unsqueeze(-1) if is_image else tensor
+    elif sides[2] not in (1, 3, 4) and sides[0] in (1, 3, 4):
+        tensor = (tensor if sides[0] < 4 else tensor[:, :, 3:]).movedim(2, -1)
+    is_picture = tensor.dim() == 5 and tensor.shape[4] in (1, 3, 4) and min(tensor.shape[2:4]) > 1
+    return tensor if is_picture else None
+
+
+def _scale_of(rows: torch.Tensor) -> tuple[float, float]:
+    """Return the values of black and white: 0 and 1 if all are within these, else the lowest and the highest."""
+    finite = rows[torch.isfinite(rows)] if rows.is_floating_point() else rows.long()  # torch compares no uint16
+    if not finite.numel():
+        return 0.0, 1.0
+    low, high = float(finite.min()), float(finite.max())
+    return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
 
 
 def _block(trajectory: Trajectory) -> bytes:
     columns, steps, batch = _columns(trajectory)
     arrays: list[tuple[Answer, AnyArray]] = []
     others: list[Answer] = []
+    pictures = pictures_of(trajectory)
     for name, tensor in columns.items():
         channels = tensor[0, 0].numel() if tensor.dim() >= 2 and tensor.numel() else 0
-        if steps and 0 < channels <= _MOST_CHANNELS and tensor.shape[1] == batch and not tensor.is_complex():
+        if 0 < channels <= _MOST_CHANNELS and tensor.shape[1] == batch and not tensor.is_complex():
             rows = sampled_rows(tensor, steps, name)
             arrays.append(({"name": name}, array_of(rows).reshape(steps, batch, channels)))
             continue
         description = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        others.append({**description, "pictures": picture_size(tensor)})
+        drawn = pictures.get(name)
+        size, scale = (None, None) if drawn is None else (list(drawn.rows.shape[2:]), drawn.scale_texts)
+        others.append({**description, "pictures": size, "scale": scale})
     return body_of({"kind": "step", "steps": steps, "batch": batch, "columns": others}, arrays)
-
-
-def picture_size(tensor: torch.Tensor) -> tuple[int, int, int] | None:
-    """Return height, width and channels of pictures ``[T, B, height, width, 1, 3 or 4]``; None for other columns."""
-    if tensor.dtype != torch.uint8 or tensor.dim() != 5 or tensor.shape[-1] not in (1, 3, 4):
-        return None
-    height, width, channels = tensor.shape[2:]
-    return (height, width, channels) if height > 1 and width > 1 else None

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trajstore._core.base.types import IntArray
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import id_from
@@ -81,10 +80,6 @@ class OfReader:
             TrajectoryUnavailableError: there is no such trajectory.
         """
         return self._reader.get(shown) if self.pool is None else self.pool.get(shown)
-
-    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        """Return T and B of some trajectories, each ``[n]``."""
-        return self._reader._sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
         """Return rows of some columns."""
@@ -172,9 +167,6 @@ class OfHandle:
         if not (self._facts["trajectory_id"] == number).any():  # avoids waiting for a store that does not exist
             raise TrajectoryUnavailableError(f"trajectory {shown}: does not exist, or was evicted")
         return self._handle.get(number)
-
-    def extents(self, ids: IntArray) -> tuple[IntArray, IntArray]:
-        return self._handle._sampling.extents(ids)
 
     def read(self, drawn: Drawn, columns: Sequence[str]) -> dict[str, Any]:
         return self._handle.read(drawn, columns=columns)

@@ -135,6 +135,7 @@ async function tellBundle() {
 const KEYS = [
   ["/", "filter, or find in messages"], ["arrows", "next and previous row, token, point or line of the outline"],
   ["j, k", "next and previous row of the table, or trajectory of the list"], ["n, p", "next and previous failure of the list: outcome 0.5 or lower, or unknown; step of a training"],
+  ["s", "play or stop an episode"], [", .", "previous and next step of an episode"],
   ["Page Up, Page Down, Home, End", "move in the table"], ["Enter", "open"], ["?", "these keys"], ["Escape", "close this"],
 ];
 

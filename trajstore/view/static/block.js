@@ -1,16 +1,21 @@
 // A block of steps: pictures as a strip and a player, and curves in step with them, for one environment at a time.
 
-import { askBytes } from "./api.js";
+import { ask, askBytes } from "./api.js";
+import { axes, scalesOf, shapeOf, styleOf } from "./curve.js";
 import { fill, keyOf, make } from "./dom.js";
 import { short } from "./numbers.js";
 
 const FIRST = ["rewards", "prev_values", "prev_logprobs", "actions", "versions"];
 const ENDS = { terminations: "terminated", truncations: "truncated", dones: "done" };
+const SAID = [["rewards", "reward"], ["prev_values", "value"], ["actions", "action"]];
 const ABOUT = { prev_values: "the critic's estimates", prev_logprobs: "log-probs of the actions", return: "sum of the rewards since the episode began" };
 const THUMBS = 12;
 const MOST_CURVES = 12;
 const AHEAD = 24; // frames asked for at a time while it plays
-const FRAME = 100; // milliseconds
+const SECOND = 10; // steps a second at speed 1
+const SPEEDS = [0.25, 0.5, 1, 2, 4];
+const MOST_BYTES = 128 * 2 ** 20; // of frames that are kept
+const MOST_VALUES = 4; // numbers of a step that are said for each curve
 
 /** Returns curves of one environment: for each channel its values over the steps. */
 function curvesOf(array, batch, environment) {
@@ -21,12 +26,12 @@ function curvesOf(array, batch, environment) {
   }));
 }
 
-/** Returns the sum of rewards over the steps, which begins again after each end of an episode. */
-function returnsOf(rewards, ends) {
+/** Returns the sum of rewards over valid steps, which begins again after each end of an episode. */
+function returnsOf(rewards, ends, isValid) {
   let total = 0;
   return rewards[0].map((_, at) => {
     if (ends.includes(at - 1)) total = 0;
-    return (total += rewards.reduce((sum, line) => sum + (line[at] ?? 0), 0));
+    return (total += isValid(at) ? rewards.reduce((sum, line) => sum + (line[at] ?? 0), 0) : 0);
   });
 }
 
@@ -51,61 +56,87 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   const within = (name, end) => Math.max(0, Math.min(Math.trunc(Number(parameters.get(name))) || 0, end - 1));
   let environment = within("environment", batch);
   let step = within("step", steps);
-  let plots = [], playing = null, frames = new Map(); // "column step": bytes, or null while they are on their way
+  let plots = [], playing = null, speed = 1, kept = 0; // kept: bytes of frames
+  let frames = new Map(); // "column step": bytes, or null while they are on their way; the oldest first
   const cameras = told.columns.filter((column) => column.pictures);
   const others = told.columns.filter((column) => !column.pictures);
 
   const choose = make("select", { change: () => {
     environment = Number(choose.value);
     keep({ environment: environment ? String(environment) : null });
-    frames = new Map();
+    [frames, kept] = [new Map(), 0];
     lay();
   } }, Array.from({ length: batch }, (_, number) => make("option", { value: number, selected: number === environment }, number)));
   const slider = make("input", { type: "range", min: 0, max: Math.max(0, steps - 1), value: step, "aria-label": "Step", input: () => go(Number(slider.value)) });
-  const play = make("button", { type: "button", "aria-pressed": "false", click: () => (playing === null ? start() : stop()) }, "Play");
-  const says = make("span", { class: "total", role: "status" });
+  const play = make("button", { type: "button", class: "play", "aria-pressed": "false", "aria-keyshortcuts": "s", title: "Play or stop (key s)", click: () => (playing === null ? start() : stop()) }, "Play");
+  const by = (steps, key, text, title) => make("button", { type: "button", "aria-keyshortcuts": key, "aria-label": title, title: `${title} (key ${key})`, click: () => go(step + steps) }, text);
+  const pace = make("select", { "aria-label": "Speed", change: () => {
+    speed = Number(pace.value);
+    if (playing === null) return;
+    stop();
+    start();
+  } }, SPEEDS.map((value) => make("option", { value, selected: value === speed }, `${value}×`)));
+  const says = make("p", { class: "step quiet", role: "status" });
   const pictures = make("div", { class: "cameras" });
+  const goesOn = make("p", { class: "step quiet", hidden: true });
   const curves = make("div", { class: "curves" });
-  fill(place, make("div", { class: "bar" }, make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`), play, slider, says,
-    moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), make("div", { class: "seen" }, pictures, curves),
+  fill(place, make("div", { class: "bar" }, batch > 1 ? make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`) : null,
+    make("span", { class: "player", role: "group", "aria-label": "Player" }, by(-1, ",", "‹", "Previous step"), play, by(1, ".", "›", "Next step"), pace), slider,
+    moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), says, goesOn, make("div", { class: "seen" }, pictures, curves),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {
     const large = make("canvas", { class: "large", role: "img", "aria-label": `${column.name} at the chosen step` });
-    const strip = make("div", { class: "strip" }, Array.from({ length: Math.min(THUMBS, steps) }, (_, at) => {
-      const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
-      return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"), make("span", {}, of));
-    }));
-    pictures.append(make("figure", { class: "camera", "aria-label": column.name }, make("figcaption", {}, column.name), large, strip));
-    return { column, large, strip };
+    pictures.append(make("figure", { class: "camera", "aria-label": column.name }, make("figcaption", {}, column.name, column.scale ? make("span", { class: "of" }, ` ${column.scale[0]} is black, ${column.scale[1]} white`) : null), large));
+    return { column, large };
   });
+  /** The first camera's pictures over the whole block. */
+  const thumbs = !cameras.length ? [] : Array.from({ length: Math.min(THUMBS, steps) }, (_, at) => {
+    const of = Math.round((at * (steps - 1)) / Math.max(1, Math.min(THUMBS, steps) - 1));
+    return make("button", { type: "button", "data-step": of, "aria-label": `step ${of}`, click: () => go(of) }, make("canvas"), make("span", {}, of));
+  });
+  pictures.classList.toggle("several", cameras.length > 1);
+  if (cameras.length) (cameras.length > 1 ? pictures : pictures.firstChild).append(make("div", { class: "strip" }, thumbs));
 
   /** Brings the pictures of some steps here, as far as they are not, and draws them. */
-  async function bring(wanted) {
-    for (const view of views) {
+  async function bring(wanted, of = views) {
+    for (const view of of) {
       const { name, pictures: size } = view.column;
       const lacking = [...new Set(wanted)].filter((one) => one < steps && !frames.has(`${name} ${one}`));
       if (!lacking.length) continue;
       const mine = frames;
       for (const one of lacking) mine.set(`${name} ${one}`, null);
-      const bytes = await askBytes("frames", { id, name, environment, step: lacking }, signal);
+      let bytes;
+      try {
+        bytes = await askBytes("frames", { id, name, environment, step: lacking }, signal);
+      } catch (error) {
+        for (const one of lacking) mine.delete(`${name} ${one}`);
+        throw error;
+      }
       if (mine !== frames) return;
       const length = size[0] * size[1] * size[2];
-      lacking.forEach((one, at) => mine.set(`${name} ${one}`, bytes.subarray(at * length, (at + 1) * length)));
+      lacking.forEach((one, at) => mine.set(`${name} ${one}`, bytes.slice(at * length, (at + 1) * length)));
+      kept += lacking.length * length;
+    }
+    for (const [key, bytes] of frames) {
+      if (kept <= MOST_BYTES) break;
+      if (bytes === null || wanted.some((one) => key.endsWith(` ${one}`))) continue;
+      frames.delete(key);
+      kept -= bytes.length;
     }
     drawPictures();
   }
 
   function drawPictures() {
-    for (const { column, large, strip } of views) {
+    for (const { column, large } of views) {
       const now = frames.get(`${column.name} ${step}`);
       if (now) paint(large, now, column.pictures);
-      for (const button of strip.children) {
-        const bytes = frames.get(`${column.name} ${button.dataset.step}`);
-        if (bytes && !button.dataset.drawn) {
-          paint(button.firstChild, bytes, column.pictures);
-          button.dataset.drawn = "yes";
-        }
+    }
+    for (const button of thumbs) {
+      const bytes = frames.get(`${cameras[0].name} ${button.dataset.step}`);
+      if (bytes && !button.dataset.drawn) {
+        paint(button.firstChild, bytes, cameras[0].pictures);
+        button.dataset.drawn = "yes";
       }
     }
   }
@@ -117,8 +148,8 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   }
 
   function go(to, isFollowing = false) {
-    if (!isFollowing) moved?.(to);
     step = Math.max(0, Math.min(to, steps - 1));
+    if (!isFollowing) moved?.(step);
     if (!isFollowing) keep({ step: step ? String(step) : null });
     slider.value = step;
     mark();
@@ -127,14 +158,18 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   }
 
   function start() {
+    if (step + 1 >= steps) go(0);
     play.setAttribute("aria-pressed", "true");
     fill(play, "Stop");
     says.setAttribute("aria-live", "off"); // ten steps a second are not read out
+    const fetchFrom = (first) => bring(Array.from({ length: AHEAD }, (_, at) => first + at)).catch(refuse);
+    const isThere = (one) => views.every(({ column }) => frames.get(`${column.name} ${one}`));
+    fetchFrom(step);
     playing = setInterval(() => {
       if (step + 1 >= steps) return stop();
-      if (step % AHEAD === 0) bring(Array.from({ length: 2 * AHEAD }, (_, at) => step + at)).catch(refuse);
-      return go(step + 1);
-    }, FRAME);
+      if (!frames.has(`${cameras[0]?.name} ${step + AHEAD / 2}`)) fetchFrom(step + 1);
+      return isThere(step + 1) ? go(step + 1) : null; // waits for its pictures
+    }, 1000 / (SECOND * speed));
   }
 
   function stop() {
@@ -155,34 +190,50 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     return array ? curvesOf(array, batch, environment).flatMap((curve) => curve.flatMap((value, at) => (value ? [[at, ENDS[name]]] : []))) : [];
   }));
 
-  /** Says which step is chosen, and marks it in all curves. */
+  /** Says which step is chosen with its rewards, values and actions, and marks it in all curves. */
   function mark() {
     const ending = endings().get(step);
-    const rewards = told.arrays.find(({ name }) => name === "rewards");
-    const reward = rewards ? curvesOf(rewards, batch, environment).reduce((sum, curve) => sum + (curve[step] ?? NaN), 0) : null;
-    fill(says, `step ${step} (0 to ${steps - 1})`, reward === null ? "" : ` · reward ${short(reward)}`, ending ? ` · ${ending}` : "");
+    const said = SAID.flatMap(([name, title]) => {
+      const array = told.arrays.find((one) => one.name === name);
+      if (!array) return [];
+      const values = curvesOf(array, batch, environment).map((curve) => (curve[step] === null ? "not finite" : short(curve[step])));
+      return [` · ${title} ${values.slice(0, MOST_VALUES).join(", ")}${values.length > MOST_VALUES ? ", …" : ""}`];
+    });
+    fill(says, `step ${step} (0 to ${steps - 1})`, said, ending ? ` · ${ending}` : "", isValid(step) ? "" : " · reset, no step of an episode");
     for (const plot of plots) plot.redraw(false);
+  }
+
+  /** Whether a step is one of an episode, and not one at which the environment was reset. */
+  function isValid(at) {
+    const valid = told.arrays.find(({ name }) => name === "valid");
+    return !valid || valid.values[at * batch + environment] !== 0;
+  }
+
+  /** Says where the episode of the last step goes on, if it did not end. */
+  async function tellNext() {
+    const last = Array.from({ length: steps }, (_, at) => at).findLast(isValid);
+    goesOn.hidden = endings().has(last) || !Object.keys(ENDS).some((name) => told.arrays.some((array) => array.name === name));
+    if (goesOn.hidden) return;
+    const { next } = await ask("around", { id, where: "", order: "trajectory_id" }, signal);
+    fill(goesOn, "No episode ends at the last step. It goes on in the block that was recorded next", next === null ? ", which is not here." : [": ", make("a", { href: `#/trajectory/${next}${environment ? `?environment=${environment}` : ""}` }, next), ", unless the environments were reset between."]);
   }
 
   function lay() {
     for (const plot of plots) plot.destroy();
-    const style = getComputedStyle(document.documentElement);
-    const color = (name) => style.getPropertyValue(name).trim();
     const order = (array) => (FIRST.includes(array.name) ? FIRST.indexOf(array.name) : FIRST.length);
-    const isSaid = ({ name, values }) => name === "versions" && values.every((value) => value === values[0]); // in the facts
+    const isSaid = ({ name, values }) => ["versions", "valid"].includes(name) && values.every((value) => value === values[0]); // in the facts
     const drawn = told.arrays.filter((array) => !(array.name in ENDS) && !isSaid(array)).sort((a, b) => order(a) - order(b)).slice(0, MOST_CURVES);
     const endingOf = endings();
     const ends = [...endingOf.keys()].sort((a, b) => a - b);
     const rewards = drawn.find(({ name }) => name === "rewards");
-    if (rewards) drawn.splice(1, 0, { name: "return", lines: [returnsOf(curvesOf(rewards, batch, environment), ends)] });
+    if (rewards) drawn.splice(1, 0, { name: "return", lines: [returnsOf(curvesOf(rewards, batch, environment), ends, isValid)] });
     fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, ABOUT[name])))));
-    const light = color("--dark") === "1" ? 66 : 48; // lines that go with the ground
+    const light = styleOf("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
     plots = drawn.map((array) => {
       const figure = curves.querySelector(`[data-curve="${CSS.escape(array.name)}"]`);
       const lines = array.lines ?? curvesOf(array, batch, environment);
-      const axisOf = (more) => ({ stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif", ...more });
       const line = (plot, at, stroke, dash, text = "") => {
         const left = plot.valToPos(at, "x", true);
         plot.ctx.save();
@@ -201,24 +252,25 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         plot.ctx.restore();
       };
       const plot = new uPlot({
-        width: Math.max(200, figure.clientWidth - 24), height: 140, padding: [8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
-        scales: { x: { time: false }, y: { range: (_, low, high) => (low || high ? [Math.min(0, low * 1.1), Math.max(0, high * 1.1)] : [0, 1]) } },
-        axes: [axisOf({ label: "step", labelSize: 16, labelFont: "12px system-ui, sans-serif", labelGap: 0, size: 28 }), axisOf({ size: 56, values: (_, values) => values.map(short) })],
-        series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? color("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
+        ...shapeOf(figure), height: 140, legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+        scales: scalesOf(),
+        axes: axes("step"),
+        series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? styleOf("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
         hooks: { draw: [(shown) => {
           const lefts = ends.map((at) => shown.valToPos(at, "x", true));
           const isFar = (at) => Math.min(lefts[at] - (lefts[at - 1] ?? -Infinity), (lefts[at + 1] ?? Infinity) - lefts[at]) > 80 * devicePixelRatio;
-          ends.forEach((at, number) => line(shown, at, color("--bad"), [4, 4], !number || isFar(number) ? endingOf.get(at) : "")); // no text over the next line
-          line(shown, step, color("--ink"), []);
+          ends.forEach((at, number) => line(shown, at, styleOf("--bad"), [4, 4], !number || isFar(number) ? endingOf.get(at) : "")); // no text over the next line
+          line(shown, step, styleOf("--ink"), []);
         }] },
       }, [x, ...lines], figure);
       if (lines.length > 1) figure.append(keyOf(lines.map((_, channel) => [`${array.name.replace(/s$/, "")} ${channel}`, strokeOf(channel)])));
       plot.over.addEventListener("click", () => plot.cursor.idx !== null && go(plot.cursor.idx));
       return plot;
     });
-    for (const { strip } of views) for (const button of strip.children) delete button.dataset.drawn;
+    for (const button of thumbs) delete button.dataset.drawn;
     mark();
-    bring([step, ...views.flatMap(({ strip }) => [...strip.children].map((button) => Number(button.dataset.step)))]).catch(refuse);
+    tellNext().catch(refuse);
+    bring([step]).then(() => bring(thumbs.map((button) => Number(button.dataset.step)), views.slice(0, 1))).catch(refuse);
   }
 
   if (!steps) fill(place, make("p", { class: "nothing" }, "This block has no steps."));

@@ -33,7 +33,7 @@ export function axes(label, { time = false, whole = false } = {}) {
   const lower = time ? { space: 96, values: (_, at, __, ___, apart) => ticks(at, apart) }
     : { ...ticksOf(true), space: (_, __, low, high) => 24 + 7 * Math.max(count(Math.floor(low)).length, count(Math.floor(high)).length), values: (_, values) => values.map(short) };
   return [{ ...all, label: time ? `${label}, ${ZONE}` : label, labelSize: 16, labelFont: all.font, labelGap: 0, size: 28, ...lower },
-    { ...all, ...ticksOf(whole), size: (_, values) => Math.max(40, 14 + 7 * Math.max(...(values ?? [""]).map((value) => value.length))), values: (_, values) => values.map(tick) }];
+    { ...all, ...ticksOf(whole), space: 24, size: (_, values) => Math.max(40, 14 + 7 * Math.max(...(values ?? [""]).map((value) => value.length))), values: (_, values) => values.map(tick) }];
 }
 
 /**
