@@ -391,7 +391,6 @@ def test_a_wrong_question_is_told_where_it_is_wrong(tmp_path: Path, serve: Serve
         ("group?task=x&version=1.5", "version"),
         ("rollout?id=../x", "trajectory_id"),
         ("frames?id=0&name=x&step=0", "block 0 has no pictures 'x'"),
-        ("frames?id=0&name=curr_obs.image&step=24", "frames: block 0 has 24 steps and 1 environment;"),
         ("frames?id=0&name=x&step=y", "step: 'y', must be a whole number"),
         ("facts?id=", "trajectory_id"),
     ):
@@ -486,6 +485,8 @@ def test_pictures_of_all_kinds_are_drawn(tmp_path: Path, serve: Serve) -> None:
     observations = [{name: made[:steps] for name, (made, _) in kinds.items()} for steps in (3, 1)]
     blocks = [Trajectory(rewards=torch.zeros(len(each["last"]), 2, 1), curr_obs=each) for each in observations]
     address = serve(stored(tmp_path, blocks))
+    status, _, body = get(address, "/api/frames?id=0&name=curr_obs.grey&step=3")
+    assert (status, b"block 0 has 3 steps and 2 environments" in body) == (400, True)
     header, _ = trajectory(address, "0")
     columns = {column["name"].removeprefix("curr_obs."): column for column in header["columns"]}
     assert (columns["float"]["scale"], columns["depth"]["scale"]) == (["0", "1"], ["-1", "4"])

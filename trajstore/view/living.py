@@ -128,7 +128,7 @@ class Living:
         self._start, self._number = secrets.token_hex(4), 0
         self._looked = -math.inf
         """Monotonic time at which the writer locks were read last; of the first thread."""
-        self.state = State(self._name(), len(shown), self._damage())
+        self.state = State(self._name(), len(shown), self._damage(), written=self._is_written())
         """The present state; replaced as a whole, so that any thread may read it."""
 
     def close(self) -> None:
