@@ -170,18 +170,17 @@ def test_nothing_that_was_recorded_becomes_a_path_or_markup(tmp_path: Path, serv
 def test_blocks_have_their_pictures_beside_each_other(
     tmp_path: Path, serve_files: Serve, page: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, other = witness(7), witness(8)
-    assert block.rewards is not None
+    block, other = witness(7), witness(10)
     image = block.curr_obs["image"]
     monkeypatch.setattr(bundle, "_PART_BYTES", 2 * image[0, 0].numel())
     stored(tmp_path / "store", [block, other])
     address = serve_files(bundled(tmp_path / "store", tmp_path / "out"))
     page.expected_errors.append("willReadFrequently")  # this test looks at pixels
-    page.open(f"{address}#/beside/0?other=1&step=3")  # of the second file
+    page.open(f"{address}#/beside/0?other=1&step=2")  # of the second file
     pixels = "[...document.querySelectorAll('.episodes .large')]" + (
         ".map((one) => one.getContext('2d').getImageData(2, 1, 1, 1).data.slice(0, 3).join())"
     )
-    colors = [",".join(str(value) for value in view.curr_obs["image"][3, 0, 1, 2].tolist()) for view in (block, other)]
+    colors = [",".join(str(value) for value in view.curr_obs["image"][2, 0, 1, 2].tolist()) for view in (block, other)]
     page.until(f"{pixels}.join(' ') === arguments[0]", " ".join(colors))
 
 

@@ -78,7 +78,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   } }, SPEEDS.map((value) => make("option", { value, selected: value === speed }, `${value}×`)));
   const says = make("p", { class: "step quiet", role: "status" });
   const pictures = make("div", { class: "cameras" });
-  const goesOn = make("p", { class: "step quiet", hidden: true });
+  const goesOn = make("p", { class: "goes-on quiet", hidden: true });
   const curves = make("div", { class: "curves" });
   fill(place, make("div", { class: "bar" }, batch > 1 ? make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`) : null,
     make("span", { class: "player", role: "group", "aria-label": "Player" }, by(-1, ",", "‹", "Previous step"), play, by(1, ".", "›", "Next step"), pace), slider,
