@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import tomllib
 from pathlib import Path
 
 _ROOT = Path(__file__).parent.parent
+_PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 _NOT_FOR_USERS = {"test", "docs", "bench", "all"}
 
 _USE = """
@@ -67,9 +69,13 @@ assert steps.take().actions.shape[:2] == (8, 2)
     "query": "assert main(['query', 'store', 'select avg(outcome) from trajectories']) == 0",
     "ray": """
 import ray
-from trajstore.distributed import start_stores
+from trajstore.distributed import DistributedReplayBuffer
 
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init("local", num_cpus=2, include_dashboard=False)
+handle = DistributedReplayBuffer.create("stores", str(Path("run").resolve()), stores=1)
+handle.add_trajectories([AgentTrajectory(input_ids=torch.arange(9))])
+handle.flush()
+ray.shutdown()
 """,
     "s3": "import obstore, s3fs",
     "verl": "import trainer_hooks.verl.trainer",
@@ -92,8 +98,7 @@ def main() -> int:
     parser.add_argument("--extra", nargs="+", help="extras instead of all that are for users; none: the package")
     parser.add_argument("--lowest", action="store_true", help="install the oldest versions that are admitted")
     chosen = parser.parse_args()
-    extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    names = chosen.extra or ["none", *sorted(extras.keys() - _NOT_FOR_USERS)]
+    names = chosen.extra or ["none", *sorted(_PROJECT["optional-dependencies"].keys() - _NOT_FOR_USERS)]
     failed = 0
     with tempfile.TemporaryDirectory(prefix="trajstore-wheels.") as folder:
         wheel = _built(Path(folder) / "dist")
@@ -127,18 +132,23 @@ def _used(folder: Path, python: str, wheel: Path, extra: str, resolution: str) -
     uv = [sys.executable, "-m", "uv"]
     (here / "use.py").write_text(_USE + _USES_OF_EXTRAS.get(extra, ""))
     _run([*uv, "venv", "--quiet", "--python", python, "environment"], here)
-    resolved = ["--resolution", resolution, "--python", str(environment), "--only-binary", ":all:", "--output-file"]
-    _run([*uv, "pip", "compile", str(_ROOT / "pyproject.toml"), *options, *resolved, "versions.txt"], here)
+    resolved = ["--resolution", resolution, "--python", str(environment), "--output-file", "versions.txt"]
+    wheels = [word for name in _named(extra) for word in ("--only-binary", name)]  # old versions may need a compiler
+    _run([*uv, "pip", "compile", str(_ROOT / "pyproject.toml"), *options, *resolved, *wheels], here)
     _run([*uv, "pip", "install", "--python", str(environment), "-c", "versions.txt", asked], here)
     _run([*uv, "pip", "check", "--python", str(environment)], here)
     _run([str(environment), "use.py", extra], here, PYTHONPYCACHEPREFIX=str(folder / "bytecode"))
-    return " ".join(_direct((here / "versions.txt").read_text()))
+    versions = dict(line.split("==") for line in (here / "versions.txt").read_text().splitlines() if "==" in line)
+    return " ".join(f"{name} {versions[name]}" for name in _named(extra))
 
 
-def _direct(resolved: str) -> list[str]:
-    """Return the requirements of the project itself among resolved ones."""
-    lines = [f"{line} ".partition(";")[0] for line in resolved.replace("\n    #", " #").splitlines()]
-    return [line.split()[0] for line in lines if "trajstore (" in line]
+def _named(extra: str) -> list[str]:
+    """Return the names of the packages that the project asks for, alone or with an extra."""
+    requirements = [*_PROJECT["dependencies"], *(() if extra == "none" else _PROJECT["optional-dependencies"][extra])]
+    names = {re.split(r"[><=\[]", requirement)[0].lower() for requirement in requirements} - {"trajstore"}
+    for other in re.findall(r"trajstore\[([\w,]+)\]", " ".join(requirements)):
+        names.update(name for inner in other.split(",") for name in _named(inner))
+    return sorted(names)
 
 
 def _run(command: list[str], folder: Path, **variables: str) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
 
 
+def all_blocks(text: str, languages: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the language and code of a page's blocks of these languages."""
+    found: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [block for block in found if block[0] in languages]
+
+
 def blocks(text: str, language: str) -> list[str]:
     """Return a page's code blocks of a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [code for _, code in all_blocks(text, [language])]
 
 
 def section(text: str, heading: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import blocks, bytecode, section
+from tests.pages import all_blocks, blocks, bytecode, section
 from trajstore.cli import build_parser, commands
 from trajstore.cli.reference import reference
 
@@ -39,32 +39,41 @@ def test_every_option_of_every_command_is_documented(
 
 KEEPING = ("Limit disk space", "Copies, checkpoints, pins", "Merge, split, prune, compact", "Recover from a lost node")
 
-PAGES = [
-    "README.md",
-    "docs/tutorial.md",
-    "docs/start/agents.md#Your own loop",
-    *(f"docs/start/{name}.md" for name in ("api", "operations", "robots")),
-    "docs/howto/agents.md#A program from end to end",
-    "docs/howto/ranks.md#Several ranks",
-    "docs/howto/sessions.md#Sessions",
-    "docs/howto/trainers.md#AgentEvolver",
-    *(f"docs/howto/keeping.md#{name}" for name in KEEPING),
-    *(f"docs/howto/reading.md#{name}" for name in ("Read", "Query")),
-    *(f"docs/howto/{name}.md" for name in ("annotating", "converting", "curve-broke", "damage", "feeding", "guided")),
-    *(f"docs/howto/{name}.md" for name in ("gymnasium", "object-store", "resume", "rlinf", "samplers")),
-]
-"""Each page, or section after ``#``, is one program; one process runs all, as importing torch dominates."""
+ORDERS = {
+    "api": (
+        *("README.md", "docs/start/api.md", "docs/howto/viewing.md", "docs/howto/annotating.md"),
+        *("docs/howto/reading.md#Read", "docs/howto/reading.md#Query", "docs/howto/converting.md"),
+    ),
+    "robots": (
+        *("README.md", "docs/start/robots.md", "docs/tutorial.md"),
+        *(f"docs/howto/{name}.md" for name in ("samplers", "feeding", "resume")),
+    ),
+    "operations": (
+        *("README.md", "docs/start/operations.md", *(f"docs/howto/keeping.md#{name}" for name in KEEPING)),
+        *("docs/howto/damage.md", "docs/howto/object-store.md"),
+    ),
+    "other": (
+        "docs/start/agents.md#Your own loop",
+        "docs/howto/agents.md#A program from end to end",
+        "docs/howto/ranks.md#Several ranks",
+        "docs/howto/sessions.md#Sessions",
+        "docs/howto/trainers.md#AgentEvolver",
+        *(f"docs/howto/{name}.md" for name in ("curve-broke", "guided", "gymnasium", "rlinf")),
+    ),
+}
+"""Pages, or sections after ``#``, in the orders in which those who run API agents, robots and stores read them."""
 
-_RUN_PAGES = """
-import json, sys, traceback
-failures = {}
-for page, code in json.load(open(sys.argv[1])).items():
-    try:
-        exec(compile(code, page, "exec"), {"__name__": "__main__"})
-    except BaseException:
-        failures[page] = traceback.format_exc()
-json.dump(failures, open(sys.argv[2], "w"))
-"""
+NOT_RUN = {
+    "api": {"view PATH", "view runs/letters", "view runs/7", "list runs/letters", "list runs/7"},
+    "robots": {"view PATH", "query RUN", "audit RUN"},
+    "operations": {
+        *("view PATH", "list store", "inspect PATH", "verify PATH", "repair DAMAGED"),
+        "restore s3://my-bucket/replay",
+    },
+    "other": {f"{command} runs/7" for command in ("inspect", "query", "audit", "replay-step")}
+    | {"audit runs/7/ledger"},
+}
+"""Commands that show the viewer, wait for new trajectories, need a network, or are about a run of the reader's own."""
 
 
 def text_of(root: Path, name: str) -> str:
@@ -74,26 +83,25 @@ def text_of(root: Path, name: str) -> str:
     return section(text, heading) if heading else text
 
 
-def run_pages(names: list[str], root: Path, folder: Path) -> dict[str, str]:
-    """Run each page's python blocks; return exceptions by page."""
-    code = {name: "\n".join(blocks(text_of(root, name), "python")) for name in names}
-    (folder / "pages.json").write_text(json.dumps(code))
+def test_pages_run_in_the_orders_of_their_readers(project_root: Path, tmp_path: Path) -> None:
+    """One process runs all, as importing torch dominates."""
+    pages = {
+        order: {name: all_blocks(text_of(project_root, name), ("python", "sh", "console")) for name in names}
+        for order, names in ORDERS.items()
+    }
+    (tmp_path / "pages.json").write_text(json.dumps(pages))
     done = subprocess.run(
-        [sys.executable, "-c", _RUN_PAGES, folder / "pages.json", folder / "failures.json"],
-        cwd=folder,
-        env={"PYTHONPATH": str(root), "PATH": "", "TMPDIR": str(folder), **bytecode()},
+        [sys.executable, "-m", "tests.reader_of_pages", "pages.json", "results.json"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(project_root), "PATH": "", "TMPDIR": str(tmp_path), **bytecode()},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    failures: dict[str, str] = json.loads((folder / "failures.json").read_text())
-    return failures
-
-
-def test_the_code_of_every_page_runs(project_root: Path, tmp_path: Path) -> None:
-    failures = run_pages(PAGES, project_root, tmp_path)
-    assert failures == {}, "\n".join(f"{page}:\n{trace}" for page, trace in failures.items())
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["failures"] == {}, "\n".join(f"{page}:\n{trace}" for page, trace in results["failures"].items())
+    assert {order: {*commands} for order, commands in results["left_out"].items()} == NOT_RUN
 
 
 def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> None:
@@ -110,7 +118,7 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
         "docs/howto/verl.md",  # continues a run of verl
         "docs/format.md",  # tests/test_format_page.py
     }
-    known = {*PAGES, *elsewhere}
+    known = {*elsewhere}.union(*ORDERS.values())
     divided = {name.partition("#")[0] for name in known if "#" in name}
     unknown = []
     for page in [project_root / "README.md", *(project_root / "docs").rglob("*.md")]:
