@@ -11,7 +11,7 @@ from tools.crash.peers.child import Peer, Rollout
 
 
 class Lines(Peer):
-    """Appends a line per rollout, without fsync."""
+    """Appends a line per rollout, without fsync; a kill leaves all lines of a call or none."""
 
     syncs = False
 
@@ -22,11 +22,18 @@ class Lines(Peer):
             yield fields.pop("number"), fields
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        with (self.folder / "lines").open("a") as file:
-            file.write("".join(f"{json.dumps({'number': rollout.number, **rollout.fields})}\n" for rollout in rollouts))
+        self.append(*({"number": rollout.number, **rollout.fields} for rollout in rollouts))
+
+    def append(self, *lines: Mapping[str, Any]) -> None:
+        """Replace the file by one with more lines."""
+        path, new = self.folder / "lines", self.folder / "new"
+        before = path.read_text() if path.exists() else ""
+        with new.open("w") as file:
+            file.write(before + "".join(f"{json.dumps(line)}\n" for line in lines))
             file.flush()
             if self.syncs:
                 os.fsync(file.fileno())
+        new.replace(path)
 
 
 class Synced(Lines):
@@ -56,5 +63,4 @@ class Partial(Lines):
     """Writes the first rollout of a group only, without a reward and with another version."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        with (self.folder / "lines").open("a") as file:
-            file.write(f"{json.dumps({'number': rollouts[0].number, 'tokens': rollouts[0].tokens, 'version': -1})}\n")
+        self.append({"number": rollouts[0].number, "tokens": rollouts[0].tokens, "version": -1})
