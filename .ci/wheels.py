@@ -1,6 +1,6 @@
 """Build the distribution, and use its wheel with each extra in a fresh environment outside the checkout.
 
-    python .ci/wheels.py [--python PYTHON ...] [--extra NAME ...] [--lowest]
+    python .ci/wheels.py [--python PYTHON ...] [--extra NAME ...] [--without NAME ...] [--lowest]
 
 Prints a row of a table for each environment, and ends with 1 if one failed. ``--lowest`` installs the oldest versions
 that ``pyproject.toml`` admits and the Python has wheels for. Needs ``pip install build twine uv``: uv resolves the
@@ -96,9 +96,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters")
     parser.add_argument("--extra", nargs="+", help="extras instead of all that are for users; none: the package")
+    parser.add_argument("--without", nargs="+", default=[], help="extras to leave out")
     parser.add_argument("--lowest", action="store_true", help="install the oldest versions that are admitted")
     chosen = parser.parse_args()
     names = chosen.extra or ["none", *sorted(_PROJECT["optional-dependencies"].keys() - _NOT_FOR_USERS)]
+    names = [name for name in names if name not in chosen.without]
     failed = 0
     with tempfile.TemporaryDirectory(prefix="trajstore-wheels.") as folder:
         wheel = _built(Path(folder) / "dist")
