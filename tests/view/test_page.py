@@ -78,8 +78,11 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
         messages=[{"role": role, "content": content} for role, content in said],
         metadata={"tokenizer": str(tmp_path / "words")},
     )
+    mask = torch.tensor([0] * 4 + [1] * 10 + [0] * 10)  # a trainer scored what a tool said
+    scored = torch.tensor([-0.5] * 10 + [-12.0] * 10)
+    observed = rollout(3, loss_mask=mask, response_mask=mask[4:], old_log_probs=scored, metadata={})
     with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1), worded])
+        writer.add_trajectories([rollout(1, rollout_log_probs=odd), rollout(1), worded, observed])
         annotate(writer, [1], {"advantages": [torch.linspace(-1, 1, 20)]})
     address = serve(tmp_path / "store")
     page.open(f"{address}/#/trajectory/0?color=old_log_probs")
@@ -112,6 +115,9 @@ def test_a_rollout_is_a_conversation_and_coloured_tokens(tmp_path: Path, serve: 
     assert page.run(f"return {links}") == "token 4"  # without a tokenizer, what the model wrote
     opened(page, f"{address}/#/trajectory/2", f"{links} === 'token 0,token 2,token 4'")
     clicked(page, "article:nth-child(3) .to-token", "document.querySelector('.token.selected')?.dataset.at === '4'")
+    opened(page, f"{address}/#/trajectory/3?color=old_log_probs", "document.querySelectorAll('.token').length === 24")
+    own = page.run(f"return {colors}")
+    assert (own[4:14], set(own[14:])) == (["rgba(206, 92, 40, 0.75)"] * 10, {""})  # the scale is the model's
 
 
 def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) -> None:
@@ -436,8 +442,8 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         clicked(page, ".versions a", "document.querySelectorAll('.sibling').length === 8")
         assert "9 rollouts, newest first" in text_of(page, ".summary")
         shown = "return [...document.querySelectorAll('.sibling > header')].map((one) => one.textContent)"
-        group = ["271advantage in group 0.866", "260advantage in group -0.866"]
-        assert page.run(shown)[:3] == ["280", *group]  # a single rollout has no advantage
+        group = ["271advantage in group 0.866Compare", "260advantage in group -0.866Compare"]
+        assert page.run(shown)[:3] == ["280Compare", *group]  # a single rollout has no advantage
         page.click(".versions a:nth-of-type(2)")
         page.until(
             "document.querySelector('.versions [aria-current]').textContent === '0' && "
@@ -449,6 +455,29 @@ def test_siblings_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -
         page.expected_errors.append("status of 404")
         page.run("location.hash = '#/trajectory/3'")
         page.until("document.querySelector('main .trouble')?.textContent.includes('id 3')")
+
+
+def test_two_rollouts_and_two_policy_versions_stand_side_by_side(tmp_path: Path, serve: Serve, page: Page) -> None:
+    rollouts = []
+    for at in range(4):  # ids of calls differ in each, and say nothing
+        calls = [said("assistant", None, tool_calls=[called(f"a{at}", "ls")]), said("tool", "x", tool_call_id=f"a{at}")]
+        text = "\n".join([*map(str, range(90)), f"end {at // 2}", "-"])
+        rollouts += [rollout(0, messages=[*calls, said("assistant", text)], policy_version=at // 2)]
+    page.open(f"{serve(stored(tmp_path, rollouts))}/#/trajectory/3")
+    clicked(page, ".facts .compare", "document.querySelectorAll('.sibling').length === 4")
+    ids = "[...document.querySelectorAll('.sibling .id')].map((one) => one.textContent).join()"
+    assert page.run(f"return {ids}") == "3,2,1,0"
+    clicked(page, ".sibling:nth-of-type(3) .choice", f"{ids} === '3,1' && CSS.highlights.get('differs')?.size === 2")
+    assert page.run("return [...CSS.highlights.get('differs')].map(String)") == ["1", "0"]  # in folded text
+    assert "Messages 0 and 1 are the same in both rollouts" in text_of(page, ".same")
+    clicked(page, ".summary a", f"{ids} === '3,2,1,0'")
+    clicked(page, ".versions a:nth-of-type(2)", f"{ids} === '0,1'")
+    page.keys("#against", "1")
+    page.until(f"{ids} === '0,1,2,3'")
+    titles = page.run("return [...document.querySelectorAll('.versus h2')].map((one) => one.textContent)")
+    assert titles == [
+        f"Policy version {at}: 2 rollouts · mean outcome 0 · turns 2 · response tokens 20" for at in (0, 1)
+    ]
 
 
 def test_rollouts_without_tokens_say_nothing_of_tokens(tmp_path: Path, serve: Serve, page: Page) -> None:

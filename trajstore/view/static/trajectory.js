@@ -74,7 +74,7 @@ function tell(facts, told, late) {
   const add = (name, ...value) => pairs.push(make("div", {}, make("dt", {}, name), make("dd", {}, ...value)));
   if (told.task !== null) {
     const group = new URLSearchParams(told.version_high === null || "pool_entropy" in told ? { task: told.task } : { task: told.task, version: told.version_high });
-    add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task));
+    add("task", make("a", { href: `#/group?${group}`, title: "All rollouts of this task" }, told.task), told.kind === "agent" ? [" ", make("a", { class: "compare", href: `#/group?${new URLSearchParams({ task: told.task, version: "all", pair: told.trajectory_id })}`, title: "Choose another rollout of the task beside this one" }, "compare")] : null);
   }
   for (const name of [...SHOWN, ...Object.keys(told).filter((name) => name.startsWith("reward_"))]) {
     const [value, title] = [told[name] ?? null, titleOf(name)];
