@@ -148,7 +148,7 @@ const countOf = (told, place) => told.values.filter((one) => one.place === place
 function tableOf(told, take) {
   const row = (one) => make("tr", { class: `${one.place} ${one.latest ? "latest" : ""}` },
     make("th", { scope: "row" }, one.name),
-    make("td", { class: typeof one.value === "number" ? "exact" : "text" }, one.value === null ? make("i", {}, "removed") : typeof one.value === "number" ? String(one.value) : longText(String(one.value), {}, 12)),
+    make("td", { class: typeof one.value === "number" ? "exact" : /^[^\n]{0,40}$/.test(one.value ?? "") ? null : "text" }, one.value === null ? make("i", {}, "removed") : typeof one.value === "number" ? String(one.value) : longText(String(one.value), {}, 12)),
     make("td", { class: "said", dir: "auto" }, one.who),
     make("td", { class: "quiet" }, time(one.time)),
     make("td", { class: one.why ? null : "quiet" }, one.place === "store" && !one.latest ? "replaced" : PLACES[one.place], one.why ? `: ${one.why}` : null,
