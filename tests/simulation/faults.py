@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 import textwrap
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,12 @@ class Fault:
     wrong: str
 
     def put_in(self) -> None:
-        """Break this process."""
-        made: dict[str, object] = {}
-        module, target, name = self._place()
-        exec(compile(f"from __future__ import annotations\n{self.source()}", self.where, "exec"), vars(module), made)
-        setattr(target, name, made[name])
+        """Break this process: every name of the function, imported before too."""
+        function = self._function()
+        made: dict[str, Any] = {}
+        code = compile(f"from __future__ import annotations\n{self.source()}", self.where, "exec")
+        exec(code, vars(sys.modules[function.__module__]), made)
+        function.__code__ = inspect.unwrap(made[function.__name__]).__code__
 
     def source(self) -> str:
         """Return the broken source.
@@ -37,17 +41,14 @@ class Fault:
         Raises:
             ValueError: the function has no such text, or has it several times.
         """
-        _, target, name = self._place()
-        source = textwrap.dedent(inspect.getsource(inspect.unwrap(getattr(target, name))))
+        source = textwrap.dedent(inspect.getsource(self._function()))
         if source.count(self.right) != 1:
             raise ValueError(f"{self.where}: has {source.count(self.right)} times {self.right!r}")
         return source.replace(self.right, self.wrong)
 
-    def _place(self) -> tuple[object, object, str]:
-        module_name, _, qualified = self.where.partition(":")
-        module = importlib.import_module(module_name)
-        owner, _, name = qualified.rpartition(".")
-        return module, getattr(module, owner) if owner else module, name
+    def _function(self) -> Any:
+        module, _, qualified = self.where.partition(":")
+        return inspect.unwrap(attrgetter(qualified)(importlib.import_module(module)))
 
 
 _LOCAL = "trajstore._core.files.local:LocalDirectory"
