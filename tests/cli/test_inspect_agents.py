@@ -192,6 +192,25 @@ def test_calls_images_and_long_texts_of_messages(run: Run, tmp_path: Path, monke
     assert "  | 299" in pages
 
 
+def test_calls_and_results_in_other_forms(run: Run, tmp_path: Path) -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "A" * 400}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "u",
+        "is_error": True,
+        "content": [image, {"type": "text", "text": "no"}],
+    }
+    called = {"id": "c", "function": "python", "arguments": {"code": "1+1"}, "parse_error": "odd", "type": "function"}
+    messages = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "u", "name": "bash", "input": {"cmd": "ls"}}]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "tool_calls": [called, {"name": "older", "args": {"a": 1}}]},
+    ]
+    out = run.out("inspect", agent_store(tmp_path / "agents", messages=messages), "--trajectory", 0)
+    assert "  | result of bash (is_error=True):\n  | [image/png, 300 B]\n  | no\n" in out
+    assert '  | python(code="1+1") {"parse_error": "odd"}\n  | older(a=1)\n' in out
+
+
 def test_one_token_of_a_rollout(run: Run, tmp_path: Path) -> None:
     path = agent_store(tmp_path / "agents")
     report = run.json("inspect", path, "--trajectory", 0, "--sample", 8)

@@ -30,8 +30,8 @@ READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load":
 _LONG = 0.9
 """Simulated seconds; a thread that is not woken looks again after one second."""
 
-MOMENTS = ("any", "writev", "fdatasync", "fsync", "rename", "mkdir", "unlink")
-"""Changes of the disk that a crash may follow at once."""
+MOMENTS = ("any", "writev", "rename", "mkdir", "unlink", "fsync", "fdatasync", "before fsync", "before fdatasync")
+"""Changes of the disk that a crash may follow, or come before."""
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,12 @@ class World:
         return bool(self.plan.faults) and self._fault_from <= self.tasks.step
 
     def _fails(self, name: str) -> float | None:
-        self._changes_left -= self._change in ("any", name)
+        self._changes_left -= self._change in ("any", name, f"before {name}")
         if not self._changes_left:
             self._changes_left = -1
-            self.tasks.alarm = self.tasks.step  # crash right after this change
+            self.tasks.alarm = self.tasks.step  # crash at the next step, which is after this change
+            if self._change.startswith("before"):
+                self.tasks.point("crash")
         task = self.tasks.mine
         within = self._fault_from <= self.tasks.step < self._fault_from + 300
         if not (within and name in MAY_FAIL and task and task.process and self._faults.random() < self.plan.faults):
@@ -236,7 +238,7 @@ class World:
             self._coming = "none" if last else self.plan.crashes[life]
             self._change = "" if self._coming == "none" else self.plan.moments[life]
             self.tasks.alarm = MOST_STEPS
-            most = self.chance.choice((10, 40, 160) if self._change == "any" else (3, 10))
+            most = self.chance.choice((10, 40, 160) if self._change == "any" else (1, 3, 10))
             self._changes_left = self.chance.randint(1, most)
             if self._coming != "none" and not self._change:
                 self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 2000)

@@ -160,7 +160,7 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
         more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
         _write_values("metadata", summarized(more), out, full)
     messages = report.get("messages", ())
-    calls = [call for message in messages for call in _listed(message, "tool_calls") if isinstance(call, dict)]
+    calls = [call for message in messages for call in _calls_in(message)]
     names = {call["id"]: _name_of(call) for call in calls if isinstance(call.get("id"), str)}
     for number, message in enumerate(messages):
         _write_message(number, message, names, out, full)
@@ -207,7 +207,7 @@ def _write_message(number: int, message: Any, names: dict[str, str], out: Output
     out.heading(f"message {number}, {fields.pop('role', 'no role')}{author}{f', result of {tool}' if tool else ''}:")
     content = fields.pop("content", None)
     for part in content if isinstance(content, list) else [] if content is None else [content]:
-        out.text(_said(part), full)
+        out.text(_said(part, names), full)
     for call in _listed(fields, "tool_calls"):
         out.text(_called(call), full)
     if isinstance(fields.get("tool_calls"), list):
@@ -223,17 +223,32 @@ def _listed(message: Any, name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _said(part: Any) -> str:
-    """Return the text of a part of a content; of an image, its type and size."""
+def _said(part: Any, names: Mapping[str, str]) -> str:
+    """Return the text of a part of a content; of an image, its type and size; of a result, what it contains."""
     from trajstore.query.documents import image_in
 
     if (image := image_in(part)) is not None:
         return f"[{image[0]}, {format_bytes(len(image[1].rstrip('=')) * 3 // 4)}]"
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
+    if not isinstance(part, dict):
+        return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+    if isinstance(part.get("text"), str):
         return str(part["text"])
-    if isinstance(part, dict) and part.get("type") == "tool_use":
+    if part.get("type") == "tool_use":
         return _called(part)
-    return part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+    if part.get("type") == "tool_result":
+        content, tool = part.get("content"), part.get("tool_use_id")
+        parts = content if isinstance(content, list) else [] if content is None else [content]
+        told = ["result of " + names.get(tool, tool) if isinstance(tool, str) else "result"]
+        told += [
+            f"({name}={value!r})" for name, value in part.items() if name not in ("type", "content", "tool_use_id")
+        ]
+        return "\n".join([" ".join(told) + ":", *(_said(inner, names) for inner in parts)])
+    return json.dumps(part, ensure_ascii=False)
+
+
+def _calls_in(message: Any) -> list[dict[str, Any]]:
+    parts = [part for part in _listed(message, "content") if isinstance(part, dict) and part.get("type") == "tool_use"]
+    return parts + [call for call in _listed(message, "tool_calls") if isinstance(call, dict)]
 
 
 def _name_of(call: dict[str, Any]) -> str:
@@ -242,16 +257,21 @@ def _name_of(call: dict[str, Any]) -> str:
 
 
 def _called(call: Any) -> str:
-    """Return a tool call as code: ``bash(cmd="ls")``."""
+    """Return a tool call as code, ``bash(cmd="ls")``, and its further fields; the id is that of its result."""
     if not isinstance(call, dict):
         return str(call)
-    function = call.get("function", call)
-    given = function.get("arguments", function.get("input")) if isinstance(function, dict) else None
+    function = call.get("function")
+    more = call | (function if isinstance(function, dict) else {})
+    given = next((more.pop(name) for name in ("arguments", "input", "args") if more.get(name) is not None), None)
     with suppress(ValueError):  # shown as the model wrote it
         given = json.loads(given) if isinstance(given, str) else given
     if isinstance(given, dict):
         given = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
-    return f"{_name_of(call)}({'' if given is None else given})"
+    known = ("function", "name", "id", "type", "index", "tool_call_id")
+    others = {name: value for name, value in more.items() if name not in known and value is not None}
+    return f"{_name_of(call)}({'' if given is None else given})" + (
+        f" {json.dumps(others, ensure_ascii=False)}" if others else ""
+    )
 
 
 def _write_tokens(columns: dict[str, list[Any]], out: Output) -> None:
