@@ -86,16 +86,20 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Run seeds, several at a time; yield what they showed as they end."""
     left, running = iter(seeds), dict[int, Started]()
-    while True:
-        for slot, seed in zip(sorted({*range(jobs)} - running.keys()), left, strict=False):
-            running[slot] = Started(seed, whole=whole, before=before, slot=slot)
-        if not running:
-            return
-        pipes = {started.pipe: slot for slot, started in running.items()}
-        ready, _, _ = select.select(pipes, [], [], PATIENCE)
-        for pipe in ready or [min(pipes)]:
-            if not ready or running[pipes[pipe]].has_ended():
-                yield running.pop(pipes[pipe]).outcome()
+    try:
+        while True:
+            for slot, seed in zip(sorted({*range(jobs)} - running.keys()), left, strict=False):
+                running[slot] = Started(seed, whole=whole, before=before, slot=slot)
+            if not running:
+                return
+            pipes = {started.pipe: slot for slot, started in running.items()}
+            ready, _, _ = select.select(pipes, [], [], PATIENCE)
+            for pipe in ready or [min(pipes)]:
+                if not ready or running[pipes[pipe]].has_ended():
+                    yield running.pop(pipes[pipe]).outcome()
+    finally:  # the caller has seen enough, but runs remove their folders
+        for started in running.values():
+            started.outcome()
 
 
 def shortened(outcome: Outcome, most: int = 200, before: Before | None = None) -> Outcome:

@@ -130,9 +130,11 @@ class World:
         )
         data = json.dumps(asdict(outcome)).encode()
         shutil.rmtree(self.folder, ignore_errors=True)
-        while data:
-            data = data[_write(self._out, data) :]
-        os._exit(0)
+        try:
+            while data:
+                data = data[_write(self._out, data) :]
+        finally:  # also if nobody reads the report any more
+            os._exit(0)
 
     # -- faults -----------------------------------------------------------------------------------
 
