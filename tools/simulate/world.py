@@ -187,6 +187,7 @@ class World:
     def run(self) -> NoReturn:
         """Run; does not return."""
         gc.disable()
+        gc.freeze()  # what the collections of ended processes need not look at
         logging.disable(logging.CRITICAL)
         numbers = random.Random(f"numbers/{self.seed}")
 
