@@ -27,12 +27,6 @@ def test_no_promise_is_broken() -> None:
     assert f"{RUNS} runs" in done.stdout
 
 
-@pytest.mark.parametrize("seed", ["1639", "30035"])  # sessions of a closing process with a full disk; an emptied store
-def test_seeds_that_failed_once_pass(seed: str) -> None:
-    done = simulated("--seed", seed)
-    assert done.returncode == 0, done.stdout
-
-
 def test_a_seed_repeats_a_run_step_by_step() -> None:
     """Ten runs of each seed, more at a time than there are cores, in two processes whose addresses differ."""
     command = ("--seed", "103", "--runs", "6", "--repeat", "5", "--jobs", "5", "--json")
