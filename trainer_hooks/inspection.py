@@ -62,11 +62,6 @@ def pool_report(catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None
     return report, recorded | np.isin(ids, np.array(live, np.int64))
 
 
-def is_of_a_pool(catalog: Catalog) -> bool:
-    """Return whether a store has a pool: a saved point with its state."""
-    return newest_point(catalog) is not None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SeenPool:
     """A pool's contents at one moment.
@@ -135,14 +130,21 @@ class Records:
         """Trajectories without messages and tokens."""
         self._entries: dict[int, PoolEntry | Refusal] = {}
         self._files: list[str] = []
+        self._is_pool: bool | None = None
+        """Whether a point among the files has a pool; None if unknown."""
 
-    def look(self) -> SeenPool:
-        """Return the pool as the reader shows it now.
+    def look(self) -> SeenPool | None:
+        """Return the pool as the reader shows it now; None if the reader shows several stores, or one without a pool.
 
         Raises:
             CorruptStoreError: its point cannot be decoded.
         """
-        self._files = self._point_files()
+        files = self._point_files()
+        if files != self._files or self._is_pool is None:
+            self._files, self._is_pool = files, None
+            self._is_pool = bool(files) and self.newest_point() is not None
+        if not self._is_pool:
+            return None
         recovered = recover(self, lambda _, number: self._entries[number])
         kept = self.kept(self._known)
         self._known = {number: record for number, record in self._known.items() if number in kept}
@@ -150,7 +152,7 @@ class Records:
         return SeenPool(self._reader, recovered.state, among_others=recovered.among_others)
 
     def is_current(self) -> bool:
-        """Return whether no point was saved since :meth:`look`."""
+        """Return whether no point was saved or removed since :meth:`look`."""
         return self._files == self._point_files()
 
     def newest_point(self) -> PoolPoint | None:
@@ -162,8 +164,9 @@ class Records:
         return catalog.directory
 
     def _point_files(self) -> list[str]:
-        """Return the files of all snapshots; the names of states change with every point."""
-        return sorted(self._directory().listing(PINS_FOLDER)[0])
+        """Return the files of all snapshots of a single store; the names of states change with every point."""
+        alone = len(self._reader._live.catalogs_by_rank()) == 1
+        return sorted(self._directory().listing(PINS_FOLDER)[0]) if alone else []
 
     def get(self, trajectory_id: int, /) -> AgentTrajectory:
         known = self._known.get(trajectory_id)
@@ -191,7 +194,6 @@ class Support:
     facts = POOL_FACTS
 
     report = staticmethod(pool_report)
-    is_pool = staticmethod(is_of_a_pool)
     records = Records
 
 

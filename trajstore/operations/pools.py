@@ -51,15 +51,15 @@ class Pool(Protocol):
 class Records(Protocol):
     """The trajectories of a pool's store, each read once, and its state."""
 
-    def look(self) -> Pool:
-        """Return the pool as the reader shows it now.
+    def look(self) -> Pool | None:
+        """Return the pool as the reader shows it now; None if the reader shows several stores, or one without a pool.
 
         Raises:
             CorruptStoreError: its state cannot be read.
         """
 
     def is_current(self) -> bool:
-        """Return whether the pool's state was not saved again since :meth:`look`."""
+        """Return whether no point was saved or removed since :meth:`look`."""
 
 
 class PoolSupport(Protocol):
@@ -70,9 +70,6 @@ class PoolSupport(Protocol):
 
     def report(self, catalog: Catalog) -> tuple[Report, npt.NDArray[np.bool_]] | None:
         """Return figures of a pool's store and a mask of its histories; None if it is not one."""
-
-    def is_pool(self, catalog: Catalog) -> bool:
-        """Return whether a store belongs to a pool."""
 
     def records(self, reader: Reader) -> Records:
         """Return the trajectories of a pool's store."""

@@ -153,7 +153,7 @@ def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, Store
         except StoreNotFoundError as error:
             absent = error
         else:
-            uses = _uses(reader, catalog, rank)
+            uses = _uses(reader, rank)
             whole, _ = open_leniently(catalog.directory)  # the reader of a run has no index of each store
             results[rank] = _compared(ledger, audit(ledger, max_age), whole, uses)
     if not results:
@@ -161,12 +161,13 @@ def audit_store(path: str | Path, max_age: int | None = None) -> dict[int, Store
     return results
 
 
-def _uses(reader: Reader, catalog: Catalog, rank: int) -> dict[int, int] | None:
+def _uses(reader: Reader, rank: int) -> dict[int, int] | None:
     """Return how often a pool's histories were drawn, by id; None if the store is not a pool's."""
     support = pool_support()
-    if rank != ALONE or support is None or not len(catalog.index) or not support.is_pool(catalog):
+    pool = None if rank != ALONE or support is None else support.records(reader).look()
+    if pool is None:
         return None
-    table = support.records(reader).look().query().where("uses >= 0").select("trajectory_id", "uses").table()
+    table = pool.query().where("uses >= 0").select("trajectory_id", "uses").table()
     return dict(zip(table["trajectory_id"].to_list(), table["uses"].to_list(), strict=True))
 
 

@@ -51,19 +51,14 @@ class OfReader:
         self.path, self.pin = str(path), pin
         """Display name, and the pin that is shown; None: the newest state."""
         self._reader, damage = open_readable(path, pin, verify_shards=copied, pending=copied)
-        self.damage = damage and f"A part of the store cannot be shown: {damage}"
+        self._unread = damage and f"A part of the store cannot be shown: {damage}"
+        self.damage = self._unread
         """Sentence on the part that cannot be shown; None if all can."""
-        self._support = pool_support()
-        self._records = None if self._support is None else self._support.records(self._reader)
-        self._is_pool: bool | None = None
-        """None if the store is still empty, so that this is unknown."""
+        support = pool_support()
+        self._records = None if support is None else support.records(self._reader)
         self._is_seen = False
         """Whether the pool matches the reader's state."""
-        try:
-            self._look()
-        except CorruptStoreError as error:
-            self._is_pool = False
-            self.damage = f"the pool cannot be read, so the whole store is shown: {error}"
+        self._look()
 
     def __len__(self) -> int:
         """Return the number of visible trajectories."""
@@ -86,22 +81,24 @@ class OfReader:
         return self._reader.read(drawn, columns=columns)
 
     def _look(self) -> None:
-        if self._is_pool is None and len(self._reader):
-            catalogs = list(self.catalogs().values())
-            self._is_pool = len(catalogs) == 1 and self._support is not None and self._support.is_pool(catalogs[0])
-        self.pool = self._records.look() if self._is_pool and self._records is not None else None
-        self._is_seen = True
-
-    def _is_current(self) -> bool:
-        return not self._is_pool or self._records is None or self._records.is_current()
+        try:
+            self.pool = None if self._records is None else self._records.look()
+        except CorruptStoreError as error:  # may be temporary while the directory is replaced
+            unread = f"the pool cannot be read, so the whole store is shown: {error}"
+            self.pool, self.damage = None, "; ".join(filter(None, (self._unread, unread)))
+        else:
+            self._is_seen, self.damage = True, self._unread
 
     def refresh(self) -> bool:
         """Show new contents; return whether they changed."""
-        if not self._reader.refresh() and self._is_seen and self._is_current():
+        changed = self._reader.refresh()
+        if changed or (self._records is not None and not self._records.is_current()):
+            self._is_seen = False
+        if self._is_seen:
             return False
-        self._is_seen = False
+        before = self.pool, self.damage
         self._look()
-        return True
+        return changed or before != (self.pool, self.damage)
 
     def shows(self, trajectory_id: int) -> bool:
         """Return whether a trajectory is shown."""

@@ -98,6 +98,16 @@ function say(trajectories) {
   }, Math.max(0, saidAt + QUIET - performance.now()));
 }
 
+/** Says what is shown, and offers the view of the training if there is a ledger. */
+function tellAbout() {
+  return ask("about").then((about) => {
+    fill(document.getElementById("path"), about.path);
+    document.querySelector("[data-view=training]").hidden = !about.training;
+    store = about.path.split("/").filter(Boolean).at(-1) ?? about.path;
+    entitle();
+  }, () => {});
+}
+
 function follow() {
   const live = document.getElementById("live");
   const trouble = document.getElementById("trouble");
@@ -112,6 +122,7 @@ function follow() {
     trouble.hidden = told.trouble === null;
     fill(trouble, told.trouble);
     say(told.trajectories);
+    if (document.querySelector("[data-view=training]").hidden) tellAbout(); // a training may have begun
     current?.changed?.(told);
   };
   events.onerror = () => {
@@ -167,12 +178,7 @@ window.addEventListener("hashchange", async () => {
   await show();
   if (document.activeElement === document.body) main.focus({ preventScroll: true }); // what had it is gone
 });
-ask("about").then((about) => {
-  fill(document.getElementById("path"), about.path);
-  document.querySelector("[data-view=training]").hidden = !about.training;
-  store = about.path.split("/").filter(Boolean).at(-1) ?? about.path;
-  entitle();
-}, () => {});
+tellAbout();
 if (isBundle) tellBundle().catch(() => {}); // the view says it
 else follow();
 show();
