@@ -1,4 +1,4 @@
-"""The buffer for users: draws, memory, receipts, errors, threads."""
+"""The buffer for users: draws, memory, receipts, errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import UserDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,32 +225,3 @@ def test_agent_trajectories(tmp_path: Path, fmt: str) -> None:
         assert buffer.total_samples == 3
         with pytest.raises(errors.InvalidTrajectoryError, match="old_log_probs"):
             buffer.add_trajectories([replace(agent_witness(3), old_log_probs=torch.zeros(2))])
-
-
-# -- threads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fmt", [None, "pt", "zarr"])
-def test_adding_and_sampling_in_several_threads(tmp_path: Path, fmt: str | None) -> None:
-    made = TrajectoryReplayBuffer(sample_window_size=12) if fmt is None else uncached(tmp_path, fmt)
-    with made as buffer, ThreadPoolExecutor(3) as pool:
-        ids = buffer.add_trajectories([witness(0)])
-
-        def add(start: int) -> list[int]:
-            pairs = ([witness(key), witness(key + 1)] for key in range(start, start + 60, 2))
-            return [number for pair in pairs for number in buffer.add_trajectories(pair)]
-
-        def sample() -> None:
-            while not all(each.done() for each in adding):
-                check_batch(buffer.sample(32))
-                check_trajectory(buffer.sample_trajectories(1)[0])
-
-        adding = [pool.submit(add, start) for start in (1000, 2000)]
-        sampling = pool.submit(sample)
-        sample()
-        sampling.result()
-        ids += [number for each in adding for number in each.result()]
-        assert sorted(ids) == list(range(121)) == buffer.trajectory_ids.tolist()
-        buffer.flush()
-        if fmt is not None:
-            assert sorted(contents_of(tmp_path)) == [0, *range(1000, 1060), *range(2000, 2060)]

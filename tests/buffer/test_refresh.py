@@ -208,35 +208,37 @@ def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
         results.put(repr(error))
 
 
-def test_forked_workers_sample_while_the_parent_goes_on_adding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["contents", "queue"])
+def test_forked_workers_sample_whatever_locks_other_threads_hold(tmp_path: Path, held: str) -> None:
     context = multiprocessing.get_context("fork")
-    stop = threading.Event()
+    results, begun, forked = context.Queue(), threading.Event(), threading.Event()
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(8)])
         check_batch(buffer.sample(8))
+        writer = buffer._sink.writer
 
-        def add() -> None:
-            key = 8
-            while not stop.is_set():
-                buffer.add_trajectories([witness(key)])
-                key += 1
+        def hold() -> None:
+            if held == "contents":  # the fork waits for it
+                with buffer._live.contents.lock:
+                    begun.set()
+                    forked.wait(0.2)
+            else:  # it stays locked in the child
+                with buffer._sink.lock, writer.log._lock, writer.queue._lock:
+                    begun.set()
+                    forked.wait()
 
-        adder = threading.Thread(target=add)
-        adder.start()
-        try:
-            for _ in range(4):
-                results = context.Queue()
-                child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
-                child.start()
-                child.join(300)
-                hung = child.is_alive()
-                child.kill()
-                assert not hung, "a lock was held by another thread when the child was forked"
-                assert results.get(timeout=600) is True
-        finally:
-            stop.set()
-            adder.join()
-        buffer.flush()
+        holder = threading.Thread(target=hold)
+        holder.start()
+        begun.wait()
+        child = context.Process(target=sample_in_child, args=(buffer, results), daemon=True)
+        child.start()
+        child.join(300)
+        hung = child.is_alive()
+        child.kill()
+        forked.set()
+        holder.join()
+        assert not hung, "a lock was held by another thread when the child was forked"
+        assert results.get(timeout=600) is True
 
 
 @pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=pytest.mark.campaign)])
@@ -296,4 +298,4 @@ def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
             wait_until(lambda: (writer.flush(), len(list((tmp_path / "shards").iterdir())))[1] == 1)
             gone.set()
             assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=600)
-            child.join(60)
+            child.join(600)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.interleaving import interleavings
+from trajstore._core.columns import memory
 from trajstore._core.columns.fields import Axis, axis_of, join_name, nest, skip_extra_rows, split_name, walk
 from trajstore._core.columns.memory import Arena, Lease
 from trajstore._core.columns.portions import portions
@@ -170,20 +172,18 @@ def test_large_blocks_have_memory_of_their_own() -> None:
 
 
 def test_threads_get_different_blocks() -> None:
-    arena = Arena(SLAB, spare=1)
-    problems: list[str] = []
+    def filling() -> tuple[Callable[[], Any], Callable[[], Any]]:
+        arena = Arena(SLAB, spare=1)
 
-    def work(value: int) -> None:
-        for _ in range(400):
+        def fill(value: int) -> Any:
+            arena.take(200)  # and return
             lease, offset = arena.take(200)
             block = np.frombuffer(view(lease, offset, 200), np.uint8)
             block[:] = value
-            if not np.all(block == value):
-                problems.append(f"thread {value} saw another's bytes")
+            return lease, block
 
-    threads = [threading.Thread(target=work, args=(value,)) for value in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert problems == []
+        return partial(fill, 1), partial(fill, 2)
+
+    for (_, first), (_, second) in interleavings(memory, filling):
+        assert np.all(first == 1)
+        assert np.all(second == 2)

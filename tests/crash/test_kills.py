@@ -127,7 +127,7 @@ class _InterruptedEpochs(EpochSampler):
             self.interrupts = False
             self.noticed.clear()
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            self.noticed.wait(30)
+            self.noticed.wait(600)
 
 
 @pytest.fixture

@@ -189,7 +189,10 @@ def test_a_loader_of_an_empty_store_refuses_conditions_that_can_never_match(
 ) -> None:
     with writer_to(tmp_path / "store") as writer:
         for wrong in ("outcome >", "nosuch(outcome) > 0", "outcome + 1", "sum(outcome) > 0"):
-            with make(writer, 8, where=wrong, timeout=60) as loader, pytest.raises(ConfigurationError, match="where: "):
+            with (
+                make(writer, 8, where=wrong, timeout=60) as loader,
+                pytest.raises(ConfigurationError, match="where: "),
+            ):
                 next(loader)
         with make(writer, 8, where="outcme = 1", timeout=0.1, min_size=2) as loader:
             message = ""
@@ -201,7 +204,7 @@ def test_a_loader_of_an_empty_store_refuses_conditions_that_can_never_match(
             writer.add_trajectories([one(1)])
             annotate(writer, 0, {"outcme": 1.0})
             writer.add_trajectories([one(3)])
-        with make(writer, 8, where="outcme = 1", timeout=60, min_size=2) as loader:
+        with make(writer, 8, where="outcme = 1", timeout=600, min_size=2) as loader:
             next(loader)
         with make(writer, 8, where="outcome = 0", timeout=0.5) as loader, pytest.raises(TimeoutError):
             next(loader)

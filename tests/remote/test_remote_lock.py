@@ -279,7 +279,7 @@ def test_what_a_frozen_writer_was_sending_changes_nothing_of_its_heirs(
         heir.append("log/1", b"2")
         frozen.thawed.set()
         with pytest.raises(WriterFencedError, match=r"was taken over .* process \d+ on .* can no longer write"):
-            late.result(60)
+            late.result(600)
     for name in ("metadata.json", "pins/a", "pins/b", "log/1", "shards/1"):
         assert heir.read(name) == b"2"
     lock.release()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -273,26 +273,30 @@ def test_steps_beyond_an_end_do_not_count_even_where_they_are_no_numbers_and_pad
     assert (of_start[0], of_start[1]) == ([1.0, 2.0, 2.0], [2.0, 2.0, 2.0])
 
 
-def test_sequences_beside_retention_are_read_as_they_were_drawn(tmp_path: Path) -> None:
+def test_sequences_are_read_as_they_were_drawn_though_retention_removes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with writer_to(tmp_path, seed=0, retention=Retention(max_trajectories=2)) as buffer:
-        trajectory = Trajectory(rewards=torch.ones(6, 1, 1), dones=torch.zeros(6, 1, 1, dtype=torch.bool))
-        buffer.add_trajectories([trajectory])
-        stop = threading.Event()
 
-        def add() -> None:
-            while not stop.is_set():
-                buffer.add_trajectories([trajectory])
-                buffer.flush()
+        def add(value: float) -> None:
+            rewards = torch.full((6, 1, 1), value)
+            buffer.add_trajectories([Trajectory(rewards=rewards, dones=torch.zeros(6, 1, 1, dtype=torch.bool))] * 2)
+            buffer.flush()
 
-        adding = threading.Thread(target=add)
-        adding.start()
-        try:
-            for _ in range(60):
-                assert len(sample_sequences(buffer, 16, 3)["mask"]) == 16
-                assert len(sample_n_step(buffer, 4, 3, GAMMA, terminations="dones")["steps"]) == 4
-        finally:
-            stop.set()
-            adding.join()
+        def removed_first(*given: Any) -> Any:
+            drawn, complete = together(*given)
+            add(2.0)
+            assert not np.isin(drawn.ids, buffer.trajectory_ids).any()
+            return drawn, complete
+
+        together = buffer._sampling.together
+        monkeypatch.setattr(buffer._sampling, "together", removed_first)
+        for first, draw in (
+            (1.0, lambda: sample_sequences(buffer, 16, 3)["rewards"]),
+            (1.75, lambda: sample_n_step(buffer, 16, 3, GAMMA, terminations="dones")["rewards"]),
+        ):
+            add(1.0)
+            assert draw().max() == first
 
 
 def test_dots_in_keys_need_no_backslash_while_one_column_fits() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -292,37 +292,25 @@ def test_an_object_that_is_asked_for_its_state_may_read_the_store_and_not_change
         assert len(buffer) == 2
 
 
-def test_saving_while_others_add_names_what_is_there(tmp_path: Path) -> None:
-    """All trajectories that the saved state refers to are in the point."""
-    stop = threading.Event()
-
+def test_a_point_has_what_its_state_knows_and_nothing_that_others_add_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Part:
-        def __init__(self, buffer: TrajectoryReplayBuffer) -> None:
-            self.buffer = buffer
-
         def state_dict(self) -> dict[str, Any]:
-            return {"committed": self.buffer._sink.committed}
+            adding.append(elsewhere.submit(add, buffer, [2]))
+            with pytest.raises(TimeoutError):
+                adding[0].result(0.1)  # it waits until the point is taken
+            return {"committed": buffer.get_stats()["committed"]}
 
-    with make(tmp_path) as buffer:
-
-        def keep_adding() -> None:
-            key = 0
-            while not stop.is_set():
-                add(buffer, [key])
-                key += 1
-
-        thread = threading.Thread(target=keep_adding)
-        thread.start()
-        try:
-            for step in range(5):
-                buffer.points.save(step, {"part": Part(buffer)})
-        finally:
-            stop.set()
-            thread.join()
-        for step in (4, 3, 2):
-            state = buffer.points.rollback(step)
-            assert len(buffer) == state["part"]["committed"] + 1
-            assert list(keys_of(buffer)) == list(range(len(buffer)))
+    adding: list[Future[list[int]]] = []
+    with make(tmp_path) as buffer, ThreadPoolExecutor(1) as elsewhere:
+        add(buffer, [0])
+        monkeypatch.setattr(buffer._sink, "warn_of_open", lambda _: add(buffer, [1]))  # after the flush by ``save``
+        buffer.points.save(1, {"part": Part()})
+        monkeypatch.undo()
+        assert adding[0].result() == [2]
+        assert buffer.points.rollback(1) == {"part": {"committed": 1}}
+        assert list(keys_of(buffer)) == [0, 1]
 
 
 def test_a_point_keeps_its_values_when_other_snapshots_go(tmp_path: Path) -> None:

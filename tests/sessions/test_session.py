@@ -284,7 +284,7 @@ def test_a_call_that_cannot_be_written_is_not_added(tmp_path: Path, kind: Any) -
 
 def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     syncs: list[int] = []
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=600)
 
     def sync(descriptor: int) -> None:
         syncs.append(descriptor)
@@ -321,7 +321,7 @@ def test_tasks_of_an_event_loop_share_writes(tmp_path: Path, monkeypatch: pytest
 
     def sync(descriptor: int) -> None:
         syncs.append(descriptor)
-        assert first.wait(60)  # the first write ends when all other calls are queued
+        assert first.wait(600)  # the first write ends when all other calls are queued
 
     async def run(buffer: TrajectoryReplayBuffer) -> None:
         sessions = [buffer.session("task", f"{number}") for number in range(16)]
@@ -352,7 +352,7 @@ def test_tasks_that_are_cancelled_and_writes_that_fail(tmp_path: Path, monkeypat
         going = threading.Event()
 
         async def cancelled() -> None:
-            monkeypatch.setattr(os, "fdatasync", lambda _: going.wait(60))
+            monkeypatch.setattr(os, "fdatasync", lambda _: going.wait(600))
             adding = asyncio.ensure_future(session.add_call_async([1], [2], call_id="a"))
             await asyncio.sleep(0)
             adding.cancel()
@@ -401,7 +401,7 @@ def test_a_task_goes_on_if_an_interrupt_ends_the_thread_that_wrote(
 
     def sync(descriptor: int) -> None:
         syncs.append(descriptor)
-        assert going.wait(60)  # the first write ends when the other calls are queued
+        assert going.wait(600)  # the first write ends when the other calls are queued
 
     def interrupted(entries: Any) -> None:
         monkeypatch.setattr(journal, "_resume_tasks", resume)
@@ -415,7 +415,7 @@ def test_a_task_goes_on_if_an_interrupt_ends_the_thread_that_wrote(
             await asyncio.sleep(0)
         monkeypatch.setattr(journal, "_resume_tasks", once)
         going.set()
-        await asyncio.wait_for(adding, 60)
+        await asyncio.wait_for(adding, 600)
 
     def once(entries: Any) -> None:  # of the first write
         monkeypatch.setattr(journal, "_resume_tasks", interrupted)
