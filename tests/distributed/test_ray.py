@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import time
@@ -57,6 +58,7 @@ from trajstore._core.store.run_ids import own_id  # noqa: E402
 from trajstore.distributed import (  # noqa: E402
     Channel,
     DistributedReplayBuffer,
+    pending_request,
     read_store,
     reads,
     receipts,
@@ -815,7 +817,7 @@ def test_a_channel(cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 class Silent:
-    """Three stores: one missing, one silent, one with half a second per answer."""
+    """Three stores, one missing, one silent, one with half a second per answer; Ray for them, and its clock."""
 
     deadline = 60.0
     clock = 0
@@ -823,15 +825,14 @@ class Silent:
     def __init__(self) -> None:
         self.asked: list[tuple[int, str]] = []
         self.back = False
-        self.never = ray.remote(_answer_after).options(num_cpus=1000).remote(0.0)  # no node has room for it
+        self.now = 0.0
 
-    def submit(self, rank: int, method: str, *given: Any) -> Any:
+    def submit(self, rank: int, method: str, *given: Any) -> float:
+        """Return the time of the answer."""
         self.asked.append((rank, method))
         if rank == 0 and not self.back:
             raise StoreUnreachableError("rank_0 is not there")
-        if rank == 1:
-            return self.never
-        return ray.remote(_answer_after).options(num_cpus=0).remote(0.5 if rank == 2 else 0.0)
+        return self.now + (0.0, math.inf, 0.5)[rank]
 
     def forget(self, rank: int) -> None:
         """Do nothing."""
@@ -842,22 +843,33 @@ class Silent:
     def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
         return StoreUnreachableError(f"rank_{rank}: {error}")
 
+    def put(self, value: Any) -> Any:
+        return value
 
-def _answer_after(seconds: float) -> list[int]:
-    time.sleep(seconds)
-    return [2]
+    def wait(self, answers: list[float], *, timeout: float, num_returns: int = 1) -> tuple[list[float], list[float]]:
+        self.now = min(self.now + timeout, max(self.now, *answers))
+        return [at for at in answers if at <= self.now], [at for at in answers if at > self.now]
+
+    def get(self, answer: float) -> list[int]:
+        assert answer <= self.now
+        return [2]
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
-def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_request(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ray.get(ray.remote(_answer_after).options(num_cpus=0).remote(0.0))  # starts a worker process beforehand
+def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = Silent()
+    for where in (receipts, pending_request):
+        monkeypatch.setattr(where, "time", stores)
+        monkeypatch.setattr(where, "ray", lambda: stores)
     routes = Routes([], [0, 1, 2], patience=3.0)
     outbox = Outbox(stores, routes, HandleOptions())  # type: ignore[arg-type]
-    begin = time.monotonic()
     assert outbox.send(flatten_all([witness(1)])).committed(40.0) == [2]
-    assert time.monotonic() - begin >= 3.0, "the second store was waited for"
+    assert stores.now == 3.5, "the second store was waited for, and then the third one"
     assert [rank for rank, _ in stores.asked][:2] == [0, 1], "the first one, which was sent nothing, was not"
     assert {rank for rank, _ in stores.asked} == {0, 1, 2}
     stores.asked.clear()
@@ -868,11 +880,11 @@ def test_each_store_has_its_own_patience_and_a_silent_one_gets_no_request(
     monkeypatch.setattr(receipts, "_HOPE", 0.0)
     stores.back = True
     stores.asked.clear()
-    until(lambda: (outbox.send(flatten_all([witness(1)])).committed(40.0), (0, "add") in stores.asked)[1])
+    while (0, "add") not in stores.asked:
+        outbox.send(flatten_all([witness(1)])).committed(40.0)
     probes = [asked for asked in stores.asked if asked[1] != "disown"]
     assert probes[:2] == [(0, "describe"), (1, "describe")], "asked by what costs nothing"
     assert (1, "add") not in stores.asked
-    ray.cancel(stores.never)
 
 
 @pytest.fixture(scope="module")
