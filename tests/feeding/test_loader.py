@@ -6,11 +6,11 @@ import dataclasses
 import gc
 import itertools
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,12 +242,10 @@ def test_columns_that_differ_between_replay_and_demonstrations_are_named(tmp_pat
 
 def test_it_waits_until_both_buffers_are_filled() -> None:
     replay, demos = TrajectoryReplayBuffer(seed=0), TrajectoryReplayBuffer(seed=0)
-    loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4, timeout=0.05)
-    with pytest.raises(TimeoutError, match=r"online has 0 of 2 .*demos has 0 of 1 "):
-        next(loader)
+    loader = ReplayLoader({"online": Share(replay, min_size=2), "demos": Share(demos)}, 4)
+    waits_for(loader, "online has 0 of 2 .*demos has 0 of 1 ")
     replay.add_trajectories([block(0), block(1)])
     demos.add_trajectories([block(7)])
-    loader._timeout = 300
     assert rewards(next(loader))[2:] != []
     loader.close()
     with pytest.raises(StoreClosedError):
@@ -272,6 +270,19 @@ def test_a_trajectory_that_is_evicted_between_draw_and_read_is_drawn_anew_and_no
         assert loader.figures()["batches_redrawn"] == 1
     assert sum("redrawn" in message for message in caplog.messages) == 1
     assert sorted(seen) == [1000.0 * key + row for key in range(10) if key not in evicted for row in range(8)]
+
+
+def waits_for(loader: Any, words: str) -> None:
+    """Ask for batches until the loader says in these words what it waits for."""
+
+    def says() -> bool:
+        with pytest.raises(TimeoutError) as raised:
+            next(loader)
+        return re.search(words, str(raised.value)) is not None
+
+    loader._timeout = 0.05
+    wait_until(says)
+    loader._timeout = 600
 
 
 def ready(loader: Any, depth: int) -> None:
@@ -305,14 +316,13 @@ def test_a_reader_of_a_store_that_was_emptied_waits_for_trajectories(tmp_path: P
     with fill(tmp_path, range(3)) as writer:
         writer.flush()
         shown = reader(tmp_path)
-        with ReplayLoader(shown, 4, prefetch=1, timeout=0.1) as loader:
+        with ReplayLoader(shown, 4, prefetch=1) as loader:
             ready(loader, 1)
             writer.clear()
             writer.close()
             fill(tmp_path, range(0)).close()  # writes an index without entries
             assert shown.refresh()
-            with pytest.raises(TimeoutError, match="0 of 1 trajectory"):
-                next(loader)
+            waits_for(loader, "0 of 1 trajectory")
 
 
 def test_rows_are_looked_up_again_only_after_a_trajectory_has_left(
@@ -401,19 +411,12 @@ def test_a_sampler_that_has_used_up_all_waits_for_more_and_keeps_its_demonstrati
         }
         return ReplayLoader(shares, 8, prefetch=1, timeout=600)
 
-    def has_warned(loader: ReplayLoader) -> bool:
-        loader._timeout = 0.05
-        with pytest.raises(TimeoutError) as raised:
-            next(loader)
-        loader._timeout = 600
-        return "online: cannot sample: none of 1 trajectory is left to draw from after uses" in str(raised.value)
-
     fill(tmp_path / "demos", range(100, 104)).close()
     with fill(tmp_path / "replay", range(1)) as replay:
         loader = make(replay)
         batches = [rewards(next(loader))]
         for key in range(1, 8):
-            wait_until(partial(has_warned, loader))
+            waits_for(loader, "online: cannot sample: none of 1 trajectory is left to draw from after uses")
             if resumed:
                 state = loader.state_dict()
                 loader.close()
