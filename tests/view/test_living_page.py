@@ -20,14 +20,15 @@ ROWS = "[...document.querySelectorAll('.row a.id, .row .id a')].map((one) => Num
 def adding(writer: TrajectoryReplayBuffer, first: int) -> AbstractContextManager[None]:
     """While entered, add eight siblings at a time and evict as many of those that were there before.
 
-    What was added meanwhile stays: the test opens it later, however slow the browser is.
+    What was added meanwhile stays, and so do the newest thousand before it: the test looks at them later, however slow
+    the browser is.
     """
     numbers = itertools.count(first, 8)
 
     def work() -> None:
         number = next(numbers)
         writer.add_trajectories([rollout(at) for at in range(number, number + 8)])
-        if number < 2 * MANY:
+        if number < 3 * MANY // 2:
             writer.evict(range(number - MANY, number - MANY + 8))
 
     return meanwhile(work, 0.02)
