@@ -166,8 +166,12 @@ class Page:
         self._act(selector, lambda element: element.click())
 
     def _act(self, selector: str, act: Callable[[Any], None]) -> None:
-        """Act on an element; find it again if the page replaced it after it was found."""
-        from selenium.common.exceptions import StaleElementReferenceException
+        """Act on an element; again if the page replaced, covered or moved it after it was found."""
+        from selenium.common.exceptions import (
+            ElementClickInterceptedException,
+            ElementNotInteractableException,
+            StaleElementReferenceException,
+        )
         from selenium.webdriver.common.by import By
         from selenium.webdriver.support.ui import WebDriverWait
 
@@ -175,7 +179,8 @@ class Page:
             act(driver.find_element(By.CSS_SELECTOR, selector))
             return True
 
-        WebDriverWait(self.driver, PATIENCE, 0.05, [StaleElementReferenceException]).until(acted, selector)
+        moved = [StaleElementReferenceException, ElementClickInterceptedException, ElementNotInteractableException]
+        WebDriverWait(self.driver, PATIENCE, 0.05, moved).until(acted, selector)
 
     def click_at(self, selector: str, right: int, down: int) -> None:
         """Click within the element that a selector finds, some pixels from its upper left corner."""
