@@ -126,7 +126,7 @@ def test_a_mirror_is_a_whole_store_at_every_moment(
         except (StoreNotFoundError, CorruptStoreError):
             assert not (copy / "metadata.json").exists()
             continue
-        if at % every:
+        if at % every and copy is not copies[-1]:  # the last one is compared whatever the mirror took together
             continue
         restore(copy, tmp_path / "restored")
         with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "restored") as again:
