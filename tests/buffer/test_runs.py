@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import random
 import shutil
 import signal
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,8 +151,6 @@ def begin(run: Path, rank: int, told: Any) -> None:
 
     point = (run.parent / "killed").read_text()
     join(run.parent, f"begin {point}", rank)
-    if point.isdecimal() and not rank:
-        threading.Timer(int(point) / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
     buffer = open_rank(run, rank)
     points = run_points(buffer)
     assert points.newest() is None
@@ -189,16 +185,6 @@ def test_a_job_killed_in_its_first_step_starts_again(tmp_path: Path) -> None:
     for rank in range(2):
         shutil.rmtree(run / f"rank_{rank}")  # lost, and another store begins in its place
     assert "rank_0, rank_1, so a store was lost" in str(newest(run, RANKS))
-
-
-@pytest.mark.campaign
-def test_ten_jobs_killed_at_any_moment_of_their_first_step_start_again(tmp_path: Path) -> None:
-    moments = random.Random(3)
-    for number in range(10):
-        run = tmp_path / str(number) / "run"
-        run.mkdir(parents=True)
-        assert begun(run, str(moments.randrange(300)))[0] == -signal.SIGKILL
-        assert begun(run, "") == [0, 0, 0]
 
 
 @pytest.mark.parametrize("begun", ["empty", "absent", "filled"])

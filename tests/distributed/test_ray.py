@@ -23,7 +23,6 @@ from tests.stores import reader_of
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import (
     AgentTrajectory,
-    Retention,
     Reward,
     Trajectory,
     TrajectoryReplayBuffer,
@@ -198,50 +197,6 @@ def test_rows_evicted_before_they_are_read_are_drawn_again(shared: Path, monkeyp
         with pytest.raises(TrajectoryUnavailableError, match=f"has the id {ids[0]}, or it was evicted"):
             learner.get(ids[0])
         loader.close()
-
-
-def _learn(name: str, kind: str, ended: list[Any]) -> int:
-    """Draw batches from stores elsewhere until a task ends; return their number."""
-    with DistributedReplayBuffer.connect(name) as handle, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reads, "_open", lambda about: None)
-        loader = ReplayLoader(handle, batch_size=32)
-        draws: dict[str, Callable[[], Any]] = {
-            "sample": lambda: check_batch(handle.sample(32)),
-            "sampler": lambda: check_batch(handle.sample(32, sampler=WeightedSampler())),
-            "whole": lambda: [check_trajectory(trajectory) for trajectory in handle.sample_trajectories(32)],
-            "loader": lambda: check_batch(next(loader)),
-        }
-        batches = 0
-        while batches <= 10 or not ray.wait(ended, timeout=0)[0]:
-            draws[kind]()
-            batches += 1
-        loader.close()
-    return batches
-
-
-def _add_at(name: str, rate: int, count: int) -> None:
-    with DistributedReplayBuffer.connect(name) as handle:
-        begin = time.monotonic()
-        for number in range(count):
-            time.sleep(max(0.0, begin + number / rate - time.monotonic()))
-            handle.add_trajectories([witness(number % 50)])
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("rate", [20, 90, 210])
-def test_learners_beside_retention(cluster: Cluster, tmp_path: Path, rate: int) -> None:
-    """Additions per second and store, whose retention is 60 trajectories; no draw fails, no row is wrong."""
-    name = f"retention-{rate}"
-    with create(name, tmp_path, stores=2, options={"retention": Retention(max_trajectories=60)}) as handle:
-        handle.add_trajectories([witness(key) for key in range(100)]).committed(120)
-        started = ray.remote(num_cpus=0.1)
-        producers = [started(_add_at).remote(name, rate, 28 * rate) for _ in range(2)]
-        learners = [
-            started(_learn).remote(name, kind, [producers[0]]) for kind in ("sample", "sampler", "whole", "loader")
-        ]
-        assert all(batches > 10 for batches in ray.get(learners))
-        ray.get(producers)
-        handle.stop()
 
 
 def test_sessions_through_a_handle(shared: Path) -> None:
