@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-FIGURES = Path(__file__).parent.parent / "docs" / "howto" / "replay_figures.md"
+HOWTO = Path(__file__).parent.parent / "docs" / "howto"
+FIGURES = HOWTO / "replay_figures.md"
 
 
 def all_blocks(text: str, languages: Sequence[str]) -> list[tuple[str, str]]:
@@ -25,6 +27,15 @@ def section(text: str, heading: str) -> str:
     """Return the part of a page below a heading of the second level, up to the next one outside code."""
     parts = re.split(r"^## (.+)$", re.sub(r"^```.*?^```$", _keep_headings_apart, text, flags=re.M | re.S), flags=re.M)
     return parts[parts.index(heading) + 1].replace("\0", "#")
+
+
+def run_section(guide: str, heading: str, **given: Any) -> dict[str, Any]:
+    """Run a section's Python code in this process, with these names; return all names."""
+    page = HOWTO / guide
+    code = "\n".join(blocks(section(page.read_text(), heading), "python"))
+    names = {"__name__": "__main__", **given}
+    exec(compile(code, page, "exec"), names)
+    return names
 
 
 def _keep_headings_apart(block: re.Match[str]) -> str:

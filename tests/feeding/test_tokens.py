@@ -15,7 +15,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.stores import in_memory, stored
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
@@ -207,13 +206,6 @@ def test_ranks_together_get_the_global_batches_and_resume_on_another_number(
     for loader in first + later:
         loader.close()
     assert begun + rest == expected
-
-
-def test_workers_of_a_data_loader_give_the_same_sequence(store: Path) -> None:
-    with make_loader(store) as alone:
-        expected = [named([next(alone)]) for _ in range(6)]
-    workers = DataLoader(make_loader(store), batch_size=None, num_workers=2, multiprocessing_context="fork")
-    assert [named([batch]) for batch in itertools.islice(workers, 6)] == expected
 
 
 def test_long_trajectories_are_refused_skipped_or_alone(caplog: pytest.LogCaptureFixture) -> None:

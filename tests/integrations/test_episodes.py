@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import blocks, section
+from tests.pages import run_section
 from trainer_hooks.integrations.areal import rollouts_of
 from trainer_hooks.integrations.openrlhf import rollout_of
 from trajstore import TrajectoryReplayBuffer
@@ -71,7 +71,7 @@ def test_an_execution_of_openrlhf_is_a_rollout(log_probs: bool) -> None:
         rollout_of(execution(rollout_log_probs=[0.0] * 4))
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Workflow:
         async def arun_episode(self, engine: Any, data: Any) -> dict[str, Any]:
             return episode()
@@ -91,15 +91,7 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
             if part not in sys.modules or part == name:
                 monkeypatch.setitem(sys.modules, part, SimpleNamespace(__path__=[], **members))
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {"MyWorkflow": Workflow}
-    for block in blocks(
-        section(
-            (project_root / "docs" / "howto" / "trainers.md").read_text(),
-            "AReaL, OpenRLHF, NeMo-RL, RLinf, and logging",
-        ),
-        "python",
-    ):
-        exec(block, names)
+    names = run_section("trainers.md", "AReaL, OpenRLHF, NeMo-RL, RLinf, and logging", MyWorkflow=Workflow)
     asyncio.run(names["RecordedWorkflow"]().arun_episode(None, {}))
     asyncio.run(names["AgentExecutor"]().execute("2+2"))
     names["export_store"](names["buffer"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import blocks, section
+from tests.pages import run_section
 from trainer_hooks.integrations.skyrl import RecordingGenerator
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
@@ -162,7 +162,7 @@ def test_replay_without_correction_is_refused(algorithm: Any) -> None:
         RecordingGenerator(Generator(), buffer, algorithm=algorithm, replay=1)
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     callbacks: list[Any] = []
 
     def make_trainer(generator: RecordingGenerator) -> Any:
@@ -173,9 +173,7 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[], TrainingCallback=object))
     monkeypatch.chdir(tmp_path)
     cfg = SimpleNamespace(trainer=SimpleNamespace(algorithm=CORRECTED))
-    names: dict[str, Any] = {"my_generator": Generator(), "cfg": cfg, "make_trainer": make_trainer}
-    for block in blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "SkyRL"), "python"):
-        exec(block, names)
+    names = run_section("trainers.md", "SkyRL", my_generator=Generator(), cfg=cfg, make_trainer=make_trainer)
     given = SimpleNamespace(global_step=1, logs={})
     with names["buffer"] as buffer:
         callbacks[0].on_save(None, given, None)

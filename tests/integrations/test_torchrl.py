@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import blocks, section
+from tests.pages import run_section
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, TrajectoryUnavailableError
 
@@ -95,12 +95,8 @@ def test_what_a_store_cannot_do_is_refused(tmp_path: Path) -> None:
         assert (len(storage), 2 in storage, 3 in storage) == (3, True, False)
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(
-        "\n".join(blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "TorchRL"), "python")),
-        names,
-    )
+    names = run_section("trainers.md", "TorchRL")
     assert len(names["buffer"]) == 4
     names["buffer"].close()

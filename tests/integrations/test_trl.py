@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pages import blocks, section
+from tests.pages import run_section
 from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.integrations.trl import RecordingRollouts, RecordingWorker
 from trajstore import TrajectoryReplayBuffer
@@ -386,7 +386,7 @@ def test_columns_of_other_lengths_are_refused(tmp_path: Path) -> None:
         RecordingRollouts(rollouts_of([], logprobs=[-1.0]), buffer)(PROMPTS, trainer(0))
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With trainers that take two samples, and two groups."""
 
     class AsyncGRPOTrainer:
@@ -413,12 +413,10 @@ def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypat
     }.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(__path__=[], **members))
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {
-        "model": "a model", "dataset": [], "args": SimpleNamespace(max_staleness=3), "grpo_args": None,
-        "my_worker": Worker(), "my_rollout_func": rollouts_of([]), "reward_func": lambda **_: [1.0] * 6,
-    }  # fmt: skip
-    for block in blocks(section((project_root / "docs" / "howto" / "trainers.md").read_text(), "TRL"), "python"):
-        exec(block, names)
+    run_section(
+        "trainers.md", "TRL", model="a model", dataset=[], args=SimpleNamespace(max_staleness=3), grpo_args=None,
+        my_worker=Worker(), my_rollout_func=rollouts_of([]), reward_func=lambda **_: [1.0] * 6,
+    )  # fmt: skip
     with TrajectoryReplayBuffer.open("rollouts") as taken, TrajectoryReplayBuffer.open("rollouts_of_prompts") as made:
         assert len(taken) == 2
         assert [made.get(number).reward.outcome for number in made.trajectory_ids.tolist()] == [1.0] * 6

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.pages import blocks, section
+from tests.pages import run_section
 from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import Batch, BatchRow, assign_group_ids, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
@@ -372,9 +372,7 @@ def test_without_verl_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         to_dataproto(build_batch(some_rows(), PAD))
 
 
-def test_the_code_of_the_page_runs(project_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs in this process, as a new one takes seconds to import verl."""
     monkeypatch.chdir(tmp_path)
-    page = project_root / "docs" / "howto" / "trainers.md"
-    text = section(page.read_text(), "Trainers that pass a DataProto")
-    exec(compile("\n".join(blocks(text, "python")), page, "exec"), {"__name__": "__main__"})
+    run_section("trainers.md", "Trainers that pass a DataProto")

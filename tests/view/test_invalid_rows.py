@@ -130,6 +130,7 @@ def test_a_bundle_has_each_step_of_each_environment(path: Path, tmp_path: Path) 
             assert (frames == [[colour(number, step, environment)] for step in range(STEPS)]).all()
 
 
+@pytest.mark.parametrize("path", ["zarr"], indirect=True)  # what it is sent from each format is compared above
 @pytest.mark.parametrize("bundle", [False, True])
 def test_the_browser_paints_each_step_of_each_environment(
     path: Path,
