@@ -355,10 +355,10 @@ class View(CommitListener):
 
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
-        contents = self._empty()
-        self._show_own(contents)
-        with self.contents.lock:
-            self.contents = contents
+        contents = self.contents
+        with contents.lock:
+            contents.drop(np.arange(contents.index.first, contents.index.end))
+            self._show_own(contents)
 
     def missed(self, error: Exception) -> None:
         self._missed = error

@@ -275,8 +275,10 @@ class AddressTable:
             entries: reference count of each shard: entries stored in it, even if read from memory.
         """
         slots = np.arange(self._count, self._count + len(rows))
-        self._reserve(self._count + len(rows))
-        self._count += len(rows)
+        free = sorted(self._free.pop() for _ in range(min(len(self._free), len(rows))))
+        slots = np.concatenate([np.array(free, np.intp), slots[: len(rows) - len(free)]])
+        self._reserve(self._count + len(rows) - len(free))
+        self._count += len(rows) - len(free)
         self._source[slots], self._row[slots], self._refcounts[slots] = source, rows, entries
         return slots
 
