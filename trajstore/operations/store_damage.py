@@ -245,7 +245,7 @@ def check_state(file: str, values: Mapping[str, Any], result: Verification) -> N
 
 
 def _check_pins(catalog: Catalog, result: Verification) -> None:
-    for name in catalog.pins.names:
+    for name in catalog.pins.heads:
         try:
             state = catalog.pins.details(name)
         except StoreNotFoundError:  # its writer has removed it meanwhile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -53,7 +52,7 @@ from trajstore._core.store.notes import Notes
 from trajstore._core.store.rlinf_layout import INDEX_NAMES
 from trajstore._core.store.row_location import STARTS
 from trajstore._core.store.run_ids import ID_LIMIT, own_id, rank_of_id
-from trajstore._core.store.saved_points import Snapshot, pin_file, state_file, values_file
+from trajstore._core.store.saved_points import STATE, Snapshot, pin_file, side_file, values_file
 from trajstore._core.store.sealed import COPY_NAME, METADATA_NAME
 from trajstore._core.store.shard_table import shard_name
 from trajstore.errors import (
@@ -318,13 +317,13 @@ def _point_files(
     files = []
     with suppress(CorruptStoreError):  # verify names it
         if head.state is not None:
-            file, details["state"] = state_file(head.name, uuid.uuid4().hex, [catalog.pins.read(head.state)])
+            file, details["state"] = side_file(head.name, STATE, [catalog.pins.read(head.state)])
             files.append(file)
     with suppress(CorruptStoreError):
         if head.values is not None:
             notes = catalog.values_of(head)
             values, rows = catalog.shards_of_values(notes, notes.ids(), homes)
-            file, details["values"] = values_file(head.name, uuid.uuid4().hex, values or {})
+            file, details["values"] = values_file(head.name, values or {})
             details["shards"] = [homes[row] for row in rows]
             files.append(file)
     try:

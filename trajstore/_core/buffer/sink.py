@@ -124,7 +124,7 @@ class Sink:
             self._next_id = ids[-1] + self._stride  # first: an interrupted call leaves a gap, never a repeated id
             self.counter = ids[-1] + 1
             self._view.contents.add(copies, ids, uuids or random_uuids(count), pending=False)
-            self._view.forget(self._view.expire(ids[-1]))
+            self._view.forget(self._view.to_evict(ids[-1]))
         return ids
 
     def _copied(self, runs: Sequence[FlatTrajectories], uuids: bytes | None) -> list[Copied]:
@@ -175,7 +175,7 @@ class Sink:
         """Evict trajectories beyond the limits."""
         newest = self._view.newest_id()
         if newest is not None:
-            self._view.forget(self._view.expire(newest))
+            self._view.forget(self._view.to_evict(newest))
 
     def evict(self, ids: Sequence[int]) -> None:
         """Delete trajectories, all of which are shown."""

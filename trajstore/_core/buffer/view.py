@@ -348,11 +348,6 @@ class View(CommitListener):
                 self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
             self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
 
-    def to_evict(self, newest: int | None = None) -> Sequence[int]:
-        if newest is None:
-            newest = -1 if self._own is None else self._own.next_id - 1
-        return self.expire(newest)
-
     def replaced(self) -> None:
         """Show the present state of the buffer's own store; nothing is added or loaded meanwhile."""
         contents = self.contents
@@ -404,17 +399,19 @@ class View(CommitListener):
 
         self.locked(drop)
 
-    def expire(self, newest: int) -> list[int]:
+    def to_evict(self, newest: int | None = None) -> Sequence[int]:
         """Return the ids beyond the retention limits, oldest first; with a store, loaded trajectories are only hidden.
 
         Args:
-            newest: id of the newest trajectory that counts. With a store it is the newest committed one, so that a
-                crash cannot lose the trajectories after it with the older ones evicted already.
+            newest: id of the newest trajectory that counts; None: the newest committed one, so that a crash cannot lose
+                the trajectories after it with the older ones evicted already.
         """
         if self.retention == _UNLIMITED:
             return []
+        if newest is None:
+            newest = -1 if self._own is None else self._own.next_id - 1
 
-        def to_evict(contents: Contents) -> list[int]:
+        def beyond_limits(contents: Contents) -> list[int]:
             index = contents.index
             shown = index["trajectory_id"]
             # Own trajectories come last, by id; loaded ones are on disk elsewhere.
@@ -446,4 +443,4 @@ class View(CommitListener):
             mine = (number for number in ids if self.own_first <= number < self.kept_from)
             return [number for number in mine if not contents.is_pending(number)]
 
-        return self.locked(to_evict)
+        return self.locked(beyond_limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -377,8 +378,8 @@ class Committed:
         """Return the saved points of the current line, lowest step first: the newest of this visit, and its line."""
         heads = self.pins.heads
         saved = [head for head in heads.values() if head.step is not None and head.visit == self.visit]
-        line = max(saved, key=lambda head: head.step or 0).whole_line if saved else self.line
-        return sorted([heads[name] for name in line if name in heads], key=lambda head: head.step or 0)
+        line = max(saved, key=attrgetter("step")).whole_line if saved else self.line
+        return sorted([heads[name] for name in line if name in heads], key=attrgetter("step"))
 
     def present_line(self, head: Snapshot) -> tuple[str, ...]:
         """Return the names of the existing saved points that led to a snapshot, including itself."""

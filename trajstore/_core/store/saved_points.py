@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import uuid
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +42,7 @@ IN_UTF8 = "start Python with PYTHONUTF8=1, or choose another locale than LC_ALL=
 _LONGEST = 200  # bytes: file systems take 255, and ".json" or a state's suffix follows
 _UNFIT = re.compile(r"[\x00-\x1f\x7f/\\\ud800-\udfff]")
 
-_STATE, _VALUES = ".state", ".values"
+STATE, _VALUES = ".state", ".values"
 
 Kind = Literal["pin", "point", "aside"]
 
@@ -163,11 +164,15 @@ def snapshots_of(catalog: Committed) -> list[SavedPoint]:
 
 
 class Pins:
-    """The snapshots of one directory, as of the last :meth:`load`."""
+    """The snapshots of one directory, as of the last :meth:`load`.
+
+    Attributes:
+        heads: all of them, by name.
+    """
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._heads: dict[str, Snapshot] = {}
+        self.heads: Mapping[str, Snapshot] = {}
         self._coming: dict[str, Snapshot] = {}
 
     def load(self, damaged: Callable[[CorruptStoreError], None] | None = None) -> None:
@@ -195,7 +200,7 @@ class Pins:
                 damaged(error)
                 continue
             heads[head.name] = replace(head, crc32=zlib.crc32(data))
-        self._heads = heads
+        self.heads = heads
 
     def _parsed(self, file: str, data: bytes) -> dict[str, Any]:
         source = f"{self._directory.url}/{file}"
@@ -215,26 +220,16 @@ class Pins:
         """URL of the directory, for messages."""
         return self._directory.url
 
-    @property
-    def names(self) -> list[str]:
-        """Names of all snapshots."""
-        return list(self._heads)
-
-    @property
-    def heads(self) -> Mapping[str, Snapshot]:
-        """All snapshots, by name."""
-        return self._heads
-
     def named(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return, per id, whether any snapshot names it."""
         named = np.zeros(len(ids), np.bool_)
-        for head in (*self._heads.values(), *self._coming.values()):
+        for head in (*self.heads.values(), *self._coming.values()):
             named |= lie_in(ids, head.ids)
         return named
 
     def shards(self) -> list[int]:
         """Return the numbers of the shards with late values by row that any snapshot names."""
-        heads = (*self._heads.values(), *self._coming.values())
+        heads = (*self.heads.values(), *self._coming.values())
         return sorted({number for head in heads for number in head.shards})
 
     def expect(self, head: Snapshot) -> None:
@@ -245,7 +240,7 @@ class Pins:
         """End :meth:`expect`: the snapshot was written; None if writing failed."""
         self._coming.pop(name, None)
         if head is not None:
-            self._heads = dict(sorted({**self._heads, name: head}.items(), key=lambda item: pin_name(item[0])))
+            self.heads = dict(sorted({**self.heads, name: head}.items(), key=lambda item: pin_name(item[0])))
 
     def details(self, name: str) -> dict[str, Any]:
         """Return the values in a snapshot's file.
@@ -286,7 +281,7 @@ class Pins:
         try:
             data = self._directory.read(file.name)
         except FileNotFoundError as error:
-            content = "state" if file.name.endswith(_STATE) else "late values"
+            content = "state" if file.name.endswith(STATE) else "late values"
             raise CorruptStoreError(
                 f"{source}: the {content} of a snapshot: missing; restore it from a copy"
             ) from error
@@ -299,9 +294,9 @@ class Pins:
 
     def unnamed_files(self) -> list[str]:
         """Return state and value files that no snapshot names, left by an interrupted writer."""
-        named = {file.name for head in self._heads.values() for file in head.files}
+        named = {file.name for head in self.heads.values() for file in head.files}
         files, _ = self._directory.listing(PINS_FOLDER)
-        return [file for file in files if file.endswith((_STATE, _VALUES)) and file not in named]
+        return [file for file in files if file.endswith((STATE, _VALUES)) and file not in named]
 
 
 def _head_of(value: Mapping[str, Any], name: str, source: str) -> Snapshot:
@@ -367,25 +362,18 @@ def pin_file(name: str, value: Mapping[str, Any]) -> EncodedFile:
     return EncodedFile(pin_name(name), [seal("pin", orjson.dumps({**value, "name": name}))])
 
 
-def state_file(name: str, unique: str, pieces: Sequence[Buffer]) -> tuple[EncodedFile, dict[str, Any]]:
-    """Return the file of a saved point's state, and its description for the snapshot's file.
+def side_file(name: str, suffix: str, pieces: Sequence[Buffer]) -> tuple[EncodedFile, dict[str, Any]]:
+    """Return another file of a snapshot, and its description for the snapshot's file.
 
-    Args:
-        name: of the snapshot.
-        unique: part of the file's name; saving a point again must not change the files of the earlier one.
-        pieces: of the file.
+    Its name is unique: saving a point again must not change the files of the earlier one.
     """
-    return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_STATE}"), pieces))
-
-
-def values_file(name: str, unique: str, values: Mapping[str, Any]) -> tuple[EncodedFile, dict[str, Any]]:
-    """Return the file of a snapshot's late values, and its description; see :func:`state_file`."""
-    data = seal("values", orjson.dumps(values))
-    return _told(EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{unique}{_VALUES}"), [data]))
-
-
-def _told(file: EncodedFile) -> tuple[EncodedFile, dict[str, Any]]:
+    file = EncodedFile(check_name(f"{PINS_FOLDER}/{name}.{uuid.uuid4().hex}{suffix}"), pieces)
     return file, {"file": file.name, "size": file.nbytes, "crc32": crc32_of(file.pieces)}
+
+
+def values_file(name: str, values: Mapping[str, Any]) -> tuple[EncodedFile, dict[str, Any]]:
+    """Return the file of a snapshot's late values, and its description; see :func:`side_file`."""
+    return side_file(name, _VALUES, [seal("values", orjson.dumps(values))])
 
 
 # -- names of snapshots ---------------------------------------------------------------------------

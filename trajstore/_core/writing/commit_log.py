@@ -41,8 +41,10 @@ from trajstore._core.writing.maintenance import Snapshots
 from trajstore._core.writing.opening import open_store
 from trajstore.errors import (
     ConfigurationError,
+    CorruptStoreError,
     StoreClosedError,
     StoreLockedError,
+    StoreNotFoundError,
     StoreWriteError,
     TrajstoreError,
     WriterFencedError,
@@ -104,12 +106,20 @@ class CommitLog:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Hold the lock for a change by the writer's user."""
+        """Hold the lock for a change by the writer's user.
+
+        Raises:
+            WriterFencedError: another writer took the store over, which may look like corruption.
+        """
         check_process(self._pid, self.directory.url)  # first: in a forked child the lock may stay held forever
         self.check_not_asking()
         with self._lock:
             self.check_open()
-            yield
+            try:
+                yield
+            except (StoreNotFoundError, CorruptStoreError):
+                self.directory.confirm()
+                raise
 
     @contextmanager
     def standing_still(self) -> Iterator[Catalog]:

@@ -6,7 +6,6 @@ docs/design/saved-points.md describes the state after a crash at each step.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from trajstore._core.files.base import EncodedFile, crc32_of
 from trajstore._core.store.log_records import id_ranges
 from trajstore._core.store.rollback import Change, has_a_name, plan_change, with_live
 from trajstore._core.store.saved_points import (
+    STATE,
     SavedPoint,
     SideFile,
     Snapshot,
@@ -24,8 +24,8 @@ from trajstore._core.store.saved_points import (
     check_pin_name,
     pin_file,
     point_name,
+    side_file,
     snapshots_of,
-    state_file,
     values_file,
 )
 from trajstore._core.store.states import encode_state
@@ -33,7 +33,6 @@ from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
 from trajstore.errors import (
     ConfigurationError,
-    CorruptStoreError,
     StoreNotFoundError,
     StoreWriteError,
     listed,
@@ -63,39 +62,6 @@ class Gone:
     details: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A snapshot in memory, not written yet.
-
-    Attributes:
-        head: the snapshot, without its files.
-        values: its late values, as JSON for their file; None for none.
-        state: of a saved point.
-        details: further values for its file.
-    """
-
-    head: Snapshot
-    values: Mapping[str, Any] | None
-    state: Mapping[str, Any]
-    details: Mapping[str, Any]
-
-    def encoded(self) -> tuple[Snapshot, list[EncodedFile]]:
-        """Return the snapshot with its files; the last one names the others."""
-        head, unique, files = self.head, uuid.uuid4().hex, []
-        place = {"generation": head.generation, "visit": head.visit, "line": head.line}
-        details = {**self.details, **place, "ids": head.ids.tolist(), "shards": head.shards}
-        if self.values is not None:
-            file, details["values"] = values_file(head.name, unique, self.values)
-            files.append(file)
-            head = replace(head, values=SideFile(*details["values"].values()))
-        if self.state:
-            file, details["state"] = state_file(head.name, unique, [encode_state(self.state)])
-            files.append(file)
-            head = replace(head, state=SideFile(*details["state"].values()))
-        files.append(pin_file(head.name, details))
-        return replace(head, crc32=crc32_of(files[-1].pieces)), files
-
-
 class Points:
     """Takes, removes and goes to snapshots. Thread-safe.
 
@@ -119,20 +85,6 @@ class Points:
                 self._claim()
             self._release(log.catalog.unfinished_asides())
             log.garbage.collect(log.catalog)  # shards of a snapshot that was removed just before a crash
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Hold the log's lock for a change. Corruption here may mean that another writer took the store over.
-
-        Raises:
-            WriterFencedError: another writer did.
-        """
-        with self._log.changing():
-            try:
-                yield
-            except (StoreNotFoundError, CorruptStoreError):
-                self._directory.confirm()
-                raise
 
     @contextmanager
     def _one_change(self) -> Iterator[None]:
@@ -167,7 +119,7 @@ class Points:
             StoreNotFoundError: there is no such point; names the existing ones.
             CorruptStoreError: its file is missing or damaged.
         """
-        with self._changing():
+        with self._log.changing():
             catalog = self._log.catalog
             return catalog.pins.state_of(catalog.snapshot(name))
 
@@ -201,38 +153,40 @@ class Points:
         """
         with self._one_change():
             catalog = self._log.catalog
-            with self._changing():
+            with self._log.changing():
                 before = catalog.points()
-                self._check_order(step, before)
+                newest = before[-1].step or 0 if before else step
+                if newest > step:
+                    raise ConfigurationError(
+                        f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is "
+                        "later; go to an earlier one first (points.go_to), or remove it with "
+                        f"points.remove({point_name(newest)!r})"
+                    )
                 name = point_name(step, catalog.visit)
-
-            def with_step() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-                state, details = capture()
-                return state, {"step": step, **details}
-
-            self._write(name, with_step)
+            self._write(name, capture, step)
             if replaced := [old for old in before if old.step == step and old.name != name]:
-                with self._changing():
+                with self._log.changing():
                     self._release(self._on_no_line(replaced))
             with self._log.standing_still():
                 return list(map(SavedPoint.of, catalog.points()))
 
-    def _write(self, name: str, capture: Capture) -> None:
-        """Take a snapshot, replacing one of this name; within :meth:`_one_change`."""
+    def _write(self, name: str, capture: Capture, step: int | None = None) -> None:
+        """Take a snapshot, of a saved point with its step, replacing one of this name; within :meth:`_one_change`."""
         catalog = self._log.catalog
-        with self._changing():
+        with self._log.changing():
             if self._may_have_leftovers:
                 self._release(())
             replaces = self._may_have_leftovers = name in catalog.pins.heads
             with self._log.asking():
-                captured = capture()
-            taken = self._taken(name, *captured)
-            catalog.pins.expect(taken.head)
+                state, details = capture()
+            details = details if step is None else {"step": step, **details}
+            head, values = self._taken(name, details)
+            catalog.pins.expect(head)
         try:
-            head, files = taken.encoded()
+            head, files = _encoded(head, values, state, details)
             if files[:-1]:
                 self._publish("was saved", *files[:-1])
-            with self._changing():
+            with self._log.changing():
                 self._publish("was saved", files[-1])
                 self._add(head)
         except BaseException:
@@ -242,12 +196,12 @@ class Points:
                 self._may_have_leftovers = True
             raise
         if replaces:
-            with self._changing():
+            with self._log.changing():
                 catalog.drop_unnamed()
                 self._release(())
 
     def _add(self, head: Snapshot) -> None:
-        """Add a snapshot whose files are durable; within :meth:`_changing`.
+        """Add a snapshot whose files are durable; within :meth:`CommitLog.changing`.
 
         Raises:
             StoreWriteError: another process has removed it from an object store.
@@ -263,33 +217,27 @@ class Points:
                 f"{self._directory.url}: the snapshot {head.name!r} was removed while it was saved, not by this writer"
             )
 
-    def _taken(self, name: str, state: Mapping[str, Any], details: Mapping[str, Any]) -> _Taken:
-        """Return the current head as a snapshot; within :meth:`_changing`."""
+    def _taken(self, name: str, details: Mapping[str, Any]) -> tuple[Snapshot, dict[str, Any] | None]:
+        """Return the current head as a snapshot without files, and its late values as JSON for theirs.
+
+        Within :meth:`CommitLog.changing`.
+        """
         catalog = self._log.catalog
         ids, step = catalog.index["trajectory_id"], details.get("step")
         values, rows = catalog.shards_of_values(catalog.notes, ids)
-        before = [point for point in catalog.points() if point.name != name]
-        line = tuple(point.name for point in before if step is None or (point.step or 0) < step)
+        before = [head.name for head in catalog.points() if step is None or (head.step or 0) < step]
         head = Snapshot(
             name,
             id_ranges(ids),
             catalog.generation,
             catalog.visit,
-            line,
+            tuple(before),
             shards=tuple(map(catalog.shards.number, rows)),
             step=step,
             ranks=details.get("ranks"),
             left_for=details.get("left_for"),
         )
-        return _Taken(head, values, state, details)
-
-    def _check_order(self, step: int, points: Sequence[Snapshot]) -> None:
-        newest = max([head.step or 0 for head in points], default=step)
-        if newest > step:
-            raise ConfigurationError(
-                f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is later; go "
-                f"to an earlier one first (points.go_to), or remove it with points.remove({point_name(newest)!r})"
-            )
+        return head, values
 
     # -- removing ---------------------------------------------------------------------------------
 
@@ -302,7 +250,7 @@ class Points:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self._log.check_not_asking()
-        with self._one, self._changing():
+        with self._one, self._log.changing():
             catalog = self._log.catalog
             try:
                 head = catalog.snapshot(name)
@@ -328,7 +276,7 @@ class Points:
         return [point for point in points if point.name not in lines]
 
     def _release(self, heads: Sequence[Snapshot]) -> None:
-        """Remove snapshots, and files that no snapshot names; within :meth:`_changing`."""
+        """Remove snapshots, and files that no snapshot names; within :meth:`CommitLog.changing`."""
         if heads:
             logger.info("%s: removes %s", self._directory.url, ", ".join(head.name for head in heads))
             self._log.release_pins([head.name for head in heads])
@@ -353,21 +301,22 @@ class Points:
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         catalog = self._log.catalog
-        with self._one_change(), self._changing():
-            self._release(catalog.unfinished_asides())
+        with self._one_change(), self._log.changing():
+            unfinished = catalog.unfinished_asides()
+            if unfinished or self._may_have_leftovers:
+                self._release(unfinished)
             change = plan_change(catalog, catalog.snapshot(name))
-            try:
-                state, details = catalog.pins.state_of(change.to), catalog.pins.details(change.to.name)
-            except (CorruptStoreError, StoreNotFoundError):
-                self._confirm("was changed")  # a writer that has taken over may have removed it
-                raise
+            state, details = catalog.pins.state_of(change.to), catalog.pins.details(change.to.name)
             left = None
             if not change.is_empty:
                 if aside and not has_a_name(catalog, change.line):
                     left = aside_name(catalog.generation + 1)
-                    head, files = self._taken(left, {}, {"left_for": change.to.name}).encoded()
+                    left_for = {"left_for": change.to.name}
+                    head, files = _encoded(*self._taken(left, left_for), {}, left_for)
+                    self._may_have_leftovers = True
                     self._publish("was changed", *files)
                     self._add(head)
+                    self._may_have_leftovers = False
                 change.notes.sources.update(catalog.notes.sources)
                 self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
             if not aside:  # also leftovers of an earlier crash
@@ -377,6 +326,32 @@ class Points:
     def _claim(self) -> None:
         """Rewrite the snapshots of an object store, so that an earlier writer's file versions are outdated."""
         catalog = self._log.catalog
-        if names := catalog.pins.names:
+        if heads := catalog.pins.heads:
             fence = {"fence": catalog.fences[-1]}
-            self._publish("claimed", *(pin_file(name, {**catalog.pins.details(name), **fence}) for name in names))
+            self._publish("claimed", *(pin_file(name, {**catalog.pins.details(name), **fence}) for name in heads))
+
+
+def _encoded(
+    head: Snapshot, values: Mapping[str, Any] | None, state: Mapping[str, Any], details: Mapping[str, Any]
+) -> tuple[Snapshot, list[EncodedFile]]:
+    """Return a snapshot with its files; the last one names the others.
+
+    Args:
+        head: the snapshot.
+        values: its late values, as JSON; None for none.
+        state: of a saved point.
+        details: further values for its file.
+    """
+    files = []
+    place = {"generation": head.generation, "visit": head.visit, "line": head.line}
+    content = {**details, **place, "ids": head.ids.tolist(), "shards": head.shards}
+    if values is not None:
+        file, content["values"] = values_file(head.name, values)
+        files.append(file)
+        head = replace(head, values=SideFile(*content["values"].values()))
+    if state:
+        file, content["state"] = side_file(head.name, STATE, [encode_state(state)])
+        files.append(file)
+        head = replace(head, state=SideFile(*content["state"].values()))
+    files.append(pin_file(head.name, content))
+    return replace(head, crc32=crc32_of(files[-1].pieces)), files
