@@ -103,7 +103,8 @@ class Contents:
             for name in part.row_notes:
                 columns[NOTE_ROWS + name] = slots[columns[NOTE_ROWS + name]]
             self._append(self.index.translated(columns, part.texts))
-        self._note_listed()
+        # An index of RLinf alone begins with trajectories without files.
+        self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def follow(self, source: int, change: Change, first_id: int = 0) -> None:
         """Apply a commit to a source, of trajectories that do not wait for it here; with ``lock`` held.
@@ -175,10 +176,6 @@ class Contents:
                 if self.unavailable
                 else self.unavailable
             )
-
-    def _note_listed(self) -> None:
-        """Record that the index, one of RLinf alone, begins with trajectories without files."""
-        self.start = self.index.first + int(np.count_nonzero(self.index["slot"] == UNAVAILABLE))
 
     def add(
         self,

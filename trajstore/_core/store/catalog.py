@@ -342,12 +342,11 @@ class Catalog(Committed):
             if self.metadata()["generation"] <= max(self.generation, last):
                 return tails
             # A snapshot was taken after the log was read: its commits are in the log, unless segments were deleted.
-            if not any(tail.records for _, tail in tails) and not self._segment_follows():
+            if any(tail.records for _, tail in tails):
+                continue
+            if not any(first <= self.generation + 1 for first, _ in self._segments()):
                 return None
         return None
-
-    def _segment_follows(self) -> bool:
-        return any(first <= self.generation + 1 for first, _ in self._segments())
 
     def _segments(self) -> list[tuple[int, str]]:
         """Return the log segments, without fences that the snapshot includes; those are never deleted."""

@@ -33,7 +33,7 @@ from trajstore._core.store.entry_checks import (
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.index_file import index_to_json
 from trajstore._core.store.late_values import LateValues
-from trajstore._core.store.log_records import ids_in_words, manifest_from_json, natural, parse_ranges
+from trajstore._core.store.log_records import ids_in_words, lie_in, manifest_from_json, natural, parse_ranges
 from trajstore._core.store.moves import Moved, check_moved, move_from_json
 from trajstore._core.store.notes import Noted, Notes
 from trajstore._core.store.row_notes import RowShard
@@ -307,9 +307,10 @@ class Committed:
         Raises:
             ConfigurationError: they contradict existing values; nothing changed.
         """
-        row = len(self.shards)
-        noted = self.notes.add(update, generation, row)
-        if update.rows is not None:
+        if update.rows is None:
+            noted = self.notes.add(update, generation)
+        else:
+            noted = self.notes.add(update, generation, len(self.shards))
             self._add_shard(update.rows.number, update.rows.manifest, generation)
         self.index.note(noted.ids, noted.columns, noted.texts)
         return noted
@@ -422,20 +423,37 @@ class Committed:
         Raises:
             CorruptStoreError: some of it is missing or damaged.
         """
-        index = TrajectoryIndex()
-        for part in (self.pinned, self.index):
-            index.append(index.translated(part.take(part.positions_in(head.ids)), part.texts))
+        index = self.live_in(head.ids)
         lacking = self.lacking(head)
         if lacking > 0 and not self.left_out:
             raise CorruptStoreError(
                 f"the pin {head.name!r} names {trajectories(lacking, 'that is', 'that are')} missing: commits were "
                 "lost, or a writer that had lost the store to another one made it; remove it with points.remove"
             )
-        order = np.argsort(index["trajectory_id"], kind="stable")
-        index.adopt(index.take(order))
         notes = self.values_of(head)
         notes.lay_over(index)
         return index, notes
+
+    def live_in(self, ranges: IntArray) -> TrajectoryIndex:
+        """Return the live and pinned trajectories in inclusive id ranges ``[n, 2]``, oldest first."""
+        index = TrajectoryIndex()
+        index.texts = self.index.texts
+        for part in (self.pinned, self.index):
+            index.append(index.translated(part.take(part.positions_in(ranges)), part.texts))
+        index.adopt(index.take(np.argsort(index["trajectory_id"], kind="stable")))
+        return index
+
+    def go_to(self, ranges: IntArray, notes: Notes, line: tuple[str, ...]) -> None:
+        """Make exactly the trajectories in these ranges live, with these late values and saved points; a commit."""
+        live, pinned = self.live_in(ranges), TrajectoryIndex()
+        for part in (self.index, self.pinned):
+            ids = part["trajectory_id"]
+            stay = part.first + np.flatnonzero(~lie_in(ids, ranges) & self.pins.named(ids))
+            pinned.append(pinned.translated(part.take(stay), part.texts))
+        notes.lay_over(live)
+        pinned.forget_notes()
+        self.index, self.pinned, self.notes, self.line = live, pinned, notes, line
+        self.generation, self.visit = self.generation + 1, self.visit + 1
 
     def values_of(self, head: Snapshot) -> Notes:
         """Return the late values of a snapshot.

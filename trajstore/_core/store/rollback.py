@@ -1,25 +1,22 @@
-"""Plans going to a snapshot: evicted and restored trajectories, and the resulting index. Pure; no I/O."""
+"""Plans going to a snapshot: evicted and restored trajectories. Pure; no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.facts import joined
-from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.log_records import id_ranges, lie_in
+from trajstore._core.store.log_records import id_ranges
 from trajstore._core.store.notes import Notes
 from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import CorruptStoreError, trajectories
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class Plan:
     """The changes made by going to a snapshot.
 
     Attributes:
@@ -51,7 +48,7 @@ class Change:
         return not (len(self.leaving) or len(self.returning) or self.values or self.values_back or self._line_differs)
 
 
-def plan_change(catalog: Catalog, to: Snapshot) -> Change:
+def plan_change(catalog: Catalog, to: Snapshot) -> Plan:
     """Return the changes made by going to a snapshot.
 
     Raises:
@@ -69,7 +66,7 @@ def plan_change(catalog: Catalog, to: Snapshot) -> Change:
     leaves[staying - catalog.index.first] = False
     present, line = catalog.points(), catalog.present_line(to)
     mine = catalog.notes.kept(catalog.index["trajectory_id"])
-    return Change(
+    return Plan(
         to,
         notes,
         line,
@@ -100,26 +97,3 @@ def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
             if not notes.count_not_in(theirs) and not theirs.count_not_in(notes):
                 return True
     return False
-
-
-def with_live(catalog: Catalog, ranges: npt.NDArray[np.int64]) -> tuple[TrajectoryIndex, TrajectoryIndex]:
-    """Return live and pinned indexes in which exactly the trajectories in these ranges are live.
-
-    Args:
-        catalog: not changed.
-        ranges: inclusive ranges of ids ``[n, 2]``; they may overlap.
-    """
-    live, pinned = TrajectoryIndex(), TrajectoryIndex()
-    live.texts, pinned.texts = catalog.index.texts, catalog.pinned.texts
-    parts: dict[TrajectoryIndex, list[Mapping[str, npt.NDArray[Any]]]] = {live: [], pinned: []}
-    for source in (catalog.index, catalog.pinned):
-        ids = source["trajectory_id"]
-        inside = lie_in(ids, ranges)
-        for target, chosen in ((live, inside), (pinned, ~inside & catalog.pins.named(ids))):
-            columns = source.take(source.first + np.flatnonzero(chosen))
-            parts[target].append(target.translated(columns, source.texts))
-    for target, columns_of in parts.items():
-        columns = joined(columns_of)
-        order = np.argsort(columns["trajectory_id"], kind="stable") if target is live else slice(None)
-        target.adopt({name: column[order] for name, column in columns.items()})
-    return live, pinned

@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +24,9 @@ from trajstore._core.files.base import FULL, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Change, Evicted
-from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.late_values import LateValues, check_late_values
 from trajstore._core.store.log_records import id_ranges, ids_in_words, segment_name
-from trajstore._core.store.notes import Notes
+from trajstore._core.store.rollback import Plan
 from trajstore._core.store.saved_points import pin_name
 from trajstore._core.writing.commits import (
     CommitListener,
@@ -494,8 +494,8 @@ class CommitLog:
         self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
         self.garbage.collect(self.catalog)
 
-    def replace(self, index: TrajectoryIndex, pinned: TrajectoryIndex, notes: Notes, line: tuple[str, ...]) -> None:
-        """Commit replacements of entries, late values and saved points; within :meth:`changing`.
+    def go_to(self, change: Plan) -> None:
+        """Commit going to a snapshot; within :meth:`changing`.
 
         The index is written whole. This is the only commit outside the log: followers see a gap in the log and reload.
 
@@ -507,10 +507,8 @@ class CommitLog:
         if self._settle():
             raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
-        changed.index, changed.pinned, changed.notes = index, pinned, notes
-        changed.generation, changed.visit, changed.line = self.catalog.generation + 1, self.catalog.visit + 1, line
-        notes.lay_over(index)
-        pinned.forget_notes()
+        change.notes.sources.update(changed.notes.sources)
+        changed.go_to(change.to.ids, change.notes, change.line)
         try:
             self._write_snapshot(changed)
         except BaseException as error:
@@ -572,7 +570,7 @@ class CommitLog:
     @property
     def renewal_due(self) -> bool:
         """Whether ``metadata.json`` should be renewed."""
-        return self._snapshots.renewal_due(self.catalog)
+        return self._snapshots.renewed != self.catalog.generation and time.monotonic() >= self._snapshots.renew_at
 
     def renew_metadata(self) -> None:
         """Update ``metadata.json`` to the current commits, at most once a second; it is for people and tools.

@@ -84,7 +84,8 @@ class Garbage:
         self._directory = directory
         self._opened = catalog.generation
         self._told: set[str] = set()
-        self._leftovers = self._find_leftovers(catalog)
+        self.leftovers = self._find_leftovers(catalog)
+        """Unnamed files of an earlier writer that readers may still use."""
         # A reader of this generation may show a snapshot that was removed since; removals make no generation.
         catalog.shards.need(catalog.needed_shards(), catalog.generation + 1)
 
@@ -115,11 +116,6 @@ class Garbage:
             listed(sorted(names), 3),
         )
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether some files are kept for readers only."""
-        return bool(self.held_bytes or self._leftovers)
-
     def collect(self, catalog: Catalog, *, soon: bool = False) -> None:
         """Delete unneeded files, unless reads hold them.
 
@@ -137,7 +133,7 @@ class Garbage:
             return
         rows = catalog.unneeded()
         self.held_bytes = 0
-        if not len(rows) and not self._leftovers:
+        if not len(rows) and not self.leftovers:
             return
         try:
             readers = self._directory.readers(tidy=True)
@@ -146,9 +142,9 @@ class Garbage:
                 "the readers of %s could not be listed, so nothing is deleted: %s", self._directory.url, error
             )
             return
-        if self._leftovers and all(reader.generation > self._opened for reader in readers):
-            _remove(self._directory, self._leftovers)
-            self._leftovers = []
+        if self.leftovers and all(reader.generation > self._opened for reader in readers):
+            _remove(self._directory, self.leftovers)
+            self.leftovers = []
         held = np.zeros(len(rows), np.bool_)
         holding: list[Reader] = []
         for reader in readers:
@@ -257,7 +253,8 @@ class Snapshots:
         self._metadata = metadata
         self.renewed = -1
         """Generation described by ``metadata.json``."""
-        self._renew_at = 0.0
+        self.renew_at = 0.0
+        """When it may be renewed next, by ``time.monotonic``."""
 
     def write(self, catalog: Catalog, keep_after: int | None = None) -> None:
         """Write both files of this state, the index before the metadata that refers to it.
@@ -285,10 +282,6 @@ class Snapshots:
         catalog.log_bytes = 0
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
-    def renewal_due(self, catalog: Catalog) -> bool:
-        """Return whether ``metadata.json`` is due for an update."""
-        return self.renewed != catalog.generation and time.monotonic() >= self._renew_at
-
     def renew(self, catalog: Catalog) -> bool:
         """Update ``metadata.json`` to this state; return False, without writing, if RLinf has overwritten the files.
 
@@ -297,7 +290,7 @@ class Snapshots:
         Raises:
             OSError: writing failed.
         """
-        self._renew_at = time.monotonic() + (_RENEWAL if self._directory.can_append else _REMOTE_RENEWAL)
+        self.renew_at = time.monotonic() + (_RENEWAL if self._directory.can_append else _REMOTE_RENEWAL)
         if files_of_rlinf(self._directory, catalog.snapshot_bytes):
             return False
         values = {**self._metadata(), "generation": catalog.snapshot_generation}

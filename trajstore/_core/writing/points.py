@@ -14,7 +14,7 @@ from typing import Any
 from trajstore._core.base import locks
 from trajstore._core.files.base import EncodedFile, crc32_of
 from trajstore._core.store.log_records import id_ranges
-from trajstore._core.store.rollback import Change, has_a_name, plan_change, with_live
+from trajstore._core.store.rollback import Plan, has_a_name, plan_change
 from trajstore._core.store.saved_points import (
     STATE,
     SavedPoint,
@@ -56,7 +56,7 @@ class Gone:
         details: further values in the snapshot's file.
     """
 
-    change: Change
+    change: Plan
     aside: str | None
     state: Mapping[str, Any]
     details: Mapping[str, Any]
@@ -317,8 +317,7 @@ class Points:
                     self._publish("was changed", *files)
                     self._add(head)
                     self._may_have_leftovers = False
-                change.notes.sources.update(catalog.notes.sources)
-                self._log.replace(*with_live(catalog, change.to.ids), change.notes, change.line)
+                self._log.go_to(change)
             if not aside:  # also leftovers of an earlier crash
                 self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
         return Gone(change, left, state, details)

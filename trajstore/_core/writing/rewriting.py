@@ -212,7 +212,7 @@ class Rewriter:
         while not self._closing:
             is_cold = after is not None and self._log.catalog.next_id - next_id > after // 8
             if self._log.evicted_bytes - looked_at <= pause and not is_cold:
-                held = self._log.garbage.is_waiting
+                held = self._log.garbage.held_bytes or self._log.garbage.leftovers  # kept for readers only
                 self._wait(_LEASES_SECONDS if held else None)
                 if held:
                     self._log.collect_garbage()
