@@ -150,7 +150,7 @@ def test_a_commit_that_came_between_is_not_taken_for_the_change(
 
     with make(tmp_path) as buffer:
         with monkeypatch.context() as patch:
-            patch.setattr(CommitLog, "replace", late)
+            patch.setattr(CommitLog, "go_to", late)
             with pytest.raises(StoreWriteError, match="after all"):
                 buffer.points.rollback(1)
         assert [point.step for point in buffer.points.saved] == [1, 2, 3]
