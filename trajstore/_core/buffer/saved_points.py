@@ -18,7 +18,7 @@ from trajstore._core.buffer.view import View
 from trajstore._core.files.base import Directory
 from trajstore._core.files.opening import check_options, open_directory
 from trajstore._core.reading.places import Place, is_of_rank, nothing_at, place_in, rank_of
-from trajstore._core.sampling.draws import Draws
+from trajstore._core.sampling.draws import Draws, rng_json
 from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import ALONE
@@ -92,7 +92,7 @@ class OwnStore(Stores):
         def capture() -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             # The parts before the generator that they draw from: parts bring their own state of it.
             parts = asked(state)
-            generator = self._draws.to_json()
+            generator = rng_json(self._draws.seed, self._draws.rng_state)
             return parts, generator if ranks is None else {**generator, "ranks": ranks}
 
         return {ALONE: uninterrupted(partial(writer.points.save, step, capture))}
@@ -101,7 +101,9 @@ class OwnStore(Stores):
         writer = self._writer("pin")
         self._sink.flush()
         self._sink.warn_of_open(f"the pin {name} lacks")
-        return {ALONE: uninterrupted(partial(writer.points.pin, name, **self._draws.to_json()))}
+        return {
+            ALONE: uninterrupted(partial(writer.points.pin, name, **rng_json(self._draws.seed, self._draws.rng_state)))
+        }
 
     def remove(self, name: str | int) -> None:
         writer = self._writer("remove")
@@ -112,13 +114,17 @@ class OwnStore(Stores):
         writer = self._own("go_to")
 
         def change() -> Gone:
-            gone = writer.points.go_to(name, aside=aside)
-            if not gone.change.is_empty:
-                logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
-            return gone
+            with self._sink.lock:  # nothing is added meanwhile
+                writer.flush()
+                gone = writer.points.go_to(name, aside=aside)
+                if not gone.change.is_empty:
+                    logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
+                return gone
 
         self._sink.flush()  # finished sessions are recorded as over: a later crash must not bring their rollouts back
-        gone = self._while_nothing_is_added(writer, change)
+        with self._view.steady:
+            gone = uninterrupted(change)
+        writer.rewriter.note()
         restored = CheckpointState.from_json(gone.details)
         self._draws.take_up(restored.seed, restored.rng_state)
         self._sink.warn_of_open(_KEEP_CALLS)
@@ -130,18 +136,6 @@ class OwnStore(Stores):
         self._sink.take_in_values()
         with writer.log.standing_still() as catalog:
             return [SnapshotChanges.of(catalog, name, aside)]
-
-    def _while_nothing_is_added(self, writer: StoreWriter, change: Callable[[], T]) -> T:
-        with self._view.steady:
-
-            def run() -> T:
-                with self._sink.lock:
-                    writer.flush()
-                    return change()
-
-            result = uninterrupted(run)
-        writer.rewriter.note()
-        return result
 
 
 class StoresAt(Stores):

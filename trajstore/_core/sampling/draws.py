@@ -201,10 +201,6 @@ class Draws:
         """State of torch's generator: uint8, ``[bytes]``."""
         return self._generator.get_state()
 
-    def to_json(self) -> dict[str, Any]:
-        """Return seed and state of the generator as JSON values."""
-        return rng_json(self.seed, self.rng_state)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state for :meth:`load_state_dict`."""
         return {"seed": self.seed, "rng_state": self.rng_state}

@@ -491,7 +491,7 @@ class Committed:
             return None, []
         needed = notes.rows_needed(ids, intact)
         rows = notes.shards(needed)
-        places = np.full(len(self.shards), -1, np.int32)
+        places = np.full(int(rows.max(initial=-1)) + 1, -1, np.int32)
         places[rows] = np.arange(len(rows))
         return notes.to_json(ids, needed, places) | {"sources": []}, rows.tolist()
 

@@ -327,7 +327,8 @@ class Notes:
         if not self.has_rows:
             return needed
         columns = self._all()
-        given = np.flatnonzero(np.isin(columns["ids"], ids) & np.isin(columns["names"], self._row_names()))
+        by_row = [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
+        given = np.flatnonzero(np.isin(columns["ids"], ids) & np.isin(columns["names"], by_row))
         needed[given[_lasts(columns["ids"][given], columns["names"][given])]] = True
         intact = columns["shards"] >= 0 if shards is None else np.isin(columns["shards"], list(shards))
         return needed & intact
@@ -335,7 +336,7 @@ class Notes:
     @property
     def has_rows(self) -> bool:
         """Whether a name has values by row."""
-        return bool(self._row_names())
+        return any(map(is_rows, self._kinds.values()))
 
     def names_by_row(self) -> list[str]:
         """Return the names with a value by row that is stored."""
@@ -345,9 +346,6 @@ class Notes:
     def ids(self) -> npt.NDArray[np.int64]:
         """Return the trajectory of each value."""
         return self._all()["ids"]
-
-    def _row_names(self) -> list[int]:
-        return [number for number, kind in enumerate(self._kinds.values()) if is_rows(kind)]
 
     def shards(self, needed: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
         """Return the shards (rows of the shard table) of the values selected by :meth:`rows_needed`."""
@@ -362,11 +360,11 @@ class Notes:
 
     def row_homes(self) -> Iterator[tuple[ColumnSpec, npt.NDArray[np.int64], npt.NDArray[np.int32], Any]]:
         """Yield, per name with values by row, its column, and trajectory, shard and first row of each value."""
-        columns, names = self._all(), list(self._kinds.items())
-        for number in self._row_names():
-            inside = (columns["names"] == number) & (columns["shards"] >= 0)
-            homes = (columns[name][inside] for name in ("ids", "shards", "starts"))
-            yield column_of_kind(*names[number]), *homes
+        columns = self._all()
+        for number, (name, kind) in enumerate(self._kinds.items()):
+            if is_rows(kind):
+                inside = (columns["names"] == number) & (columns["shards"] >= 0)
+                yield column_of_kind(name, kind), *(columns[of][inside] for of in ("ids", "shards", "starts"))
 
     def frozen(self) -> Notes:
         """Return the present values, which later additions do not change; another thread may add meanwhile."""

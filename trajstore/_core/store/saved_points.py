@@ -200,7 +200,7 @@ class Pins:
                 damaged(error)
                 continue
             heads[head.name] = replace(head, crc32=zlib.crc32(data))
-        self.heads = heads
+        self.heads = dict(sorted(heads.items()))
 
     def _parsed(self, file: str, data: bytes) -> dict[str, Any]:
         source = f"{self._directory.url}/{file}"
@@ -240,7 +240,7 @@ class Pins:
         """End :meth:`expect`: the snapshot was written; None if writing failed."""
         self._coming.pop(name, None)
         if head is not None:
-            self.heads = dict(sorted({**self.heads, name: head}.items(), key=lambda item: pin_name(item[0])))
+            self.heads = dict(sorted({**self.heads, name: head}.items()))
 
     def details(self, name: str) -> dict[str, Any]:
         """Return the values in a snapshot's file.
