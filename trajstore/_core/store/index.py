@@ -41,7 +41,7 @@ from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.packing import StringTable
 from trajstore._core.store.row_location import STARTS, RowLocation
 from trajstore._core.store.run_ids import ID_LIMIT, shown_id, spelling_hint
-from trajstore._core.store.waiting import Packed, Waiting
+from trajstore._core.store.waiting import MOST_ADDED, Packed, Waiting
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class TrajectoryIndex:
 
     def reserve(self, count: int) -> None:
         """Reserve memory for ``count`` more entries."""
-        if self._waiting and any(waiting.is_overfull for waiting in self._waiting.values()):
+        if self._waiting and any(len(waiting.added) >= MOST_ADDED for waiting in self._waiting.values()):
             self._unpack()
         if self.end + count <= self._capacity:
             return

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 Column = npt.NDArray[Any]
 
-_MOST_ADDED = 1 << 12
+MOST_ADDED = 1 << 12
 """Most additions to a packed column; more would take more memory than the column."""
 
 
@@ -48,11 +48,6 @@ class Waiting:
     low: int
     high: int
     added: tuple[Column, ...] = ()
-
-    @property
-    def is_overfull(self) -> bool:
-        """Whether the column should be unpacked now."""
-        return len(self.added) >= _MOST_ADDED
 
     def column(self) -> Column:
         """Return all rows.

@@ -96,11 +96,6 @@ class Batch:
         """Lowest remaining id."""
         return int(self.runs[0].entries.columns["trajectory_id"][0])
 
-    @property
-    def bytes_left(self) -> int:
-        """Bytes of the remaining trajectories."""
-        return sum([run.nbytes for run in self.runs])
-
 
 @dataclass(slots=True, eq=False)
 class ShardDraft:

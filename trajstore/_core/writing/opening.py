@@ -98,7 +98,10 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
                 raise
             # Allows opening a store on a full disk, to evict from it.
             logger.warning("%s; the log that is there is continued", error)
-            _cut_torn_record(directory, catalog)
+            if catalog.segment_torn:  # half a record of an interrupted commit
+                with written(": a record that was not committed could not be cut off"):
+                    directory.cut(catalog.segment, catalog.segment_end)
+                catalog.segment_torn = 0
             return catalog, garbage, catalog.segment
         else:
             garbage.collect(catalog)
@@ -106,11 +109,3 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
     else:
         snapshots.renewed = catalog.generation
     return catalog, garbage, segment_name(catalog.generation + 1)
-
-
-def _cut_torn_record(directory: Directory, catalog: Catalog) -> None:
-    """Truncate the half record of an interrupted commit at the end of the log."""
-    if catalog.segment_torn:
-        with written(": a record that was not committed could not be cut off"):
-            directory.cut(catalog.segment, catalog.segment_end)
-        catalog.segment_torn = 0

@@ -137,7 +137,7 @@ class WriteQueue:
                 del self._adding[key]
             else:
                 adding += batch.nbytes
-        waiting = sum([batch.bytes_left for batch in self._waiting])
+        waiting = sum([run.nbytes for batch in self._waiting for run in batch.runs])
         self._pending_bytes = adding + waiting + sum([group.nbytes for group in self._groups.values()])
 
     def take_ids(self, count: int) -> tuple[list[int], bytes]:
