@@ -477,7 +477,7 @@ def read_label(path: Path, shard: Shard) -> dict[str, Any]:
     label: dict[str, Any] | None = decode_line(described["label"].encode())
     if label is None:
         raise FormatError(f"{file}: the label's checksum does not fit")
-    return label | {"extents": described["trajectories"]}
+    return label | {"extents": list(zip(*[iter(described["trajectories"])] * 4, strict=True))}
 
 
 class _Plain(pickle.Unpickler):

@@ -89,7 +89,9 @@ class ShardContent:
 
         The label is one line: a checksum and what the index knows of the shard; see :func:`read_label`.
         """
-        described: dict[str, Any] = {"trajectories": self.extents.tolist()}
+        described: dict[str, Any] = {
+            "trajectories": self.extents.ravel().tolist()
+        }  # a list each would set off the collector
         if self.entries is None:
             return described
         shard = {"schema": self.schema.to_json(), "rows": self.rows, "column_crc32": self.column_crc32}

@@ -21,7 +21,7 @@ from trajstore._core.formats.base import (
     TrajectoryFormat,
     rows_from_bytes,
 )
-from trajstore._core.formats.torch_zip import TensorPlace, TensorSlot, locate, write_torch_zip
+from trajstore._core.formats.torch_zip import TensorSlot, locate, write_torch_zip
 from trajstore.errors import CorruptStoreError
 
 SHARD_VERSION = 1
@@ -31,7 +31,7 @@ SHARD_VERSION = 1
 class PtFormat(TrajectoryFormat):
     """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories", "label"}``.
 
-    ``trajectories`` is one ``[T, B, E, document bytes]`` per trajectory, which defines its numbers of rows.
+    ``trajectories`` has T, B, E and document bytes of each trajectory, one after another, which define its rows.
     """
 
     name: ClassVar[str] = "pt"
@@ -64,27 +64,19 @@ class PtFormat(TrajectoryFormat):
 
 
 class _PtReader(ShardReader):
-    """Finds the columns by interpreting the file's pickle: slow, but needs no offsets."""
+    """Reads the columns where the manifest places them, without interpreting the file's pickle."""
 
     def __init__(self, fetch: Fetch, manifest: ShardManifest) -> None:
-        name = manifest.files[0].name
-        self._data = memoryview(fetch(name)).cast("B")
-        try:
-            content: Any = locate(self._data, source=name)
-            if content["layout"] != SHARD_LAYOUT or content["version"] != SHARD_VERSION:
-                raise ValueError(f"layout {content['layout']!r} version {content['version']!r}")
-            self._columns: list[TensorPlace] = [content["columns"][column.name] for column in manifest.schema.columns]
-            self._stored = manifest.stored
-            for found, (column, rows) in zip(self._columns, self._stored, strict=True):
-                if (found.shape, found.dtype) != ((rows, *column.row_shape), column.torch_dtype):
-                    raise ValueError(f"column {column.name}: {found.dtype} {list(found.shape)}")
-                if not found.is_contiguous:
-                    raise ValueError(f"column {column.name}: strides {list(found.stride)}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:  # from malformed descriptions
-            raise CorruptStoreError(f"{name}: not a shard that trajstore wrote, or damaged: {error}") from error
+        self._name = manifest.files[0].name
+        self._data = memoryview(fetch(self._name)).cast("B")
+        self._columns = list(zip(manifest.stored, manifest.places, strict=True))
 
     def rows(self, column: int, start: int, stop: int) -> torch.Tensor:
-        (spec, _), place = self._stored[column], self._columns[column]
-        first = place.offset + start * spec.row_nbytes
-        data = bytearray(self._data[first : first + (stop - start) * spec.row_nbytes])
-        return rows_from_bytes(data, place.dtype, (stop - start, *spec.row_shape))
+        (spec, _), place = self._columns[column]
+        nbytes = (stop - start) * spec.row_nbytes
+        first = len(self._data) if place is None else place.offset + start * spec.row_nbytes
+        if first + nbytes > len(self._data):
+            raise CorruptStoreError(f"{self._name}: column {spec.name}: lies outside the file")
+        return rows_from_bytes(
+            bytearray(self._data[first : first + nbytes]), spec.torch_dtype, (stop - start, *spec.row_shape)
+        )

@@ -66,7 +66,7 @@ def read_shard(directory: Directory, number: int, files: Sequence[str]) -> tuple
         file[2] = crc32_outside([fetch(file[0])], inside)
     manifest = manifest_from_json(value, [schema])
     reader, entries = form.open(fetch, manifest), {**label["entries"]}
-    extents = integers(described["trajectories"], 4)
+    extents = integers(described["trajectories"]).reshape(-1, 4)
     documents: list[dict[str, Any]] = [{}] * len(extents)
     for at, ((column, rows), crc) in enumerate(zip(manifest.stored, crcs, strict=True)):
         if zlib.crc32(raw_bytes(reader.rows(at, 0, rows).contiguous())) != crc:
@@ -77,7 +77,7 @@ def read_shard(directory: Directory, number: int, files: Sequence[str]) -> tuple
             documents = [parse_document(text[start:end]) for start, end in pairwise([0, *ends])]
     if not entries:
         return manifest, entries
-    entries["extents"], entries["times"] = described["trajectories"], np.cumsum(integers(entries["times"]))
+    entries["extents"], entries["times"] = extents.tolist(), np.cumsum(integers(entries["times"]))
     if schema.kind == "agent":
         entries["facts"] = facts_to_json([facts_of(document) for document in documents])
     return manifest, entries
