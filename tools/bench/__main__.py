@@ -50,6 +50,7 @@ BENCHMARKS = {
     "t31": "t31_tokens.figures",
     "t32": "t32_calls.figures",
     "t33": "t33_requests.figures",
+    "t34": "t34_waits.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

@@ -276,8 +276,10 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
 
 
 def _listed(value: Any, count: int) -> list[Any]:
-    value = _plain(value)
-    return list(map(_plain, value)) if isinstance(value, list | tuple) else [value] * count
+    plain = _plain(value)
+    if plain is value and isinstance(value, list | tuple):
+        return list(map(_plain, value))
+    return plain if isinstance(plain, list) else [plain] * count
 
 
 def _plain(value: Any) -> Any:

@@ -377,10 +377,11 @@ class StoreSink(Sink):
         self.writer.retain()
 
     def evict(self, ids: Sequence[int]) -> None:
-        mine = [number for number in ids if self._view.is_own(number)]
+        loaded = self._view.not_own(ids)
+        mine = [*ids] if not loaded else [number for number in ids if self._view.is_own(number)]
         if mine:
             contents = self._view.contents
-            waiting = {number for number in mine if contents.is_pending(number)}
+            waiting = contents.pending_in(mine)
             self.take_in_sessions()  # after a crash, evicted rollouts would come back of sessions that are not over
             # First those that need no space: on a full disk, pending writes are possible only afterwards.
             if len(waiting) < len(mine):
@@ -391,7 +392,7 @@ class StoreSink(Sink):
                 self.flush()
                 uninterrupted(partial(self.writer.log.evict, list(waiting)))
             self.writer.rewriter.note()
-        self._view.forget([number for number in ids if not self._view.is_own(number)])
+        self._view.forget(loaded)
 
     @property
     def committed(self) -> int:
@@ -458,8 +459,7 @@ class StoreSink(Sink):
         return len(self.writer.rewriter.damaged)
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
-        others = [number for number in update.ids if not self._view.is_own(number)]
-        if others:
+        if others := self._view.not_own(update.ids):
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
@@ -468,7 +468,7 @@ class StoreSink(Sink):
 
     def _flush_pending(self, ids: Sequence[int]) -> None:
         """Flush if one of these is not committed yet."""
-        if any(self._view.contents.is_pending(number) for number in ids):
+        if self._view.contents.pending_in(ids):
             with self.lock:  # another thread's addition is shown, and a moment later queued, under this lock
                 pass
             self.writer.flush()
@@ -480,7 +480,7 @@ class StoreSink(Sink):
             check_late_values(update, catalog.notes.kinds)
 
     def history(self, trajectory_id: int) -> list[Note]:
-        if self._view.contents.is_pending(trajectory_id):  # annotate flushes first
+        if self._view.contents.pending_in([trajectory_id]):  # annotate flushes first
             return []
         with self.writer.log.standing_still() as catalog:
             catalog.check_known([trajectory_id])

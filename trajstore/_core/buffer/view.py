@@ -364,6 +364,12 @@ class View(CommitListener):
         """Return whether an id was given by this buffer, not loaded."""
         return self.own_first <= number < ID_LIMIT
 
+    def not_own(self, ids: Sequence[int]) -> list[int]:
+        """Return the ids that were not given by this buffer."""
+        numbers = np.array(ids, np.int64)
+        others: list[int] = numbers[(numbers < self.own_first) | (numbers >= ID_LIMIT)].tolist()
+        return others
+
     def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
         """Return the id at a position, -1 for a loaded one."""
         number = int(ids[at])
@@ -437,10 +443,9 @@ class View(CommitListener):
                     *reversed(versions),
                 )
             ids = index.at("trajectory_id", positions).tolist()
-            loaded = [number for number in ids if not self.is_own(number)]
-            if loaded:
+            if loaded := self.not_own(ids):
                 self.forget(loaded)
-            mine = (number for number in ids if self.own_first <= number < self.kept_from)
-            return [number for number in mine if not contents.is_pending(number)]
+            pending = contents.pending_in(ids)
+            return [number for number in ids if self.own_first <= number < self.kept_from and number not in pending]
 
         return self.locked(beyond_limits)

@@ -7,7 +7,7 @@ without it, on addresses that stay valid until they end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -146,9 +146,10 @@ class Contents:
 
     def _note(self, source: int, noted: Noted, first_id: int) -> None:
         """Apply late values of a source's trajectories; ids below ``first_id`` belong to other sources."""
-        mine = (noted.ids >= first_id) & (self.index.find_many(noted.ids) >= 0)
+        positions = self.index.find_many(noted.ids)
+        mine = (noted.ids >= first_id) & (positions >= 0)
         columns = {name: column[mine] for name, column in noted.columns.items()}
-        positions, left = self.index.find_many(noted.ids[mine]), []
+        positions, left = positions[mine], []
         for name in [name for name in columns if name.startswith(NOTE_ROWS)]:
             if name.removeprefix(NOTE_ROWS) in self.index.row_notes:
                 left.append(self.index.at(name, positions))
@@ -311,9 +312,9 @@ class Contents:
             left = np.concatenate([slots, np.array(locations, np.int32), *of_rows])
             self.addresses.leave(left[left != UNAVAILABLE])
 
-    def is_pending(self, trajectory_id: int) -> bool:
-        """Return whether a trajectory is uncommitted."""
-        return trajectory_id in self._pending
+    def pending_in(self, ids: Iterable[int]) -> set[int]:
+        """Return the ids of uncommitted trajectories among some."""
+        return self._pending.intersection(ids)
 
     def snapshot(self) -> ReadSnapshot:
         """Return a snapshot of everything that can be saved; fast, with ``lock`` held."""

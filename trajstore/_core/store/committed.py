@@ -317,7 +317,8 @@ class Committed:
 
     def unknown(self, ids: Sequence[int]) -> set[int]:
         """Return the ids without a live trajectory."""
-        return set(np.array(ids, np.int64)[self.index.find_many(ids) < 0].tolist())
+        wanted = np.array(ids, np.int64)
+        return set(wanted[self.index.find_many(wanted) < 0].tolist())
 
     def extents_of(self, ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[Kind]]:
         """Return the extents of live trajectories, ``[n, 4]`` and without documents, and their kinds.

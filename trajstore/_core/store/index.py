@@ -298,7 +298,7 @@ class TrajectoryIndex:
 
     def find_many(self, trajectory_ids: Sequence[int] | IntArray) -> npt.NDArray[np.int64]:
         """Return the position of each id, -1 where it is not in the index."""
-        ids, wanted = self["trajectory_id"], np.array(trajectory_ids, np.int64)
+        ids, wanted = self["trajectory_id"], np.asarray(trajectory_ids, np.int64)
         if not len(ids):
             return np.full(len(wanted), -1, np.int64)
         if self._order is None and not self._ascending:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any
+
+import numpy as np
 
 from trajstore._core.columns.facts import OVER_FACTS, SCORE
 from trajstore._core.columns.limits import RANGES, shown
@@ -109,7 +113,7 @@ class LateValues:
                     f"annotate: {name}: {counted(len(values), 'value')} for {trajectories(len(self.ids))}, must be as "
                     "many, or one"
                 )
-            kinds = {_kind(name, value) for value in values if value is not None}
+            kinds = _kinds(name, values)
             if "text" in kinds and (name in OVER_FACTS or name.startswith(SCORE)):
                 raise ConfigurationError(f"annotate: {name}: has a text, but replaces a number")
             if len(kinds) > 1:
@@ -162,6 +166,19 @@ def check_names(names: Iterable[str], facts: Collection[str]) -> None:
                 f"annotate: {name}: the fact {meant[0]} has this name but for the case of letters; write {meant[0]}, "
                 "or take another name"
             )
+
+
+def _kinds(name: str, values: Sequence[Value]) -> set[str]:
+    """Return the kinds of values that are not None, see :func:`_kind`; many numbers are checked as an array."""
+    types = {*map(type, values)}
+    if types <= {float, int, bool, NoneType}:
+        with suppress(OverflowError):  # of an integer
+            numbers = np.array(values, np.float64)
+            known = int(np.isfinite(numbers).sum())
+            is_exact = int not in types or not (np.abs(numbers) >= _EXACT).any()
+            if is_exact and known + values.count(None) == len(values):
+                return {"number"} if known else set()
+    return {_kind(name, value) for value in values if value is not None}
 
 
 def _kind(name: str, value: Any) -> str:

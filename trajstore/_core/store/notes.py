@@ -256,28 +256,28 @@ class Notes:
         """
         check_kinds(update, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
+        ids = np.array(update.ids, np.int64)
         self._kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
         for name, values in update.values.items():
-            numbers = np.array([np.nan if isinstance(value, str | None) else value for value in values], np.float64)
-            texts = np.array(
-                [self._words.add(item) if isinstance(item, str) else _NO_TEXT for item in values], np.int32
-            )
-            columns |= self._append(update, name, generation, numbers=numbers, texts=texts)
+            if self._kinds[name] == "text":
+                texts = [_NO_TEXT if value is None else self._words.add(str(value)) for value in values]
+                columns |= self._append(update, name, generation, ids=ids, texts=texts)
+            else:  # None becomes NaN
+                columns |= self._append(update, name, generation, ids=ids, numbers=np.array(values, np.float64))
         if update.rows is not None:
             for name, starts in update.rows.starts().items():
-                columns |= self._append(update, name, generation, shards=shard, starts=starts)
+                columns |= self._append(update, name, generation, ids=ids, shards=shard, starts=starts)
         if update.source:
             self.sources.add(update.source)
         if len(self._parts) > 2 * MOST_NAMES:
             self._parts = [self._all()]
-        return Noted(np.array(update.ids, np.int64), columns, self._words)
+        return Noted(ids, columns, self._words)
 
     def _append(
         self, update: LateValues, name: str, generation: int, **values: npt.ArrayLike
     ) -> dict[str, npt.NDArray[Any]]:
         """Append a value of each trajectory under a name; return it as columns of the index."""
         row = {
-            "ids": update.ids,
             "names": list(self._kinds).index(name),
             "numbers": _HAS_ROWS if "shards" in values else np.nan,
             "texts": _NO_TEXT,

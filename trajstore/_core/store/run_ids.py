@@ -113,7 +113,7 @@ def ids_from(field: str, values: Any) -> list[int]:
     Raises:
         ConfigurationError: one is not an id.
     """
-    if isinstance(values, list | tuple) and any(isinstance(value, str) for value in values):
+    if isinstance(values, list | tuple) and any(issubclass(kind, str) for kind in {*map(type, values)}):
         return [id_from(field, value) for value in values]
     numbers: list[int] = whole_numbers(field, values).tolist()
     return numbers

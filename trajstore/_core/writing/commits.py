@@ -19,7 +19,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Change
 from trajstore._core.store.index import TrajectoryIndex, renumbered
 from trajstore._core.store.late_values import LateValues
-from trajstore._core.store.log_records import encode_line, id_ranges, manifest_to_json
+from trajstore._core.store.log_records import encode_line, id_ranges, in_pieces, manifest_to_json
 from trajstore._core.writing.groups import ShardDraft
 
 
@@ -83,7 +83,7 @@ def add_lines(catalog: Catalog, commits: Sequence[Sequence[ShardDraft]], now: in
 
 def evict_line(generation: int, ranges: IntArray) -> bytes:
     """Return the log line that evicts inclusive ranges of ids, ``[n, 2]``, the commit of this generation."""
-    return encode_line({"generation": generation, "operation": "evict", "ids": ranges})
+    return encode_line({"generation": generation, "operation": "evict", "ids": in_pieces(ranges)})
 
 
 def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
@@ -93,7 +93,9 @@ def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
         new: dict[Schema, int] = {}
         schema = catalog.shards.next_number_of(update.rows.manifest.schema, new)
         rows["rows"] = update.rows.to_json(_to_json(new), schema)
-    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **update.to_json(), **rows})
+    values = {name: in_pieces(items) for name, items in update.values.items()}
+    record = {**update.to_json(), "ids": in_pieces(update.ids), "values": values, **rows}
+    return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **record})
 
 
 def rewrite_line(catalog: Catalog, number: int, manifest: ShardManifest, ids: IntArray, extents: IntArray) -> bytes:
