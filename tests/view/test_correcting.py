@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.stores import another_writer, stored, writer_to
+from tests.support.waiting import wait_until
 from tests.view.conftest import Serve
 from tests.view.rollouts import clicked, opened, rollout, text_of
 from tests.view.test_server import ask, get
@@ -190,9 +191,8 @@ def test_a_value_waits_for_the_writer_and_is_seen_waiting(path: Path, serve: Ser
             assert history_of(viewer) == [("judge", 0.5, "inbox"), ("judge", "x", "refused")]
             assert history_of(viewer, "1") == []
         os.kill(writer, signal.SIGCONT)
-        while first.exists() or history_of(other)[0][2] == "inbox":
-            pass
         for viewer in (address, other):
+            wait_until(lambda: not first.exists() and history_of(viewer)[0][2] != "inbox")  # noqa: B023 - called here
             assert history_of(viewer) == [("judge", 0.5, "store"), ("judge", "x", "refused")]
         (_, refused) = ask(address, "notes", id="0")["values"]
         assert "a text, but the values of this name are numbers here" in refused["why"]
