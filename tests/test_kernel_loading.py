@@ -124,6 +124,6 @@ def test_kernels_are_compiled_where_no_cache_can_be_written() -> None:
         "from trajstore._core.sampling import _tree_kernels\n"
         "from trajstore._core.base import _kernels\n"
     )
-    child = subprocess.run([sys.executable, "-c", compiles], capture_output=True, text=True, timeout=300)
+    child = subprocess.run([sys.executable, "-c", compiles], capture_output=True, text=True, timeout=1500)
     assert child.returncode == 0, child.stderr
     assert child.stderr.count("set NUMBA_CACHE_DIR to a folder") == 1

@@ -15,8 +15,6 @@ from .rebuilt import store_of
 from .recount import DUAL_CLIP, HIGH, LOW, check_loss_rows
 from .runs import GROUP, PROMPTS, REPLAY, Train
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @pytest.mark.parametrize(
     "mode",
