@@ -372,7 +372,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer = store()
-    threads = set(threading.enumerate())
+    before = _prefetchers()
     loader = ReplayLoader(buffer, 8)
     next(loader)
 
@@ -385,7 +385,7 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
     with pytest.raises(TrajectoryUnavailableError, match="always"):
         next(loader)
     loader.close()
-    assert set(threading.enumerate()) <= threads
+    assert _prefetchers() <= before
 
 
 def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:

@@ -64,7 +64,7 @@ def _run(folder: Path, world: int, begins: bool) -> list[list[float]]:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(400)
+        rank.join(1500)
     assert [rank.exitcode for rank in ranks] == [0] * world
     return [heard.recv() for _ in range(4)]
 
