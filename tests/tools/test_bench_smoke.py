@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart
+from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart, t31_tokens
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -28,6 +28,8 @@ LONG = ("t15", "t21", "t22", "t23", "convert")
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
+    for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
+        monkeypatch.setattr(t31_tokens, tokens, 8)
     monkeypatch.setattr(space, "_SECONDS", 0.1)  # with so little data, it never falls below the target
     try:
         figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=0.002)))
