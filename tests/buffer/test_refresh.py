@@ -215,6 +215,7 @@ def test_forked_workers_sample_whatever_locks_other_threads_hold(tmp_path: Path,
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0)) as buffer:
         buffer.add_trajectories([witness(key) for key in range(8)])
         check_batch(buffer.sample(8))
+        buffer.flush()  # no thread of the buffer holds a lock that the fork waits for
         writer = buffer._sink.writer
 
         def hold() -> None:

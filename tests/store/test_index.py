@@ -23,8 +23,6 @@ from trajstore._core.store.index_file import index_from_json, index_to_json
 from trajstore._core.store.packing import StringTable, pack, unpack
 from trajstore.errors import CorruptStoreError
 
-INT64 = st.integers(-(2**63), 2**63 - 1)
-
 
 @pytest.mark.parametrize(
     ("change", "message"),
