@@ -23,6 +23,7 @@ from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats.base import ShardContent
+from trajstore._core.writing import maintenance
 from trajstore.errors import ConfigurationError, MissingDependencyError, StoreLockedError
 from trajstore.remote.directory import RemoteDirectory
 from trajstore.trajectory import Trajectory
@@ -189,8 +190,10 @@ def test_a_buffer_lives_in_an_object_store(
         check_batch(loaded.sample(24))
 
 
-def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path) -> None:
+def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server", reason="needs moto[server]")
+    for name in ("_COLLECT_EVERY", "_REMOTE_RENEWAL"):  # requests of every minute
+        monkeypatch.setattr(maintenance, name, 86_400.0)
     requests = {figure.name: figure.value for figure in t33_requests.figures(Options(tmp_path, scale=0.04))}
     assert requests == {
         "a commit": 2.0,
