@@ -261,7 +261,7 @@ class Points:
         for old in points if keep is not None and len(complete) > keep else ():
             if old.step < complete[-(keep or 1)]:
                 self._stores.remove(old.step)
-        return next(point for point in points if point.step == step)
+        return points[-1]  # none is later
 
     def go_to(self, name: str | int, *, aside: bool = True) -> dict[str, Any]:
         """Show a snapshot: its trajectories, late values and saved points; draws continue from there.

@@ -293,11 +293,9 @@ class Contents:
             in_memory, locations = self.addresses.are_memory(slots), []
             numbers = self.index.at("trajectory_id", positions)
             for number in numbers[in_memory].tolist():
-                location = self._on_disk.get(number)
+                location = self._on_disk.pop(number, None)
                 if location is not None:
                     locations.append(location.table)
-            for number in numbers.tolist() if self._on_disk or self.cache is not None else ():
-                self._on_disk.pop(number, None)
                 if self.cache is not None:
                     self.cache.discard(number)
             if self._pending:

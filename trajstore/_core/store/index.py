@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -517,14 +518,12 @@ class TrajectoryIndex:
 
         Arrays are shared until either side adds entries; texts are shared until unused ones are removed.
         """
-        part = TrajectoryIndex(self.table)
+        part = copy(self)
         low, high = self.first + start, self.first + stop
         part._arrays = {name: array[low:high] for name, array in self._arrays.items()}
         part._waiting = {name: waiting.part(low, high) for name, waiting in self._waiting.items()}
         part.before = self.before[low : high + 1]
-        part.texts, part._texts_kept = self.texts, self._texts_kept
-        part.end = high - low
-        part._ascending, part._lent, part.may_be_partial = self._ascending, self._lent, self.may_be_partial
+        part.first, part.end, part._order, part._lender_ids = 0, high - low, None, None
         return part
 
     def entry(self, position: int) -> TrajectoryEntry:

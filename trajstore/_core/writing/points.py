@@ -154,19 +154,18 @@ class Points:
         with self._one_change():
             catalog = self._log.catalog
             with self._log.changing():
-                before = catalog.points()
-                newest = before[-1].step or 0 if before else step
-                if newest > step:
+                newest = points[-1] if (points := catalog.points()) else None
+                if newest is not None and (newest.step or 0) > step:
                     raise ConfigurationError(
-                        f"points.save({step}): {self._directory.url} has a saved point of step {newest}, which is "
+                        f"points.save({step}): {self._directory.url} has a saved point of step {newest.step}, which is "
                         "later; go to an earlier one first (points.go_to), or remove it with "
-                        f"points.remove({point_name(newest)!r})"
+                        f"points.remove({point_name(newest.step or 0)!r})"
                     )
                 name = point_name(step, catalog.visit)
             self._write(name, capture, step)
-            if replaced := [old for old in before if old.step == step and old.name != name]:
+            if newest is not None and newest.step == step and newest.name != name:
                 with self._log.changing():
-                    self._release(self._on_no_line(replaced))
+                    self._release(self._on_no_line([newest]))
             with self._log.standing_still():
                 return list(map(SavedPoint.of, catalog.points()))
 
