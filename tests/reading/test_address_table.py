@@ -91,20 +91,6 @@ def test_a_slot_is_given_out_again_when_its_last_entry_has_left_and_no_copy_runs
     assert addresses.mapped == 1
 
 
-def test_memory_is_resident_when_it_is_first_asked_for() -> None:
-    addresses, _, _ = shown([])
-    rows = MappedShard(SCHEMA, [77], keep=object())
-    slot = addresses.add_memory(rows, 2)
-    assert addresses.signature[slot] == -1
-    addresses.ensure(np.array([slot]), nothing)
-    assert HeldRows(addresses, np.array([slot])).first[slot, 0] == 77
-    addresses.leave(np.array([slot]))
-    assert addresses.signature[slot] >= 0
-    addresses.leave(np.array([slot]))
-    assert addresses.signature[slot] == -1
-    assert addresses.add_memory(rows, 1) == slot
-
-
 def test_memory_whose_entries_nobody_has_seen_can_be_withdrawn() -> None:
     addresses, slots, _ = shown([0])
     kept, taken = MappedShard(SCHEMA, [77], keep=object()), MappedShard(SCHEMA, [78], keep=object())
@@ -185,19 +171,6 @@ def begun(copies: RunningCopies) -> Owner:
     copy = Owner()
     copies.begin(copy)
     return copy
-
-
-def test_without_a_copy_it_goes_at_once() -> None:
-    free: list[int] = []
-    copies = RunningCopies(free.extend)
-    owner = Owner()
-    gone = weakref.ref(owner)
-    copies.let_go(owner, 3)
-    copies.let_go(None, None)
-    del owner
-    assert gone() is None
-    assert free == [3]
-    assert copies.idle
 
 
 def test_it_waits_for_all_copies() -> None:

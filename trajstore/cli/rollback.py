@@ -11,7 +11,7 @@ from trajstore.cli.output import Output, format_bytes
 from trajstore.errors import trajectories
 
 if TYPE_CHECKING:
-    from trajstore._core.buffer.points import SnapshotChanges
+    from trajstore._core.store.rollback import SnapshotChanges
 
 
 def _configure(parser: ArgumentParser) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from trajstore._core.base.arguments import check_kind
-from trajstore._core.buffer.points import Listing, Points, SnapshotChanges, Stores, asked, united
+from trajstore._core.buffer.points import Listing, Points, Stores, asked, united
+from trajstore._core.store.rollback import SnapshotChanges
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.drawing import DrawingHandle
 from trajstore.distributed.starting import everywhere

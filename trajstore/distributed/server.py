@@ -15,7 +15,6 @@ from trajstore._core.base import locks
 from trajstore._core.base.arguments import whole
 from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.checkpoint import check_target
-from trajstore._core.buffer.points import SnapshotChanges
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.columns.fields import unnest
 from trajstore._core.columns.limits import MAX_ID
@@ -27,6 +26,7 @@ from trajstore._core.sessions.records import encode_call, frames
 from trajstore._core.sessions.session import Session
 from trajstore._core.store.late_values import LateValues
 from trajstore._core.store.notes import Note
+from trajstore._core.store.rollback import SnapshotChanges
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import SavedPoint

@@ -6,14 +6,13 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trajstore._core.base.arguments import check_kind, text, truth, whole, whole_or_none
-from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.rollback import has_a_name, plan_change
+from trajstore._core.store.rollback import SnapshotChanges
 from trajstore._core.store.run_ids import ALONE
-from trajstore._core.store.saved_points import STEP, SavedPoint, aside_name, point_name
+from trajstore._core.store.saved_points import STEP, SavedPoint, point_name
 from trajstore.errors import ConfigurationError, StoreNotFoundError, counted, listed
 
 logger = logging.getLogger(__name__)
@@ -23,68 +22,6 @@ KEPT = 3
 
 Listing = Mapping[int, Sequence[SavedPoint]]
 """The snapshots of each store by rank; :data:`ALONE` for a single store."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotChanges:
-    """The changes that going to a snapshot makes in one store.
-
-    Attributes:
-        path: path of the store.
-        to: the requested snapshot.
-        trajectories: number of live trajectories afterwards.
-        leaving: number of trajectories that are no longer live.
-        leaving_bytes: bytes of their columns.
-        returning: number of trajectories that are live again.
-        values: number of late values that no longer count.
-        values_back: number of late values that count again.
-        later_steps: steps of the saved points that are not on the snapshot's line.
-        aside: name given to the head that is left; None if it has a name already or is deleted.
-    """
-
-    path: str
-    to: str | int
-    trajectories: int
-    leaving: int
-    leaving_bytes: int
-    returning: int
-    values: int
-    values_back: int
-    later_steps: tuple[int, ...]
-    aside: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the changes as JSON values."""
-        return {**asdict(self), "later_steps": list(self.later_steps)}
-
-    @staticmethod
-    def of(catalog: Catalog, name: str | int, aside: bool, commits: int = 0) -> SnapshotChanges:
-        """Return the changes that going to a snapshot of a store makes.
-
-        Args:
-            catalog: of the store.
-            name: of the snapshot, or step of a saved point on the current line.
-            aside: whether the present head is kept under a name.
-            commits: number of commits that a writer makes before it goes to the snapshot.
-
-        Raises:
-            StoreNotFoundError: there is no such snapshot; names the existing ones.
-            CorruptStoreError: the snapshot is damaged.
-        """
-        change = plan_change(catalog, catalog.snapshot(name))
-        named = not aside or change.is_empty or has_a_name(catalog, change.line)
-        return SnapshotChanges(
-            catalog.directory.url,
-            name,
-            change.to.count,
-            len(change.leaving),
-            change.nbytes,
-            len(change.returning),
-            change.values,
-            change.values_back,
-            tuple(point.step or 0 for point in change.points),
-            None if named else aside_name(catalog.generation + commits + 1),
-        )
 
 
 class Stores(ABC):

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 
 import orjson
 
-from trajstore._core.buffer.points import Listing, Points, SnapshotChanges, Stores
+from trajstore._core.buffer.points import Listing, Points, Stores
 from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.opening import open_directory
+from trajstore._core.store.rollback import SnapshotChanges
 from trajstore._core.store.run_ids import ALONE
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreWriteError, listed
 

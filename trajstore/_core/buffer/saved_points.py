@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from trajstore._core.base.arguments import path_or_url
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.checkpoint import CheckpointState
-from trajstore._core.buffer.points import Listing, Points, SnapshotChanges, Stores, asked
+from trajstore._core.buffer.points import Listing, Points, Stores, asked
 from trajstore._core.buffer.sink import Sink, StoreSink
 from trajstore._core.buffer.view import View
 from trajstore._core.files.base import Directory
@@ -21,6 +21,7 @@ from trajstore._core.reading.places import Place, is_of_rank, nothing_at, place_
 from trajstore._core.sampling.draws import Draws, rng_json
 from trajstore._core.sessions.sessions import warn_of_open
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.rollback import SnapshotChanges, plan_change
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import snapshots_of
 from trajstore._core.writing.inbox import Pending
@@ -117,8 +118,9 @@ class OwnStore(Stores):
             with self._sink.lock:  # nothing is added meanwhile
                 writer.flush()
                 gone = writer.points.go_to(name, aside=aside)
-                if not gone.change.is_empty:
-                    logger.warning("%s: went to %s: %s", writer.directory.url, gone.change.to.name, _left(gone))
+                if not gone.plan.is_empty:
+                    left = _left(gone.plan.changes)
+                    logger.warning("%s: went to %s: %s", writer.directory.url, gone.plan.to.name, left)
                 return gone
 
         self._sink.flush()  # finished sessions are recorded as over: a later crash must not bring their rollouts back
@@ -135,7 +137,7 @@ class OwnStore(Stores):
         self._sink.flush()
         self._sink.take_in_values()
         with writer.log.standing_still() as catalog:
-            return [SnapshotChanges.of(catalog, name, aside)]
+            return [plan_change(catalog, name, aside).changes]
 
 
 class StoresAt(Stores):
@@ -185,7 +187,7 @@ class StoresAt(Stores):
     def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
         stores = self._having(name)
         for store in stores:  # all, before any change
-            SnapshotChanges.of(_with_pending(store)[0], name, aside)
+            plan_change(_with_pending(store)[0], name, aside)
         gone = self._each(stores, lambda points: points.go_to(name, aside=aside))
         for store in stores:
             warn_of_open(store.url, _KEEP_CALLS)
@@ -196,7 +198,7 @@ class StoresAt(Stores):
         for store in self._having(name):
             catalog, added = _with_pending(store)
             fences = 0 if store.directory.can_append else 1  # a writer of an object store begins with one
-            results.append(SnapshotChanges.of(catalog, name, aside, added + fences))
+            results.append(plan_change(catalog, name, aside, added + fences).changes)
         return results
 
     @staticmethod
@@ -265,17 +267,16 @@ def _with_pending(place: Place) -> tuple[Catalog, int]:
     return catalog, added
 
 
-def _left(gone: Gone) -> str:
+def _left(changes: SnapshotChanges) -> str:
     """Describe the changes by going to a snapshot."""
-    change = gone.change
     counted_changes = (
-        (f"trajectories ({change.nbytes:,} bytes) no longer shown", len(change.leaving)),
-        ("trajectories shown again", len(change.returning)),
-        ("late values that do not count any more", change.values),
-        ("late values that count again", change.values_back),
-        ("saved points on another line", len(change.points)),
+        (f"trajectories ({changes.leaving_bytes:,} bytes) no longer shown", changes.leaving),
+        ("trajectories shown again", changes.returning),
+        ("late values that do not count any more", changes.values),
+        ("late values that count again", changes.values_back),
+        ("saved points on another line", len(changes.later_steps)),
     )
     parts = [f"{effect}: {count:,}" for effect, count in counted_changes if count]
-    if gone.aside is not None:
-        parts.append(f"points.go_to({gone.aside!r}) undoes this, points.remove({gone.aside!r}) deletes what was left")
+    if (left := changes.aside) is not None:
+        parts.append(f"points.go_to({left!r}) undoes this, points.remove({left!r}) deletes what was left")
     return "; ".join(parts)

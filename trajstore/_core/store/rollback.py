@@ -1,96 +1,125 @@
-"""Plans going to a snapshot: evicted and restored trajectories. Pure; no I/O."""
+"""Plans going to a snapshot: what it changes, and whether the present state gets a name. Pure; no I/O."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import id_ranges
 from trajstore._core.store.notes import Notes
-from trajstore._core.store.saved_points import Snapshot
+from trajstore._core.store.saved_points import Snapshot, aside_name
 from trajstore.errors import CorruptStoreError, trajectories
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotChanges:
+    """The changes that going to a snapshot makes in one store.
+
+    Attributes:
+        path: path of the store.
+        to: the requested snapshot.
+        trajectories: number of live trajectories afterwards.
+        leaving: number of trajectories that are no longer live.
+        leaving_bytes: bytes of their columns.
+        returning: number of trajectories that are live again.
+        values: number of late values that no longer count.
+        values_back: number of late values that count again.
+        later_steps: steps of the saved points that are not on the snapshot's line.
+        aside: name given to the head that is left; None if it has a name already or is deleted.
+    """
+
+    path: str
+    to: str | int
+    trajectories: int
+    leaving: int
+    leaving_bytes: int
+    returning: int
+    values: int
+    values_back: int
+    later_steps: tuple[int, ...]
+    aside: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the changes as JSON values."""
+        return {**asdict(self), "later_steps": list(self.later_steps)}
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """The changes made by going to a snapshot.
+    """Going to a snapshot.
 
     Attributes:
         to: the snapshot.
         notes: its late values.
         line: names of the existing saved points on its line.
-        leaving: ids of live trajectories that are not in the snapshot, ascending.
-        returning: ids of the snapshot's trajectories that are not live, ascending.
-        points: saved points of the current line that are not on the snapshot's.
-        nbytes: of the trajectories that leave.
-        values: number of current late values that are not in the snapshot.
-        values_back: number of the snapshot's late values that are not current.
+        changes: what it changes.
+        is_empty: whether the store already equals the snapshot.
     """
 
     to: Snapshot
     notes: Notes
     line: tuple[str, ...]
-    leaving: npt.NDArray[np.int64]
-    returning: npt.NDArray[np.int64]
-    points: tuple[Snapshot, ...]
-    nbytes: int
-    values: int
-    values_back: int
-    _line_differs: bool
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the store already equals the snapshot."""
-        return not (len(self.leaving) or len(self.returning) or self.values or self.values_back or self._line_differs)
+    changes: SnapshotChanges
+    is_empty: bool
 
 
-def plan_change(catalog: Catalog, to: Snapshot) -> Plan:
-    """Return the changes made by going to a snapshot.
+def plan_change(catalog: Catalog, name: str | int, aside: bool, commits: int = 0) -> Plan:
+    """Return what going to a snapshot of a store changes.
+
+    Args:
+        catalog: of the store.
+        name: of the snapshot, or step of a saved point on the current line.
+        aside: whether the present head is kept under a name.
+        commits: number of commits that a writer makes before it goes to the snapshot.
 
     Raises:
-        CorruptStoreError: the store lacks trajectories or values of the snapshot.
+        StoreNotFoundError: there is no such snapshot; names the existing ones.
+        CorruptStoreError: the snapshot is damaged, or the store lacks trajectories or values of it.
     """
+    to = catalog.snapshot(name)
     notes = catalog.values_of(to)
-    staying = catalog.index.positions_in(to.ids)
-    returning = catalog.pinned.positions_in(to.ids)
-    if len(staying) + len(returning) != to.count:
+    staying, returning = catalog.index.positions_in(to.ids), len(catalog.pinned.positions_in(to.ids))
+    if len(staying) + returning != to.count:
         raise CorruptStoreError(
             f"{catalog.directory.url}: the snapshot {to.name} names {trajectories(to.count)}, of which "
-            f"{to.count - len(staying) - len(returning):,} cannot be found; go to another one"
+            f"{to.count - len(staying) - returning:,} cannot be found; go to another one"
         )
     leaves = np.ones(len(catalog.index), np.bool_)
     leaves[staying - catalog.index.first] = False
     present, line = catalog.points(), catalog.present_line(to)
     mine = catalog.notes.kept(catalog.index["trajectory_id"])
-    return Plan(
-        to,
-        notes,
-        line,
-        np.sort(catalog.index["trajectory_id"][leaves]),
-        np.sort(catalog.pinned.at("trajectory_id", returning)),
-        tuple(head for head in present if head.name not in line),
+    leaving, values, values_back = int(leaves.sum()), mine.count_not_in(notes), notes.count_not_in(mine)
+    is_empty = not (leaving or returning or values or values_back) and tuple(head.name for head in present) == line
+    named = not aside or is_empty or _has_a_name(catalog, mine, line)
+    changes = SnapshotChanges(
+        catalog.directory.url,
+        name,
+        to.count,
+        leaving,
         int(catalog.index["nbytes"][leaves].sum()),
-        mine.count_not_in(notes),
-        notes.count_not_in(mine),
-        tuple(head.name for head in present) != line,
+        returning,
+        values,
+        values_back,
+        tuple(head.step or 0 for head in present if head.name not in line),
+        None if named else aside_name(catalog.generation + commits + 1),
     )
+    return Plan(to, notes, line, changes, is_empty)
 
 
-def has_a_name(catalog: Catalog, reachable: Iterable[str]) -> bool:
+def _has_a_name(catalog: Catalog, notes: Notes, reachable: tuple[str, ...]) -> bool:
     """Return whether the head equals a head that was left, or one of some saved points.
 
     Args:
         catalog: of the store.
+        notes: late values of the live trajectories.
         reachable: names of the saved points to compare with.
     """
-    ids, line = catalog.index["trajectory_id"], tuple(head.name for head in catalog.points())
-    ranges, notes, counts = id_ranges(ids), catalog.notes.kept(ids), set(reachable)
+    ranges, line = id_ranges(catalog.index["trajectory_id"]), tuple(head.name for head in catalog.points())
     for head in catalog.snapshots():
-        if head.kind == "pin" or (head.kind == "point" and head.name not in counts):
+        if head.kind == "pin" or (head.kind == "point" and head.name not in reachable):
             continue
         if np.array_equal(head.ids, ranges) and catalog.present_line(head) == line:
             theirs = catalog.values_of(head)

@@ -494,7 +494,7 @@ class CommitLog:
         self.evicted_bytes += before - int(self.catalog.pinned["nbytes"].sum())
         self.garbage.collect(self.catalog)
 
-    def go_to(self, change: Plan) -> None:
+    def go_to(self, plan: Plan) -> None:
         """Commit going to a snapshot; within :meth:`changing`.
 
         The index is written whole. This is the only commit outside the log: followers see a gap in the log and reload.
@@ -507,8 +507,8 @@ class CommitLog:
         if self._settle():
             raise StoreWriteError(f"{self.directory.url}: an earlier change was committed after all; try again")
         changed = copy.copy(self.catalog)
-        change.notes.sources.update(changed.notes.sources)
-        changed.go_to(change.to.ids, change.notes, change.line)
+        plan.notes.sources.update(changed.notes.sources)
+        changed.go_to(plan.to.ids, plan.notes, plan.line)
         try:
             self._write_snapshot(changed)
         except BaseException as error:

@@ -14,13 +14,12 @@ from typing import Any
 from trajstore._core.base import locks
 from trajstore._core.files.base import EncodedFile, crc32_of
 from trajstore._core.store.log_records import id_ranges
-from trajstore._core.store.rollback import Plan, has_a_name, plan_change
+from trajstore._core.store.rollback import Plan, plan_change
 from trajstore._core.store.saved_points import (
     STATE,
     SavedPoint,
     SideFile,
     Snapshot,
-    aside_name,
     check_pin_name,
     pin_file,
     point_name,
@@ -50,14 +49,12 @@ class Gone:
     """Result of going to a snapshot.
 
     Attributes:
-        change: the change of the store.
-        aside: name of the head that was left; None if it has another name, or was not kept.
+        plan: what it changed.
         state: saved with the snapshot.
         details: further values in the snapshot's file.
     """
 
-    change: Plan
-    aside: str | None
+    plan: Plan
     state: Mapping[str, Any]
     details: Mapping[str, Any]
 
@@ -304,22 +301,20 @@ class Points:
             unfinished = catalog.unfinished_asides()
             if unfinished or self._may_have_leftovers:
                 self._release(unfinished)
-            change = plan_change(catalog, catalog.snapshot(name))
-            state, details = catalog.pins.state_of(change.to), catalog.pins.details(change.to.name)
-            left = None
-            if not change.is_empty:
-                if aside and not has_a_name(catalog, change.line):
-                    left = aside_name(catalog.generation + 1)
-                    left_for = {"left_for": change.to.name}
-                    head, files = _encoded(*self._taken(left, left_for), {}, left_for)
+            plan = plan_change(catalog, name, aside)
+            state, details = catalog.pins.state_of(plan.to), catalog.pins.details(plan.to.name)
+            if not plan.is_empty:
+                if plan.changes.aside is not None:
+                    left_for = {"left_for": plan.to.name}
+                    head, files = _encoded(*self._taken(plan.changes.aside, left_for), {}, left_for)
                     self._may_have_leftovers = True
                     self._publish("was changed", *files)
                     self._add(head)
                     self._may_have_leftovers = False
-                self._log.go_to(change)
+                self._log.go_to(plan)
             if not aside:  # also leftovers of an earlier crash
                 self._release(self._on_no_line([head for head in catalog.snapshots() if head.kind == "point"]))
-        return Gone(change, left, state, details)
+        return Gone(plan, state, details)
 
     def _claim(self) -> None:
         """Rewrite the snapshots of an object store, so that an earlier writer's file versions are outdated."""
