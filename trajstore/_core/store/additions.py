@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import NUMBERS, FlatTrajectories
-from trajstore._core.columns.limits import RANGES, UNKNOWN_TIME, UNKNOWN_VERSION, shown
+from trajstore._core.columns.limits import MAX_STEPS, RANGES, UNKNOWN_TIME, UNKNOWN_VERSION, shown
 from trajstore._core.columns.schema import Kind, rows_on
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.facts import AGENT, fact_columns, joined
@@ -351,6 +351,20 @@ def _lay_out(
         starts.append((ends - each - np.repeat(ends[begins] - each[begins], counts)).astype(np.int64))
         nbytes = nbytes + each * widths[:, axis]
     return starts, nbytes
+
+
+def check_rows(extents: npt.NDArray[np.int64], manifest: ShardManifest) -> None:
+    """Refuse extents ``[n, 4]`` that do not add up to the rows of a shard.
+
+    Raises:
+        CorruptStoreError: names the column.
+        ValueError: an extent is out of range.
+    """
+    if extents.min(initial=0) < 0 or extents.max(initial=0) > MAX_STEPS:
+        raise ValueError(f"extents from {extents.min()} to {extents.max()}, must be from 0 to {MAX_STEPS}")
+    for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
+        if rows_on(extents, column.axis).sum(dtype=object) != rows:  # exact: 64 bits could overflow
+            raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
 
 
 def expanded(ranges_by_shard: Sequence[Any], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -10,10 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.base.types import IntArray
-from trajstore._core.columns.limits import MAX_STEPS
-from trajstore._core.columns.schema import rows_on
 from trajstore._core.formats.base import ShardManifest
-from trajstore._core.store.additions import expanded
+from trajstore._core.store.additions import check_rows, expanded
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import integers
 from trajstore._core.store.row_location import STARTS
@@ -51,13 +49,8 @@ def move_from_json(value: Mapping[str, Any], manifest: ShardManifest) -> tuple[I
         KeyError, TypeError, ValueError: values are absent or of the wrong kind.
     """
     extents = integers(value["extents"], 4)
-    if extents.min(initial=0) < 0 or extents.max(initial=0) > MAX_STEPS:
-        raise ValueError(f"extents from {extents.min()} to {extents.max()}, must be from 0 to {MAX_STEPS}")
-    ids = expanded([value["ids"]], np.array([len(extents)]))
-    for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
-        if rows_on(extents, column.axis).sum(dtype=object) != rows:  # exact: 64 bits could overflow
-            raise CorruptStoreError(f"column {column.name}: trajectories do not add up to the shard's {rows} rows")
-    return ids, extents
+    check_rows(extents, manifest)
+    return expanded([value["ids"]], np.array([len(extents)])), extents
 
 
 def check_moved(index: TrajectoryIndex, ids: IntArray, extents: IntArray, fitting: npt.NDArray[np.bool_]) -> None:

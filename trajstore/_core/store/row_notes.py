@@ -17,10 +17,10 @@ import torch
 from trajstore._core.base.types import IntArray
 from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.flat import raw_bytes
-from trajstore._core.columns.limits import MAX_ID, MAX_STEPS
-from trajstore._core.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema, rows_on
+from trajstore._core.columns.limits import MAX_ID
+from trajstore._core.columns.schema import ColumnSpec, Extent, Kind, Schema, dtypes, intern_schema
 from trajstore._core.formats.base import ShardContent, ShardManifest
-from trajstore._core.store.additions import starts_of
+from trajstore._core.store.additions import check_rows, starts_of
 from trajstore._core.store.log_records import integers, manifest_from_json, manifest_to_json, natural
 from trajstore._core.store.row_location import START_OF
 from trajstore._core.store.run_ids import shown_id
@@ -88,15 +88,12 @@ class RowShard:
         """
         manifest = manifest_from_json(value["shard"], schemas)
         extents = np.pad(integers(value["extents"], 3), ((0, 0), (0, 1)))
-        if extents.min(initial=0) < 0 or extents.max(initial=0) > MAX_STEPS:
-            raise ValueError(f"extents from {extents.min()} to {extents.max()}, must be from 0 to {MAX_STEPS}")
         if len(extents) != count:
             raise CorruptStoreError(f"rows of {trajectories(len(extents))}, but {count} ids")
-        for column, rows in zip(manifest.schema.columns, manifest.rows, strict=True):
+        for column in manifest.schema.columns:
             if column.axis not in _AXES[manifest.schema.kind]:
                 raise CorruptStoreError(f"values {column.name}: on axis {int(column.axis)}")
-            if rows_on(extents, column.axis).sum(dtype=object) != rows:  # exact: 64 bits could overflow
-                raise CorruptStoreError(f"values {column.name}: do not add up to the shard's {rows} rows")
+        check_rows(extents, manifest)
         return RowShard(natural(value["number"], MAX_ID // 2), manifest, extents)
 
 
