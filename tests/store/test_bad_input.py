@@ -406,10 +406,51 @@ def test_a_cut_before_which_every_pin_was_made_is_an_older_moment(
     cut(path, 5)
     report = verify(path)
     assert report.sound
-    assert any("1 file in shards/ is named by no commit" in note for note in report.notes)
+    held = "1 file in shards/ is named by no commit; they hold trajectory 5: `trajstore repair` brings them back"
+    assert any(held in note for note in report.notes)
     with caplog.at_level(logging.WARNING), opened(path) as buffer:
         assert list(keys_of(buffer)) == list(range(5))
     assert "deletes 1 file of shards that no commit names" in caplog.text
+
+
+@pytest.mark.parametrize("leftover", ["none", "half a shard", "compacted", "evicted"])
+def test_repair_brings_back_what_a_torn_log_no_longer_names(tmp_path: Path, leftover: str) -> None:
+    """Acknowledged rollouts stay in shards if a disk loses the end of the log; evicted and moved ones do not return."""
+    live, path = tmp_path / "live", tmp_path / "store"
+    with writer_to(live) as buffer:
+        add_each(buffer, range(4))
+        old = {file.name: file.read_bytes() for file in (live / "shards").iterdir()}
+        buffer.evict([1])
+        add_each(buffer, range(4, 6))
+        copy_live(live, path, "writer.lock", "readers")
+    tell_ids(path, 4)
+    (segment,) = (path / "log").iterdir()
+    lines = segment.read_bytes().splitlines(keepends=True)
+    segment.write_bytes(b"".join(lines[:-2]) + lines[-2][:-20])
+    shards, whole = path / "shards", old["shard_00000003.pt"]
+    if leftover == "half a shard":
+        (shards / "shard_00000007.pt").write_bytes(whole[: len(whole) // 2])
+    if leftover == "compacted":  # a later shard of a committed trajectory: moved, without its record
+        (shards / "shard_00000007.pt").write_bytes(whole)
+    if leftover == "evicted":  # kept for a reader
+        (shards / "shard_00000001.pt").write_bytes(old["shard_00000001.pt"])
+    report = verify(path)
+    assert report.sound
+    assert "they hold 2 trajectories, ids 4 to 5: `trajstore repair` brings them back" in str(report.notes)
+    repaired = repair_store(path, tmp_path / "new")
+    assert repaired.is_whole
+    assert "brought back from shards that no commit names: 2 trajectories, ids 4 to 5" in repaired.notes
+    assert keys_at(tmp_path / "new") == {key: key for key in (0, 2, 3, 4, 5)}
+    assert contents_of(path) == [0, 2, 3], "a writer keeps what was committed"
+
+
+def test_repair_leaves_the_shards_of_a_live_writer_to_it(tmp_path: Path) -> None:
+    path = killed(tmp_path, pinned=False, renewed=5)
+    cut(path, 5)
+    shard = (path / "shards" / "shard_00000005.pt").read_bytes()
+    with opened(path) as buffer:
+        (path / "shards" / "shard_00000005.pt").write_bytes(shard)
+        assert repair_store(path, tmp_path / "new").trajectories == 5 == len(buffer)
 
 
 def test_a_damaged_line_feed_at_the_end_is_damage(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from trajstore._core.sessions.sessions import named, open_sessions
 from trajstore._core.store.log_records import id_ranges
 from trajstore._core.store.lost_records import lost_in_words
 from trajstore._core.store.run_ids import ALONE
+from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore._core.store.sealed import COPYING_NAME, INDEX_NAME, METADATA_NAME, without_advice
 from trajstore._core.store.shard_table import shard_number
@@ -347,7 +348,10 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
     if found is not None:
         copied.take(found, place.url)
         files = [problem.file for problem in found.problems]
-    request = LoadRequest(directory, None, strict, united={ALONE: directory}, quiet=strict is False, pending=True)
+    lenient = strict is False
+    request = LoadRequest(
+        directory, None, strict, united={ALONE: directory}, quiet=lenient, pending=True, uncommitted=lenient
+    )
     with load_reader(request, verify_shards=True, cache=False) as reader:
         before = reader._left_out
         reader._live.forget(copied.lost)
@@ -358,6 +362,9 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
                 points_of, pinned = part, part.catalog.pinned
                 gone = np.isin(pinned["trajectory_id"], copied.lost)
                 pinned.drop(pinned.first + np.flatnonzero(gone))
+                if isinstance(part.catalog, SalvagedCatalog) and len(ids := part.catalog.uncommitted):
+                    held = lost_in_words(id_ranges(ids).tolist(), uncounted=False)
+                    copied.notes.append(f"brought back from shards that no commit names: {held}")
         try:
             write_stores(copied, {"": (reader._snapshot(), reader._state())}, progress, points_of=points_of)
         except CorruptStoreError:

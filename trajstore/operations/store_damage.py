@@ -22,7 +22,7 @@ from trajstore._core.sessions.folder import CallsFolder
 from trajstore._core.store.catalog import Catalog, log_segments
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import decode_lines, id_ranges, ids_in_words
-from trajstore._core.store.lost_records import Damage
+from trajstore._core.store.lost_records import Damage, lost_in_words
 from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore._core.store.sealed import (
@@ -155,6 +155,9 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
         adding = " now: its writer adds them or keeps them for readers, or the next one removes them"
     else:
         saving = adding = "; the next writer removes them"
+        if len(ids := SalvagedCatalog.with_uncommitted(catalog).uncommitted):
+            held = lost_in_words(id_ranges(ids).tolist(), uncounted=False)
+            adding = f"; they hold {held}: `trajstore repair` brings them back, the next writer removes them"
     if states:
         result.notes.append(f"{counted(len(states), 'file', *_in(PINS_FOLDER))} named by no snapshot{saving}")
     if shards:

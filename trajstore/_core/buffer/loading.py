@@ -60,6 +60,7 @@ class LoadRequest:
         united: load these in place of the content of ``directory``, by rank, with ids of a run; one store by ``ALONE``.
         quiet: no warnings; the caller reports all damage.
         pending: show late values that wait in the stores' inboxes; a pin never shows them.
+        uncommitted: with ``strict=False``, show what interrupted commits left in shards; for a repair.
     """
 
     directory: Directory
@@ -69,6 +70,7 @@ class LoadRequest:
     united: Mapping[int, Directory] | None = None
     quiet: bool = False
     pending: bool = False
+    uncommitted: bool = False
 
     @property
     def stride(self) -> int:
@@ -295,7 +297,11 @@ def _open(directory: Directory, request: LoadRequest, rank: int) -> _Opened:
         problems = (*map(str, (*rlinf.damaged, *unreadable)), *rlinf.missing_in_words())
         return _Opened(rlinf, rlinf.index, CheckpointState.from_json(rlinf.metadata), rank, left_out, problems)
     pending = Pending(directory) if request.pending and pin is None else None
-    catalog, damage = (ReadersCatalog.open(directory), []) if strict is not False else open_leniently(directory)
+    catalog, damage = (
+        (ReadersCatalog.open(directory), [])
+        if strict is not False
+        else open_leniently(directory, uncommitted=request.uncommitted)
+    )
     added, refused, garbled = (0, [], []) if pending is None else pending.add_to(catalog)
     if garbled and strict is not False:
         raise garbled[0]

@@ -59,6 +59,8 @@ class SalvagedCatalog(Catalog):
         self._first_unnamed = 0
         """Lowest id of the trajectories that the index cannot name."""
         self._last_refused: _Refused | None = None
+        self.uncommitted = np.zeros(0, np.int64)
+        """Ids of the trajectories that :meth:`with_uncommitted` added, ascending."""
 
     @property
     def warnings(self) -> list[str]:
@@ -156,22 +158,51 @@ class SalvagedCatalog(Catalog):
 
     # -- shards that nothing names ----------------------------------------------------------------
 
-    def _take_shards(self) -> None:
-        """Add the trajectories of shards that neither the index nor a readable record names, by their labels.
+    @classmethod
+    def with_uncommitted(cls, catalog: Catalog) -> SalvagedCatalog:
+        """Add the trajectories whose shards were written, but whose record was not, or was cut off.
 
-        Which of them were evicted is known from the index, the readable records and the heads that were left.
+        Only shards with later numbers than all commits' and only new ids are taken: others were evicted, set aside or
+        moved. A live writer's shards are its own. Incomplete shards are skipped, as a killed writer leaves them.
         """
+        whole = cls(catalog.directory)
+        whole.__dict__.update(catalog.__dict__)
+        if whole.directory.is_written():
+            return whole
+        first = whole._first_unnamed = whole.next_id
+        for number, files in sorted(whole._unnamed_shards().items()):
+            if number >= catalog.next_shard:
+                with contextlib.suppress(*_BAD_VALUES, UnsafeContentError):
+                    whole._take_shard(number, files)
+        if whole.next_id > first:
+            whole._sort()
+        whole.uncommitted = whole.index["trajectory_id"][whole.index["trajectory_id"] >= first]
+        return whole
+
+    def _unnamed_shards(self) -> dict[int, list[str]]:
+        """Return the files of each shard that no live or pinned trajectory needs, by its number."""
         known = [names for _, names, _ in self.shards.file_sizes(np.flatnonzero(self.needed_shards()))]
         unnamed: dict[int, list[str]] = {}
         for name in sorted(set(self.directory.names(SHARDS_FOLDER)).difference(*known)):
             if (number := shard_number(name)) is not None:
                 unnamed.setdefault(number, []).append(name)
-        for number, files in sorted(unnamed.items()):
+        return unnamed
+
+    def _take_shards(self) -> None:
+        """Add the trajectories of shards that neither the index nor a readable record names, by their labels.
+
+        Which of them were evicted is known from the index, the readable records and the heads that were left.
+        """
+        for number, files in sorted(self._unnamed_shards().items()):
             try:
                 self._take_shard(number, files)
             except (*_BAD_VALUES, UnsafeContentError) as error:
                 detail = str(error).removeprefix(f"{self.directory.url}/")
                 self._warn(f"{self.directory.url}/{detail}; no readable commit names it").uncounted = True
+        self._sort()
+
+    def _sort(self) -> None:
+        """Order the entries by id, each once, with their late values."""
         for index in (self.index, self.pinned):
             _, order = np.unique(index["trajectory_id"], return_index=True)
             index.adopt(index.take(index.first + order))
@@ -366,8 +397,12 @@ _FROM_SHARDS = (
 _WORKED_OUT = "worked out again from the index; seed and generator state are lost"
 
 
-def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
+def open_leniently(directory: Directory, *, uncommitted: bool = False) -> tuple[Catalog, list[Damage]]:
     """Return the catalog of a directory and its damage; an undamaged directory is opened normally.
+
+    Args:
+        directory: directory of the store.
+        uncommitted: add what :meth:`SalvagedCatalog.with_uncommitted` finds.
 
     Raises:
         StoreNotFoundError: there is no store.
@@ -376,7 +411,8 @@ def open_leniently(directory: Directory) -> tuple[Catalog, list[Damage]]:
     """
     try:
         catalog = Catalog.open(directory)
-        return catalog, [Damage(catalog.index_damage)] if catalog.index_damage else []
+        damage = [Damage(catalog.index_damage)] if catalog.index_damage else []
     except (CorruptStoreError, StoreNotFoundError):
-        catalog = SalvagedCatalog.open(directory)
-        return catalog, catalog.damage
+        catalog = salvaged = SalvagedCatalog.open(directory)
+        damage = salvaged.damage
+    return SalvagedCatalog.with_uncommitted(catalog) if uncommitted else catalog, damage
