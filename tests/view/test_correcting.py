@@ -272,7 +272,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
     annotate(path, 0, {"known": "x"}, who="bob")
     with writer_to(path) as writer:
         address = serve(path, who="anna")
-        opened(page, f"{address}/#/trajectory/0", FORM)
+        opened(page, f"{address}/#/trajectory/0?show=scores", FORM)
         first = page.driver.current_window_handle
         page.driver.switch_to.new_window("tab")
         second = page.driver.current_window_handle
@@ -300,7 +300,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
 def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
     path: Path, serve: Serve, page: Page
 ) -> None:
-    opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0", FORM)
+    opened(page, f"{serve(path, who=HOSTILE)}/#/trajectory/0?show=scores", FORM)
     page.expected_errors.append("status of 400")
     for name, value, kind, message in (
         ("1x", "1", "number", "must be a name"),
@@ -325,7 +325,7 @@ def test_what_is_refused_is_said_beside_the_form_and_hostile_values_are_text(
 
 
 def test_a_waiting_value_is_shown_as_waiting_until_the_writer_has_it(path: Path, serve: Serve, page: Page) -> None:
-    opened(page, f"{serve(path, who='anna')}/#/trajectory/0", FORM)
+    opened(page, f"{serve(path, who='anna')}/#/trajectory/0?show=scores", FORM)
     with another_writer(path) as writer:
         os.kill(writer, signal.SIGSTOP)
         enter(page, "judge", "0.5")

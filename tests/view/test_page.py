@@ -502,6 +502,49 @@ def test_rollouts_without_tokens_say_nothing_of_tokens(tmp_path: Path, serve: Se
         assert page.run("return document.querySelector('#color').checkVisibility()") is False
 
 
+def test_rollouts_of_an_api_show_their_metadata(tmp_path: Path, serve: Serve, page: Page) -> None:
+    """Why a rollout failed, each call's model, time and cost, and values of metadata as columns of the table."""
+    said = [{"role": "user", "content": "7 + 5?"}, {"role": "assistant", "content": "Traceback: 12"}]
+    call = {"message": 1, "model": "big", "seconds": 1.25, "cost": 1e-05, "retries": 1, "usage": {"total_tokens": 90}}
+    error = "Traceback (most recent call last):\n  File\nRateLimitError: 429"
+    metadata = [
+        {"cost": 2.0, "model": "big", "calls": [call]},
+        {"cost": 0.5, "error": error, "tries": [1]},
+        {"cost": 1},
+    ]
+    with writer_to(tmp_path) as writer:
+        for number, one in enumerate(metadata):
+            outcome = Reward(outcome=float(number))
+            rollout = AgentTrajectory(messages=said[: 2 - number % 2], task_id="sum", reward=outcome, metadata=one)
+            writer.add_trajectories([rollout])
+    address = serve(tmp_path, who="anna")
+    opened(page, f"{address}/#/trajectory/0", "document.querySelector('.conversation .message')")
+    assert page.run("return document.querySelector('[data-show=conversation]').ariaPressed") == "true"
+    assert "big · 1.25 s · $0.00001 · 90 tokens · 1 retry" in text_of(page, ".conversation")
+    opened(page, f"{address}/#/trajectory/1", "document.querySelector('.facts .failed')")
+    assert text_of(page, ".facts + .facts") == "errorRateLimitError: 429cost0.5"
+    opened(page, f"{address}/#/group?task=sum", "document.querySelector('.sibling .outcome')")
+    assert "advantage" not in text_of(page, "main")
+    opened(page, f"{address}/#/overview", "document.querySelector('[data-curve=turns]')")
+    assert "policy version," not in text_of(page, ".lacking")
+    page.open(f"{address}/#/table?row=1")
+    choice = "[...document.querySelectorAll('.choices label')].find((one) => one.textContent === arguments[0])"
+    clicked(page, ".menu summary", choice, "costmetadata.cost")
+    assert page.run(f"return {choice} === undefined", "triesmetadata.tries")  # a list
+    page.run(f"{choice}.click()", "costmetadata.cost")
+    cost = "[...document.querySelectorAll('.row')].map((row) => row.lastElementChild.textContent).join()"
+    page.until(f"{cost} === '1,0.5,2'")
+    clicked(page, ".menu summary", "!document.querySelector('.menu').open")
+    clicked(page, ".heads > :last-child button", f"{cost} === '2,1,0.5'")
+    assert text_of(page, ".total") == "3 trajectories, by cost, descending"
+    page.keys("#filter", "content like 'Traceback%' and outcome = 2\n")
+    page.until(f"{cost} === '1'")
+    page.click("section.late summary")
+    page.keys("#late-name", "judge")
+    page.keys("#late-value", "1\n")
+    page.until(choice, "judge")
+
+
 def test_a_group_has_a_way_to_each_of_its_versions(tmp_path: Path, serve: Serve, page: Page) -> None:
     stored(tmp_path / "rank_0", [rollout(0, policy_version=version) for version in range(100)])
     links = "[...document.querySelectorAll('.versions a')].map((one) => one.textContent)"

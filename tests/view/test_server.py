@@ -438,6 +438,26 @@ def test_only_who_has_the_token_is_let_in(tmp_path: Path, serve: Serve) -> None:
     assert get(address, "/api/about", {"Cookie": cookie.split(";")[0], "Origin": "http://evil.example"})[0] == 403
 
 
+def test_conditions_on_messages_and_keys_of_metadata_are_answered(tmp_path: Path, serve: Serve) -> None:
+    metadata = [{"b c": number, 'a"b': 1, "mixed": [1, "x"][number], "many": [0], "no": None} for number in range(2)]
+    many = [rollout(number, metadata=metadata[number % 2]) for number in range(6)]
+    address = serve(stored(tmp_path, many))
+    kinds = {column["name"]: column["type"] for column in ask(address, "keys")["columns"]}
+    assert kinds == {'metadata."b c"': "number", "metadata.mixed": "text"}
+    where = "content like 'answer%' and content > 'answer 2' and outcome = 1"
+    order = ['metadata."b c"', "trajectory_id desc"]
+    page = ask(address, "page", where=where, order=order, columns=list(kinds))
+    assert [(row["trajectory_id"], row['metadata."b c"'], row["metadata.mixed"]) for row in page["rows"]] == [
+        ("5", 1, "x"),
+        ("3", 1, "x"),
+    ]
+    assert ask(address, "overview", where=where)["trajectories"] == 2
+    assert ask(address, "around", id="5", where=where, order=order)["next"] == "3"
+    for asked in ("where=content+like+'x'+and+nothing=1", "columns=metadata.many"):
+        status, _, body = get(address, f"/api/page?{asked}")
+        assert (status, b"nothing" in body or b"a list" in body) == (400, True)
+
+
 def test_text_of_tokens_is_that_of_the_whole() -> None:
     """A byte tokenizer that drops a text's leading space, like some do."""
     text = " für 😀 das\nEnde é"

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trajstore._core.columns.facts import SCORE
 from trajstore._core.store.run_ids import shown_id
 from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
 from trajstore.query.engine import polars
+from trajstore.query.texts import METADATA
 
 if TYPE_CHECKING:
     from polars import DataFrame, DataType
 
 Answer = dict[str, Any]
+
+_SCALARS = {str: "text", int: "number", float: "number", bool: "bool"}
+"""Types of values of metadata that can be columns."""
+
+MOST_KEYS = 30
+"""Maximum number of keys of metadata that are offered as columns."""
 
 LONGEST = 300
 """Maximum number of characters of a fact in a table."""
@@ -41,6 +49,28 @@ def columns_of(table: DataFrame) -> list[Answer]:
         }
         for name, kind in table.schema.items()
     ]
+
+
+def keys_of(texts: Iterable[str]) -> list[Answer]:
+    """Return the most frequent keys of metadata whose values are texts, numbers or bools, in the form of columns.
+
+    Args:
+        texts: the metadata of rollouts, as JSON.
+    """
+    types: dict[str, list[type]] = {}
+    for text in texts:
+        for key, value in (orjson.loads(text) or {}).items():
+            if value is not None and not {'"', "`", ","} & set(key):
+                types.setdefault(key, []).append(type(value))
+    scalar = [key for key, found in types.items() if set(found) <= _SCALARS.keys()]
+    often = sorted(scalar, key=lambda key: -len(types[key]))[:MOST_KEYS]
+    columns = []
+    for key in sorted(often):
+        name = f"{METADATA}.{key}" if key.isidentifier() else f'{METADATA}."{key}"'
+        shown = {_SCALARS[kind] for kind in types[key]}
+        kind = shown.pop() if len(shown) == 1 else "text"
+        columns.append({"name": name, "type": kind, "note": "in the rollout's metadata", "known": True})
+    return columns
 
 
 def _note_of_others(name: str) -> str:

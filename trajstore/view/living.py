@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,13 +28,16 @@ from trajstore.errors import (
     StoreError,
     TrajectoryUnavailableError,
     TrajstoreError,
+    UnknownColumnError,
     counted,
     trajectories,
 )
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
+from trajstore.query.relations import RELATIONS
+from trajstore.query.texts import METADATA, keys_in, words
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-from trajstore.view.answers import Answer, columns_of, in_order, named_rows, plain, plain_dict
+from trajstore.view.answers import Answer, columns_of, in_order, keys_of, named_rows, plain, plain_dict
 from trajstore.view.late import late_values
 from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from polars import DataFrame
 
     from trajstore._core.files.base import Directory
+    from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,9 @@ MOST_PATHS = 256
 
 MOST_GIVEN = 10_000
 """Maximum number of trajectories annotated at once."""
+
+_KEYS_FROM = 200
+"""Number of the newest rollouts whose metadata is read for its keys."""
 
 _LOOK_APART = 5.0
 """Seconds between two looks for writers."""
@@ -181,21 +188,37 @@ class Living:
         training = self._training.is_there(self._directories())
         return {"path": self.path, "columns": columns, "pool": pool, "training": training, **_told(self.state)}
 
-    def page(self, where: str, order: Sequence[str], first: int, count: int, state: str = "") -> Answer:
+    def keys(self) -> Answer:
+        """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
+        question, pl = self._shown.query(), polars()
+        rollouts = question.table().filter((pl.col("kind") == "agent") & pl.col("readable"))
+        newest = rollouts.sort("committed").tail(_KEYS_FROM)
+        if question.scan is None:
+            return {"columns": []}
+        return {"columns": keys_of(question.scan(METADATA, newest).select("json").collect()["json"])}
+
+    def page(
+        self, where: str, order: Sequence[str], first: int, count: int, state: str = "", columns: Sequence[str] = ()
+    ) -> Answer:
         """Return a page of a query's rows, facts by name: ``{"total", "first", "rows", "state"}``.
 
         Args:
-            where: condition; empty for all.
+            where: condition on facts, or on messages: then of the trajectories with such a message. Empty for all.
             order: expressions to sort by.
             first: number of the first row.
             count: number of rows.
             state: state of the previous page; if its ids are no longer cached, the present state is used.
+            columns: values of metadata in the rows, ``metadata.KEY``.
 
         Raises:
             ConfigurationError: an expression is invalid; names its part of the query.
         """
         ids, state = self._ids_of(where, order, state)
-        rows = named_rows(in_order(self._shown.query().table(), ids[first : first + count]))
+        facts = in_order(self._shown.query().table(), ids[first : first + count])
+        if keys := keys_in(columns):
+            question = replace(self._shown.query(), facts=lambda: facts)
+            facts = facts.hstack(question.select(*keys).table())
+        rows = named_rows(facts)
         return {"total": len(ids), "first": first, "rows": rows, "state": state}
 
     def ids(self, where: str, order: Sequence[str] = (), state: str = "") -> Answer:
@@ -285,7 +308,7 @@ class Living:
             question = self._shown.query().order_by(*order) if order else self._shown.query()
             key = self.state.name, where, tuple(order)
             if key not in self._answers:
-                self._answers[key] = (question.where(where) if where else question).ids()
+                self._answers[key] = _matching(question, where)
         self._answers.move_to_end(key)
         while len(self._answers) > _QUESTIONS:
             self._answers.popitem(last=False)
@@ -344,7 +367,8 @@ class Living:
             ConfigurationError: the condition is invalid, with the reason.
         """
         question = self._runs[run].query()
-        return (question.where(where) if where else question).table()
+        table = question.table()
+        return table.filter(np.isin(table["trajectory_id"], _matching(question, where))) if where else table
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
         """Return the rollouts of a task, and the list of their policy versions; those of all versions newest first.
@@ -591,6 +615,18 @@ class Living:
         if name not in self._decoders:
             self._decoders[name] = decoder(trajectory, self._tokenizer)
         return self._decoders[name]
+
+
+def _matching(question: Query, where: str) -> npt.NDArray[np.int64]:
+    """Return the ids of trajectories that match a condition, or that have a message that does."""
+    if not where:
+        return question.ids()
+    try:
+        return question.where(where).ids()
+    except UnknownColumnError:
+        if RELATIONS["messages"].keys().isdisjoint(words(where)):
+            raise
+        return replace(question, relation="messages").where(where).ids()
 
 
 def with_points(answer: Answer, points: Sequence[Answer]) -> Answer:

@@ -122,7 +122,8 @@ class Service:
         trajectory, rows = {"id": _text}, {"where": _text, "order": _texts}
         about_many: dict[str, Call] = {
             "about": (self._about, {}),
-            "page": (living.page, {**rows, "first": _whole, "count": _count, "state": _text}),
+            "keys": (living.keys, {}),
+            "page": (living.page, {**rows, "first": _whole, "count": _count, "state": _text, "columns": _texts}),
             "ids": (living.ids, {**rows, "state": _text}),
             "around": (living.around, {**trajectory, **rows}),
             "group": (living.group, {"task": _text, "version": _version}),

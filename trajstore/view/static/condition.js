@@ -32,6 +32,6 @@ export function conditionField(where, asked) {
     asked();
   } }, make("label", { for: "filter" }, "Filter"), filter, make("button", { type: "submit" }, "Apply"));
   filter.addEventListener("search", () => filter.value === "" && element.requestSubmit());
-  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", `e.g. task = '${visible(task.replaceAll("'", "''"))}'`);
+  const suggest = (task) => typeof task === "string" && filter.setAttribute("placeholder", `e.g. task = '${visible(task.replaceAll("'", "''"))}', or content like '%error%'`);
   return { element, condition, suggest };
 }

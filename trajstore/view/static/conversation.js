@@ -156,7 +156,7 @@ function messageOf(number, context, beside = null) {
   const later = exchanges.filter(([part]) => part === null).map(([, element]) => element);
   return make("article", { class: `message ${kind}`, "aria-label": `message ${number}, ${asText(role)}`, "data-number": number },
     make("header", {}, make("span", { class: "role" }, beside ? "result" : asText(role)), name && !beside ? make("span", {}, asText(name)) : null,
-      author ? make("span", { class: "author" }, asText(author)) : null, whole ? failureChip(whole) : null, context.linkOf(number), make("span", { class: "number" }, `message ${number}`)),
+      author ? make("span", { class: "author" }, asText(author)) : null, whole ? failureChip(whole) : null, make("span", { class: "quiet" }, context.noteOf(number)), context.linkOf(number), make("span", { class: "number" }, `message ${number}`)),
     whole && !beside ? answerTo(whole) : null, texts.map(([key, text]) => folded(sized(key, text), text, "aside")),
     whole && (told.error ?? null) !== null ? make("div", { class: "refused" }, valueOf(told.error)) : null,
     said.length || later.length || texts.length ? said : nothing("No content."), later,
@@ -177,10 +177,10 @@ const AT_ONCE = 200; // messages, each with the results of its calls
 
 /**
  * Fills an element with messages; those beyond the first 200 come when they are asked for. `exchanges` is that of `exchangesOf`, `linkOf`
- * returns the link to the tokens of a number of a message, null for none. Messages `first` to `end` are shown.
+ * returns the link to the tokens of a number of a message, `noteOf` what is known of its call, null for none. Messages `first` to `end` are shown.
  */
-export function showConversation(place, messages, exchanges, { linkOf = () => null, first = 0, end = messages.length } = {}) {
-  const context = { ...exchanges, messages, linkOf, first, end };
+export function showConversation(place, messages, exchanges, { linkOf = () => null, noteOf = () => null, first = 0, end = messages.length } = {}) {
+  const context = { ...exchanges, messages, linkOf, noteOf, first, end };
   const numbers = messages.map((_, number) => number).slice(first, end).filter((number) => !isBeside(number, context));
   (function show(from) {
     place.append(...numbers.slice(from, from + AT_ONCE).map((number) => messageOf(number, context)));

@@ -146,10 +146,11 @@ export async function show(main, { parameters, keep, signal }) {
       const of = (name) => spread(rows.map((row) => row[name]).filter((value) => typeof value === "number")).mean;
       fill(title, [`Policy version ${version}: ${several(rows.length, "rollout")}`, ...[["mean outcome", "outcome"], ["turns", "turns"], ["response tokens", "response"]].map(([words, name]) => (of(name) === null ? null : `${words} ${short(of(name))}`))].filter(Boolean).join(" · "));
     }
+    const hasTokens = read.some(({ rollout }) => rollout?.tokens);
     read.forEach(({ judged }, at) => {
       const { outcome, version_high: version } = told.rollouts[at];
       const group = spreads.get(version);
-      const advantage = typeof outcome === "number" && group.deviation ? (outcome - group.mean) / group.deviation : null;
+      const advantage = hasTokens && typeof outcome === "number" && group.deviation ? (outcome - group.mean) / group.deviation : null;
       const mood = outcome > 0.5 ? "good" : outcome <= 0 ? "bad" : "middling";
       fill(judged, outcome === null ? make("span", { class: "quiet" }, "no outcome") : make("span", { class: `outcome ${mood}` }, short(outcome)),
         advantage === null ? null : make("span", { class: "pair", title: "(outcome − mean) ÷ standard deviation, of the task's rollouts of this policy version" }, make("span", { class: "quiet" }, "advantage in group"), " ", short(advantage)));

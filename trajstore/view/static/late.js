@@ -88,9 +88,9 @@ export function showLate(section, { id, signal, isOpen, changed }) {
 
 /**
  * Shows a form that sets or removes a value for all trajectories of a view. `ids` returns { ids, gone }: theirs, and the
- * number that left the store. Call `tell` with the view's number of trajectories.
+ * number that left the store; `stored` is called when the value is in the store. Call `tell` with the view's number of trajectories.
  */
-export function showGiving(section, { columns, write, ids, signal }) {
+export function showGiving(section, { columns, write, ids, signal, stored = () => {} }) {
   const title = make("summary", {});
   const status = make("p", { class: "quiet", role: "status" });
   const refused = make("p", { class: "refused", role: "alert" });
@@ -128,6 +128,7 @@ export function showGiving(section, { columns, write, ids, signal }) {
       if (last?.place === "refused") fill(refused, `The writer refused it: ${last.why}`);
       const waits = last?.place === "inbox";
       fill(status, said, waits ? " It waits in the store's inbox for the writer." : last?.place === "store" ? " It is stored." : null);
+      if (last?.place === "store") await stored();
       if (waits) later = setTimeout(() => follow(id, name, said), PATIENCE);
     } catch (error) {
       if (!signal.aborted) fill(status, said, ` Not known whether it is stored: ${error.message}`);

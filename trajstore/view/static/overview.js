@@ -155,7 +155,7 @@ export async function show(main, { parameters, keep, signal }) {
       say(told.unreadable_count, all, "unreadable, with unknown facts (see trajstore verify)", "not readable"),
       say(told.without_outcome, ["rollout"], "without an outcome", "kind = 'agent' and outcome is null"),
       told.limits.map((text) => make("li", { class: "quiet" }, text)),
-      say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
+      told.by_version.x.length > 0 && say(told.without_version, all, "without a policy version, in no curve over versions", "version_high is null")].flat());
     draw();
     if (told.pool) drawPool(told.pool);
     fill(tasks, told.by_task.length ? [make("h2", {}, isSaid() ? "Tasks" : "Tasks by mean outcome, lowest first"), ...told.by_task.map(taskRow)] : []);

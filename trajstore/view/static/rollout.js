@@ -4,11 +4,11 @@ import { showConversation } from "./conversation.js";
 import { exchangesOf } from "./exchanges.js";
 import { showFinding } from "./find.js";
 import { fill, longText, make, toSight } from "./dom.js";
-import { count } from "./numbers.js";
+import { count, several } from "./numbers.js";
 import { NARROW, showOutline } from "./outline.js";
 import { showSession } from "./session.js";
 import { placesOf, showTokens } from "./tokens.js";
-import { valueOf } from "./values.js";
+import { roundedOf, valueOf } from "./values.js";
 
 /** Returns a link to a token of a rollout, null if there is none; `properties` are those of the link. */
 export const tokenLink = (token, properties) => (typeof token === "number" ? make("a", { class: "to-token", title: "Show its tokens", ...properties }, `token ${count(token)}`) : null);
@@ -19,6 +19,21 @@ const isKnown = (value) => Boolean(value && Object.values(value).some((one) => o
 function toolsIn(metadata) {
   const { tools, ...others } = metadata ?? {};
   return Array.isArray(tools) && tools.length ? { tools, others } : { tools: [], others: metadata ?? {} };
+}
+
+const digits = (value) => value.toLocaleString("en", { maximumSignificantDigits: 3 });
+
+/** Returns the function that says which model made a message, with time and cost of the call, by `metadata.calls`; null where it is not known. */
+function notesOf(calls) {
+  const notes = new Map();
+  for (const call of Array.isArray(calls) ? calls : []) {
+    const { message, model, seconds, cost, retries, usage } = Object.fromEntries(Object.entries(call ?? {}).map(([name, value]) => [name, roundedOf(value)]));
+    const of = (value, text) => (typeof value === "number" && text(value));
+    const text = [typeof model === "string" && model, of(seconds, (value) => `${digits(value)} s`), of(cost, (value) => `$${digits(value)}`),
+      of(roundedOf(usage?.total_tokens), (value) => several(value, "token")), retries > 0 && several(retries, "retry", "retries")].filter(Boolean).join(" · ");
+    if (text) notes.set(message, [notes.get(message), text].filter(Boolean).join("; "));
+  }
+  return (number) => notes.get(number) ?? null;
 }
 
 /** Returns a tool as an element: name, description, parameters. */
@@ -39,9 +54,9 @@ function toolOf(tool) {
 
 /**
  * Shows a rollout. `hrefOf` returns the address of one of its tokens; `calls`, if the tree of its session is shown already,
- * marks a call there (see showSession). `late` and `trained` are sections that are shown once they are not hidden; `write` says whether values can be set.
+ * marks a call there (see showSession). `late` and `trained` are sections that are shown once they are not hidden.
  */
-export function showRollout(place, told, { parameters, keep, signal, id, hrefOf = (token) => `#/trajectory/${id}?token=${token}`, calls = null, late = null, trained = null, write = false }) {
+export function showRollout(place, told, { parameters, keep, signal, id, hrefOf = (token) => `#/trajectory/${id}?token=${token}`, calls = null, late = null, trained = null }) {
   const part = (name, label) => make("section", { class: name, "aria-label": label });
   const conversation = part("conversation", "Conversation"), tokens = part("tokens", "Tokens");
   const { tools } = toolsIn(told.metadata);
@@ -89,7 +104,7 @@ export function showRollout(place, told, { parameters, keep, signal, id, hrefOf 
   fill(place, session, tabs, both);
   const hasMessages = told.messages.length > 0 || told.query;
   const hasToken = parameters.get("token") !== null || !hasMessages;
-  const usual = sides.has("tokens") && (hasToken || (!write && !NARROW.matches)) ? "tokens" : write && !NARROW.matches ? "scores" : "conversation";
+  const usual = sides.has("tokens") && (hasToken || !NARROW.matches) ? "tokens" : "conversation";
   choose(sides.has(parameters.get("show")) || parameters.get("show") === "conversation" ? parameters.get("show") : usual);
 
   if (told.query && told.messages.length === 0) conversation.append(make("h2", {}, "Query"), longText(told.query));
@@ -117,7 +132,7 @@ export function showRollout(place, told, { parameters, keep, signal, id, hrefOf 
     };
     leaveFinding = showFinding(conversation, messageAt, told.messages, { parameters, keep });
     conversation.append(messages);
-    const numbers = showConversation(messages, told.messages, exchanges, { linkOf });
+    const numbers = showConversation(messages, told.messages, exchanges, { linkOf, noteOf: notesOf(told.metadata?.calls) });
     outline = showOutline(told.messages, exchanges, numbers, { elementOf: (number) => partsOf(number)[0] ?? null, go: (number) => {
       choose(NARROW.matches ? "conversation" : both.dataset.show);
       toSight(messageAt(number)[0], 0.08);

@@ -1,7 +1,7 @@
 // Trajectories as a table: facts as columns, sorted and filtered by the server, a page of rows at a time.
 
 import { ask } from "./api.js";
-import { Refused } from "./bundle.js";
+import { Refused, isBundle } from "./bundle.js";
 import { NEWEST, amongOf, conditionField } from "./condition.js";
 import { fill, keepingFocus, make } from "./dom.js";
 import { showGiving } from "./late.js";
@@ -19,11 +19,11 @@ const TITLES = {
 /** Returns the function that names facts, for a store with these columns: steps are tokens where all trajectories are rollouts. */
 export function titlesOf(columns) {
   const hasBlocks = columns.some(({ name, known }) => name === "batch" && known);
-  return (name) => (name === "steps" && !hasBlocks ? "tokens" : TITLES[name] ?? name.replaceAll("_", " "));
+  return (name) => (name === "steps" && !hasBlocks ? "tokens" : TITLES[name] ?? name.replace(/^metadata\.(?="?(.*?)"?$).*/, "$1").replaceAll("_", " "));
 }
 
 /** Describes an order: "by response tokens, descending". */
-export const orderText = (order, title) => `by ${order.replace(/\w+/, title)}`.replace(/ desc$/, ", descending");
+export const orderText = (order, title) => `by ${order.replace(/^.*?(?=$| desc$)/, title)}`.replace(/ desc$/, ", descending");
 
 /** Returns which columns are shown unless the URL says it: those with values, a kind only where there are two. */
 function chosen(columns, told) {
@@ -50,14 +50,18 @@ export async function show(main, { parameters, keep, signal }) {
   fill(main, make("p", { class: "nothing" }, "Reading facts …"));
   const about = await ask("about", {}, signal);
   const { pool, write } = about;
-  let { columns } = about;
+  let { columns } = about, keys = [];
+  const isKey = (name) => name.startsWith("metadata.");
   const isKnown = (name) => columns.some((column) => column.name === name && column.known);
   const title = (name) => titlesOf(columns)(name);
   const factOf = (name) => (title(name) === name ? null : make("code", {}, name)); // what conditions call it
   const question = { where: parameters.get("where") ?? "", order: parameters.get("order") };
-  const asking = () => ({ where: question.where, order: question.order ?? NEWEST });
+  const asking = () => ({ where: question.where, order: question.order ?? NEWEST, columns: visible.filter(isKey) });
   const inOrder = () => (question.order ? orderText(question.order, title) : isKnown("committed") ? "newest commit first" : "newest first");
-  let visible = chosen(columns, parameters.get("columns"));
+  const listed = parameters.get("columns");
+  let visible = listed?.split(",") ?? [];
+  if (visible.some(isKey)) await askKeys();
+  visible = chosen(columns, listed);
   let pages = new Map(); // number of a page: its rows, or null while it is on its way
   let answer = null; // { state, total }
   let selected = Number(parameters.get("row") ?? 0);
@@ -70,7 +74,7 @@ export async function show(main, { parameters, keep, signal }) {
     start();
   });
   const choices = make("div", { class: "choices" });
-  const menu = make("details", { class: "menu" }, make("summary", {}, "Columns"), choices);
+  const menu = make("details", { class: "menu", toggle: () => menu.open && askKeys().then(offer, (error) => !signal.aborted && fill(refused, error.message)) }, make("summary", {}, "Columns"), choices);
   const total = make("span", { class: "total", role: "status" });
   const news = make("button", { type: "button", class: "news", hidden: true, click: () => {
     grid.focus({ preventScroll: true });
@@ -86,12 +90,25 @@ export async function show(main, { parameters, keep, signal }) {
   }, make("div", { role: "rowgroup", class: "header" }, heads), body);
   fill(main, make("h1", { class: "unseen" }, "Trajectories"),
     make("div", { class: "bar" }, field.element, menu, total, news), refused, giving, grid);
-  const form = write ? showGiving(giving, { columns, write, signal, ids: async () => {
+  const form = write ? showGiving(giving, { columns, write, signal, stored: askColumns, ids: async () => {
     const told = await ask("ids", { ...answer.asking, state: answer.state }, signal);
     if (told.state === answer.state) return told;
     start();
     throw new Refused("Nothing was set: the rows shown were outdated. Check the new ones first.");
   } }) : null;
+
+  async function askColumns() {
+    columns = [...(await ask("about", {}, signal)).columns, ...keys];
+    offer();
+  }
+
+  /** Adds columns of metadata: rollouts are read for them. */
+  async function askKeys() {
+    ({ columns: keys } = await ask("keys", {}, signal));
+    const named = visible.filter((name) => isKey(name) && !keys.some((key) => key.name === name));
+    keys.push(...(isBundle ? [] : named).map((name) => ({ name, type: "text", note: "in the rollout's metadata", known: true })));
+    columns = [...columns.filter(({ name }) => !isKey(name)), ...keys];
+  }
 
   function offer() {
     fill(choices, columns.filter(({ name }) => name !== "trajectory_id").map(({ name, note }) => make("label", { title: note },
@@ -99,6 +116,7 @@ export async function show(main, { parameters, keep, signal }) {
         visible = event.target.checked ? [...visible, name] : visible.filter((other) => other !== name);
         keep({ columns: visible.join(",") });
         lay();
+        if (event.target.checked && isKey(name)) start();
       } }), title(name), factOf(name))));
   }
 
@@ -147,8 +165,7 @@ export async function show(main, { parameters, keep, signal }) {
       const wanted = asking();
       const told = await ask("page", { ...wanted, first, count: PAGE }, signal);
       if (Object.keys(told.rows[0] ?? {}).some((name) => !columns.some((column) => column.name === name))) {
-        columns = (await ask("about", {}, signal)).columns; // values under a new name have come
-        offer();
+        await askColumns(); // values under a new name have come
       }
       if (mine !== asked) return;
       answer = { ...told, asking: wanted };

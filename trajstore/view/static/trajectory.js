@@ -9,19 +9,22 @@ import { showLate } from "./late.js";
 import { showRollout } from "./rollout.js";
 import { orderText, titlesOf } from "./table.js";
 import { showTrained } from "./training.js";
+import { asText, roundedOf } from "./values.js";
+
+const MOST_SCALARS = 6, LONGEST = 40, LONGEST_ERROR = 200; // values of metadata among the facts, and characters of each
 
 const SHOWN = [
   "outcome", "success_rate", "difficulty", "pool_entropy", "uses", "turns", "steps", "batch", "response", "version_high", "committed", "model_weights_id", "data_id", "rollout_id",
 ];
 
 export async function show(main, { of: id, parameters, keep, signal }) {
-  const facts = make("dl", { class: "facts" });
+  const facts = make("dl", { class: "facts" }), scalars = make("dl", { class: "facts", hidden: true });
   const name = make("span", { class: "id" }, id);
   const late = make("section", { class: "late", "aria-label": "Late values", hidden: true });
   const trained = make("section", { class: "trained", "aria-label": "Training", hidden: true });
   const place = make("div", { class: "body" });
   const neighbours = make("nav", { class: "neighbours", "aria-label": "Neighbours" });
-  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, place);
+  fill(main, make("div", { class: "bar" }, make("h1", {}, "Trajectory ", name), neighbours), facts, scalars, place);
   const where = parameters.get("where") ?? "", order = parameters.get("order") ?? NEWEST;
   const about = ask("about", {}, signal);
   /** Links to the trajectories before and after this one in the list that it was opened from, and to the failures among them. */
@@ -40,13 +43,14 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   askFacts();
   const told = await askTrajectory(id, signal);
   const isRollout = told.kind === "agent";
+  tellScalars(scalars, told.metadata ?? {});
   let view = null;
   const values = showLate(late, { id, signal, isOpen: isRollout, changed: () => {
     askFacts();
     if (view?.tell) askTrajectory(id, signal).then(view.tell, () => {}); // facts say what is wrong
   } });
   showTrained(trained, id, signal).catch((error) => !signal.aborted && fill(trained, make("p", { class: "refused" }, error.message)));
-  if (isRollout) view = showRollout(place, told, { parameters, keep, signal, id, late, trained, write: (await about).write });
+  if (isRollout) view = showRollout(place, told, { parameters, keep, signal, id, late, trained });
   else {
     place.before(late, trained);
     view = showBlock(place, told, { parameters, keep, signal, id });
@@ -55,6 +59,17 @@ export async function show(main, { of: id, parameters, keep, signal }) {
     askAround();
     return values.changed(state);
   } };
+}
+
+/** Shows short values of metadata as facts, after its `error`. */
+function tellScalars(place, { error, ...others }) {
+  const text = error ? asText(error).trim() : "";
+  const reason = text.split("\n").at(text.startsWith("Traceback") ? -1 : 0).slice(0, LONGEST_ERROR);
+  const known = Object.entries(others).map(([name, value]) => [name, roundedOf(value)])
+    .filter(([, value]) => ["number", "boolean"].includes(typeof value) || (typeof value === "string" && value && value.length <= LONGEST && !value.includes("\n")));
+  fill(place, reason ? make("div", {}, make("dt", {}, "error"), make("dd", { class: "failed", title: text }, reason)) : null,
+    known.slice(0, MOST_SCALARS).map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, short(value)))));
+  place.hidden = !place.childElementCount;
 }
 
 /** Returns a link to a neighbour, which keeps how this one is shown; what is not there is greyed out. */

@@ -10,6 +10,9 @@ export const asText = (value) => (typeof value === "string" ? value : JSON.strin
 
 const isPlain = (value) => value === null || typeof value !== "object" || Boolean(JSON.isRawJSON?.(value));
 
+/** Returns a number as one of the browser's, also where `exactly` kept its digits; anything else as it is. */
+export const roundedOf = (value) => (JSON.isRawJSON?.(value) ? Number(value.rawJSON) : value);
+
 /** Whether a text would be taken for another value without quotes. */
 const isDoubtful = (text) => text.trim() !== text || /^(null|true|false|-?[\d.]+(e[+-]?\d+)?|)$/i.test(text);
 
