@@ -106,6 +106,16 @@ def test_what_a_terminal_obeys_is_shown() -> None:
     assert json.loads(stream.getvalue()) == {"text": "\x9b\u202e\ud800\x7f ü"}
 
 
+def test_the_widest_texts_of_an_answer_are_cut_to_the_terminal() -> None:
+    rows = [["id", "task", "content"], ["123456789", "t" * 14, "x" * 100], ["2", "猫", "short"]]
+    for width, cells in ((60, ("t" * 14, f"{'x' * 30}…")), (20, (f"{'t' * 11}…", f"{'x' * 11}…")), (None, rows[1][1:])):
+        stream = io.StringIO()
+        Output(stream, width).table(rows, right=[0], fitted=True)
+        lines = stream.getvalue().splitlines()
+        assert tuple(lines[1].split()) == ("123456789", *cells)
+        assert lines[3:] == ([] if width is None else [f"cut to {width} characters; --json shows all"])
+
+
 # -- Without a UTF-8 locale, reports escape characters, and unencodable file names are refused by name --
 
 

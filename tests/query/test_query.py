@@ -380,7 +380,7 @@ def test_a_pattern_that_escapes_is_refused() -> None:
         (lambda q: q.order_by("nothing").rows(), "order_by: 'nothing': there is no column"),
         (lambda q: q.limit(-1), "limit"),
         (lambda q: q.where('task = "t1"').ids(), "where: .*: there is no column 't1'; .* quotes: 't1'$"),
-        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*metadata are written metadata.KEY"),
+        (lambda q: q.where("data_source = 1").ids(), "no column .data_source.; .*would be metadata.data_source"),
         (
             lambda q: q.group_by("task").select("count(*) as n", "task").rows(),
             "select: 'task': is in the result already, like all columns of group_by",
@@ -450,7 +450,7 @@ def test_conditions_on_metadata(tmp_path: Path, condition: str, ids: list[int]) 
     assert prune(tmp_path / "store", condition).trajectories == len(ids)
 
 
-def test_metadata_in_answers_and_what_no_column_can_hold() -> None:
+def test_metadata_in_answers_and_what_no_column_can_hold(caplog: pytest.LogCaptureFixture) -> None:
     buffer = in_memory([AgentTrajectory(input_ids=torch.arange(3), metadata=given or {}) for given in METADATA])
     query = buffer.query()
     rows = query.group_by("metadata.source").select("max(metadata.score) as most").order_by("metadata.source").rows()
@@ -466,8 +466,16 @@ def test_metadata_in_answers_and_what_no_column_can_hold() -> None:
     ):
         query.where("metadata.deep = 1").ids()
     buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(3), task_id="list", metadata={"source": ["a"]})])
-    with pytest.raises(ConfigurationError, match=r"metadata.source: a list in trajectory 5"):
-        query.where("metadata.source = 'a'").ids()
+    for key, said in (
+        ("metadata.source", "metadata.source: has a list in trajectory 5; .* The table 'calls'"),
+        ('metadata.source."0".cost', "metadata.source.*: has a list in trajectory 5"),
+        ("metadata.source[1]", r"metadata.source\[...\]: lists in metadata have no columns"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            query.where(f"{key} = 'a'").ids()
+    caplog.clear()
+    assert len(query.where("metadata.nosuch = 'a' and task is null").ids()) == 0
+    assert caplog.messages == ["metadata.nosuch: none of the 5 rollouts that were read has it"]
     assert query.where("task is null and metadata.source = 'math'").ids().tolist() == [0]  # reads these alone
 
 

@@ -47,13 +47,45 @@ def messages_of(added: list[AgentTrajectory]) -> list[Row]:
             rows.append(
                 {"trajectory_id": number, "task": rollout.task_id or None, "message": at, "turn": turn}
                 | {name: v if v is None or isinstance(v, str) else _json(v) for name, v in texts.items()}
-                | {"json": _json(message), "outcome": rollout.reward.outcome if rollout.reward else None}
+                | {
+                    "tool": message.get("name") if message.get("role") == "tool" else None,
+                    "json": _json(message),
+                    "outcome": rollout.reward.outcome if rollout.reward else None,
+                }
             )
     return rows
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def test_calls_of_models_and_the_tools_of_results() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    openai = [
+        {"role": "assistant", "tool_calls": [call, {"id": "c2", "function": "seek", "arguments": {}}]},
+        {"role": "tool", "tool_call_id": "c2", "content": "there"},
+        {"role": "tool", "tool_call_id": "lost", "name": "look", "content": "no"},
+    ]
+    anthropic = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "u", "name": "find", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": "here"}]},
+        {"role": "user", "name": "anna", "content": "thanks"},
+    ]
+    calls = [{"message": 0, "model": "big", "seconds": 2, "cost": 0.5, "usage": {"n": 1}}, {"model": 3, "cost": True}]
+    metadata: list[dict[str, Any]] = [{"calls": [*calls, "odd"]}, {"calls": 7}]
+    buffer = in_memory([AgentTrajectory(messages=said, metadata=metadata.pop(0)) for said in (openai, anthropic)])
+    assert buffer.query("messages").select("tool").table()["tool"].to_list() == [
+        None,
+        "seek",
+        "look",
+        None,
+        "find",
+        None,
+    ]
+    rows = buffer.query("calls").select("message", "model", "seconds", "cost", "json").rows()
+    assert [tuple(row.values())[:-1] for row in rows] == [(0, "big", 2.0, 0.5), (None, "3", None, None)]
+    assert json.loads(rows[0]["json"]) == calls[0]
 
 
 CONDITIONS: dict[str, Callable[[Row], bool | None]] = {

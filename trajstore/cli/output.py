@@ -24,6 +24,9 @@ _SHOWN = 50
 _LONGEST_TEXT, _MOST_LINES = 2_000, 20
 """Characters and lines of a text that are shown."""
 
+_NARROWEST = 12
+"""Least width that a column is cut to."""
+
 _LONGEST_WAIT = (1 << 31) - 1
 """Maximum milliseconds that ``poll`` takes."""
 
@@ -146,22 +149,47 @@ class Output:
         """Write names and values in two columns; rows with an empty value are left out."""
         self.table([row for row in rows if row[1]])
 
-    def table(self, rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
-        """Write rows of equal length in aligned columns; those numbered in ``right`` are flush right."""
+    def table(self, rows: Sequence[Sequence[str]], right: Sequence[int] = (), fitted: bool = False) -> None:
+        """Write rows of equal length in aligned columns.
+
+        Args:
+            rows: the cells.
+            right: numbers of the columns that are flush right.
+            fitted: cut the widest other columns to the terminal's width, with a note.
+        """
         if not rows:
             return
         rows = [[visible(cell) for cell in row] for row in rows]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        whole = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+        widths = _narrowed(whole, self.width, right) if fitted and self.width else whole
         for row in rows:
             cells = [
-                cell.rjust(width) if number in right else cell.ljust(width)
+                cell.rjust(width) if number in right else _cut(cell, width).ljust(width)
                 for number, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
             self.line(("  " + "  ".join(cells)).rstrip())
+        if widths != whole:
+            self.line(f"cut to {self.width} characters; --json shows all")
 
     def flush(self) -> None:
         """Flush the stream."""
         self._stream.flush()
+
+
+def _narrowed(widths: Sequence[int], room: int, right: Sequence[int]) -> list[int]:
+    narrow = [*widths]
+    while sum(narrow) + 2 * len(narrow) > room:
+        widest = max(
+            (number for number in range(len(narrow)) if number not in right), key=narrow.__getitem__, default=0
+        )
+        if widest in right or narrow[widest] <= _NARROWEST:
+            break
+        narrow[widest] -= 1
+    return narrow
+
+
+def _cut(cell: str, width: int) -> str:
+    return cell if len(cell) <= width else f"{cell[: width - 1]}…"
 
 
 def _json_value(value: Any) -> Any:

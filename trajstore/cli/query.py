@@ -280,7 +280,7 @@ def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> 
         out.data(table.write_csv())
         return
     rows = [[shown_fact(value) for value in row] for row in table.iter_rows()]
-    out.table([table.columns, *([shortened(cell, _WIDTH) for cell in row] for row in rows)], right=numbers)
+    out.table([table.columns, *([shortened(cell, _WIDTH) for cell in row] for row in rows)], numbers, fitted=True)
 
 
 def plain(value: Any) -> Any:

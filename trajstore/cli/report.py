@@ -160,8 +160,9 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
         more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
         _write_values("metadata", summarized(more), out, full)
     messages = report.get("messages", ())
-    calls = [call for message in messages for call in _calls_in(message)]
-    names = {call["id"]: _name_of(call) for call in calls if isinstance(call.get("id"), str)}
+    from trajstore.query.documents import tools_by_id
+
+    names = tools_by_id(message for message in messages if isinstance(message, dict))
     for number, message in enumerate(messages):
         _write_message(number, message, names, out, full)
     parts = report.get("token_parts", ())
@@ -246,18 +247,10 @@ def _said(part: Any, names: Mapping[str, str]) -> str:
     return json.dumps(part, ensure_ascii=False)
 
 
-def _calls_in(message: Any) -> list[dict[str, Any]]:
-    parts = [part for part in _listed(message, "content") if isinstance(part, dict) and part.get("type") == "tool_use"]
-    return parts + [call for call in _listed(message, "tool_calls") if isinstance(call, dict)]
-
-
-def _name_of(call: dict[str, Any]) -> str:
-    function = call.get("function", call)
-    return str(function.get("name", "a tool") if isinstance(function, dict) else function)
-
-
 def _called(call: Any) -> str:
     """Return a tool call as code, ``bash(cmd="ls")``, and its further fields; the id is that of its result."""
+    from trajstore.query.documents import name_of
+
     if not isinstance(call, dict):
         return str(call)
     function = call.get("function")
@@ -269,7 +262,7 @@ def _called(call: Any) -> str:
         given = ", ".join(f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
     known = ("function", "name", "id", "type", "index", "tool_call_id")
     others = {name: value for name, value in more.items() if name not in known and value is not None}
-    return f"{_name_of(call)}({'' if given is None else given})" + (
+    return f"{name_of(call)}({'' if given is None else given})" + (
         f" {json.dumps(others, ensure_ascii=False)}" if others else ""
     )
 

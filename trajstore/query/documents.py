@@ -1,7 +1,8 @@
-"""Messages, calls of agent sessions and metadata in the JSON documents of rollouts, as columns."""
+"""Messages, calls of models and metadata in the JSON documents of rollouts, as columns."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from trajstore.query.texts import METADATA, Path
 
 if TYPE_CHECKING:
     from polars import DataFrame, LazyFrame, Series
+
+logger = logging.getLogger(__name__)
 
 Object = Mapping[str, Any]
 
@@ -75,7 +78,14 @@ def _text(name: str) -> Values:
 
 def _number(name: str) -> Values:
     def known(value: Any) -> int | None:
-        return value if isinstance(value, int) and -(2**63) <= value < 2**63 else None
+        return value if type(value) is int and -(2**63) <= value < 2**63 else None
+
+    return lambda rollouts: [known(item.get(name)) for items in rollouts for item in items]
+
+
+def _real(name: str) -> Values:
+    def known(value: Any) -> float | None:
+        return float(value) if type(value) in (int, float) else None
 
     return lambda rollouts: [known(item.get(name)) for items in rollouts for item in items]
 
@@ -100,6 +110,39 @@ def _turns(rollouts: Rollouts) -> Iterable[int]:
     )
 
 
+def _items(message: Object, name: str) -> list[Object]:
+    items = message.get(name)
+    return [item for item in items if isinstance(item, dict)] if isinstance(items, list) else []
+
+
+def calls_in(message: Object) -> list[Object]:
+    """Return the tool calls of a message, in OpenAI's, inspect_ai's or Anthropic's form."""
+    parts = [part for part in _items(message, "content") if part.get("type") == "tool_use"]
+    return parts + _items(message, "tool_calls")
+
+
+def name_of(call: Object) -> str:
+    """Return the name of the tool that a call names."""
+    function = call.get("function", call)
+    return str(function.get("name", "a tool") if isinstance(function, dict) else function)
+
+
+def tools_by_id(messages: Iterable[Object]) -> dict[str, str]:
+    """Return the names of the called tools, by the ids of their calls."""
+    calls = (call for message in messages for call in calls_in(message))
+    return {call["id"]: name_of(call) for call in calls if isinstance(call.get("id"), str)}
+
+
+def _tools(rollouts: Rollouts) -> Iterable[str | None]:
+    for messages in rollouts:
+        names = tools_by_id(messages)
+        for message in messages:
+            results = (part.get("tool_use_id") for part in _items(message, "content"))
+            ids = (key for key in (message.get("tool_call_id"), *results) if isinstance(key, str))
+            is_named = message.get("role") in ("tool", "function") and isinstance(message.get("name"), str)
+            yield next((names[key] for key in ids if key in names), message["name"] if is_named else None)
+
+
 MESSAGES = Documents(
     _messages,
     {
@@ -112,6 +155,7 @@ MESSAGES = Documents(
         "role": ("String", "who speaks", _text("role")),
         "content": ("String", "its text; JSON where it is no text, null where there is none", _text("content")),
         "tool_calls": ("String", "calls of tools, as JSON; null where there are none", _text("tool_calls")),
+        "tool": ("String", "the tool whose result it is; null for other messages", _tools),
         "json": ("String", "all of the message, as JSON", _json),
     },
 )
@@ -134,13 +178,15 @@ def image_in(part: Any) -> tuple[str, str] | None:
 _IMAGE = re.compile("data:(image/[a-z+.-]+);base64,")
 
 
-# -- calls of sessions --------------------------------------------------------------------------------
+# -- calls of models ----------------------------------------------------------------------------------
 
 
 def _calls(document: Object) -> Sequence[Object]:
-    """Return the calls on the path that a rollout is; none of a rollout that is no session's."""
+    """Return the calls on the path of a session that a rollout is; of another rollout, those in its metadata."""
     metadata = document.get("metadata") or {}
-    calls = metadata[SESSION].get("calls", []) if session_of(metadata) else []
+    if not session_of(metadata):
+        return _items(metadata, "calls")
+    calls = metadata[SESSION].get("calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise CorruptStoreError(f"the calls in its metadata.{SESSION} are not a list of objects")
     return calls
@@ -156,6 +202,10 @@ CALLS = Documents(
         "policy_version": ("Int64", "training step whose weights sampled them", _number("policy_version")),
         "finish_reason": ("String", "why the model stopped", _text("finish_reason")),
         "retried": ("String", "why an attempt before was incomplete; null where there was none", _text("retried")),
+        "message": ("Int64", "number of the message that it returned", _number("message")),
+        "model": ("String", "the model that was called", _text("model")),
+        "seconds": ("Float64", "how long it took", _real("seconds")),
+        "cost": ("Float64", "what it cost", _real("cost")),
         "json": ("String", "all that the rollout's metadata has of it, as JSON", _json),
     },
 )
@@ -172,6 +222,8 @@ def with_metadata(
 ) -> DataFrame:
     """Return facts with values of metadata as more columns; null where a rollout has none, and for blocks of steps.
 
+    A key that none of the rollouts has is logged as a warning.
+
     Args:
         facts: the facts.
         wanted: paths of keys, by the name of their column.
@@ -179,7 +231,7 @@ def with_metadata(
         chosen: facts of the trajectories whose metadata is read; the others get nulls.
 
     Raises:
-        ConfigurationError: a value is a list or an object; names the rollout.
+        ConfigurationError: a value is a list or an object, or within a list; names the rollout.
     """
     pl = polars()
     rows = scan(METADATA, chosen).select("trajectory_id", "json").collect()
@@ -188,12 +240,17 @@ def with_metadata(
     for name, column in values.items():
         for number, value in zip(rows["trajectory_id"], column, strict=True):
             if isinstance(value, list):
-                raise ConfigurationError(f"{name}: a list in trajectory {shown_id(number)}; name a text or a number")
+                raise ConfigurationError(
+                    f"{name}: has a list in trajectory {shown_id(number)}; name a text or a number. The table 'calls' "
+                    "has a row for each object in metadata.calls"
+                )
             if isinstance(value, dict):
                 raise ConfigurationError(
                     f"{name}: an object in trajectory {shown_id(number)}; name one of its values, as "
                     f"{name}.KEY: it has {listed(value)}"
                 )
+        if documents and all(value is None for value in column):
+            logger.warning("%s: none of the %s rollouts that were read has it", name, f"{len(documents):,}")
     columns = {name: _column(column) for name, column in values.items()}
     return facts.join(
         pl.DataFrame({"trajectory_id": rows["trajectory_id"], **columns}),
@@ -205,6 +262,8 @@ def with_metadata(
 
 def _value_at(value: Any, path: Path) -> Any:
     for key in path:
+        if isinstance(value, list):
+            return value
         value = value.get(key) if isinstance(value, dict) else None
     return value
 

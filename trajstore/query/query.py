@@ -493,12 +493,12 @@ def _refusal(
         close = get_close_matches(unknown, names, 1)
         reason = f"there is no column {unknown!r}; "
         if close:
-            reason += f"did you mean {close[0]!r}? Keys of a rollout's metadata are written metadata.KEY"
+            reason += f"did you mean {close[0]!r}? A key of metadata would be metadata.{unknown}"
         elif f'"{unknown}"' in text:
             reason += f"a text takes single quotes: {_quoted(unknown)}"
         else:
-            reason += f"there are {listed(names, 40)}"
             if "trajectory_id" in names:
-                reason += "; keys of a rollout's metadata are written metadata.KEY"
+                reason += f"a key of a rollout's metadata would be metadata.{unknown}; "
+            reason += f"there are {listed(names, 40)}"
     refusal = ConfigurationError if unknown is None else UnknownColumnError
     return refusal(f"{where}: {text!r}: {reason}")

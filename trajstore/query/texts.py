@@ -117,6 +117,11 @@ def _found(cells: Sequence[str]) -> list[tuple[int, int, str, Path]]:
             path.append(key)
             name += f".{key}" if key.isidentifier() else f'."{key}"'
             end += 2
+        if path and cells[end : end + 1] == ["["]:
+            raise ConfigurationError(
+                f"{name}[...]: lists in metadata have no columns; the table 'calls' has a row for each object in "
+                "metadata.calls, DuckDB reads the others from 'json'"
+            )
         if path:
             found.append((first, end, name, tuple(path)))
     return found
