@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from functools import partial
@@ -264,7 +265,7 @@ def test_the_copy_of_a_damaged_run_is_no_run(run: Run, tmp_path: Path, remote: b
     to = f"memory://{tmp_path}/copy" if remote else str(tmp_path / "copy")
     message = run.err("copy", tmp_path / "run", to, code=DAMAGED)
     assert "run/rank_0: nothing was copied" in message
-    assert "it is damaged: shards/shard_00000002.pt: envelope: checksum does not fit" in message
+    assert re.search(r"it is damaged: shards/shard_00000002\.pt: .*checksum does not fit", message)
     for path in (to, f"{to}/rank_0"):
         with pytest.raises(TrajstoreError):
             keys_at(path)
