@@ -648,6 +648,35 @@ def test_two_episodes_stand_beside_each_other_in_step(tmp_path: Path, serve: Ser
     assert "no episodes" in text_of(page, "main .trouble")
 
 
+def test_an_episode_leads_to_its_parts_in_other_blocks(tmp_path: Path, serve: Serve, page: Page) -> None:
+    steps = torch.arange(10.0).reshape(-1, 1, 1)
+    blocks = [
+        Trajectory(
+            rewards=torch.full((3, 1, 1), torch.nan if start == 6 else 1.0),
+            dones=steps[start : start + 3] == 4,
+            curr_obs={"states": steps[start : start + 3]},
+            next_obs={"states": steps[start + 1 : start + 4]},
+        )
+        for start in (0, 3, 6)
+    ]
+    address = serve(stored(tmp_path, blocks))
+    page.open(f"{address}/#/trajectory/1")
+    page.until("document.querySelector('.goes-on a')")
+    assert text_of(page, ".goes-on") == (
+        "The first episode here continues the one of block 0. No episode ends at the last step. It goes on in block 2."
+    )
+    assert "in this block; the first episode began before it" in text_of(page, "[data-curve=return] figcaption")
+    assert page.run("return [...document.querySelectorAll('.neighbours .button')].map((one) => one.textContent)") == [
+        *("\u2039 Previous", "Next \u203a")  # blocks without an outcome are no failures
+    ]
+    page.click(".goes-on a")
+    page.until("location.hash.startsWith('#/trajectory/0') && document.querySelector('.goes-on')?.textContent")
+    assert "since the episode began" in text_of(page, "[data-curve=return] figcaption")
+    page.open(f"{address}/#/trajectory/2")
+    page.until("document.querySelector('[data-curve=rewards] canvas')")
+    assert not page.run("return document.querySelector('[data-curve=return]')"), "its rewards are unknown"
+
+
 def test_a_narrow_screen(tmp_path: Path, serve: Serve, page: Page) -> None:
     address = serve(stored(tmp_path, [*(rollout(number) for number in range(30)), witness(3)]))
     opened(page, f"{address}/#/trajectory/0", "document.querySelector('.token')")

@@ -109,7 +109,7 @@ def write_bundle(
         for number, name in enumerate(shown):
             try:
                 trajectory = living.get(name)
-                body, drawn = living.body(trajectory), _drawn(trajectory)
+                body, drawn = living.body(trajectory, name), _drawn(trajectory)
             except (TrajstoreError, OSError) as error:
                 done.problems[name] = str(error)
                 progress(number + 1, len(shown))

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +24,7 @@ from trajstore._core.store.salvage import open_leniently
 from trajstore._core.writing.inbox import InboxView
 from trajstore.errors import (
     ConfigurationError,
+    CorruptStoreError,
     SchemaMismatchError,
     StoreError,
     TrajectoryUnavailableError,
@@ -32,6 +33,7 @@ from trajstore.errors import (
     counted,
     trajectories,
 )
+from trajstore.operations.measure import around
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
 from trajstore.query.engine import polars
 from trajstore.query.relations import RELATIONS
@@ -68,8 +70,8 @@ _KEYS_FROM = 200
 _LOOK_APART = 5.0
 """Seconds between two looks for writers."""
 
-FAILURE = "outcome is null or outcome <= 0.5"
-"""Condition of the trajectories that are no success."""
+FAILURE = "(kind = 'agent' and outcome is null) or outcome <= 0.5"
+"""Condition of the trajectories that are no success; blocks without an outcome are neither."""
 
 _SUMS = 10_000
 """Number of trajectories whose sums of log-probs or rewards are cached."""
@@ -129,6 +131,8 @@ class Living:
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
         self._kept: OrderedDict[str, tuple[str, dict[str, Pictures]]] = OrderedDict()
         """State and pictures of the blocks whose frames were read last, by id; of the second thread."""
+        self._opened: tuple[tuple[str, str], Catalog] | None = None
+        """State, URL and catalog of the store in which blocks around another were looked for; of the second thread."""
         self._training = Training()
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
@@ -414,7 +418,7 @@ class Living:
             TrajectoryUnavailableError: no such trajectory, or it was evicted.
             CorruptStoreError: the trajectory is damaged.
         """
-        return self.body(self.get(shown))
+        return self.body(self.get(shown), shown)
 
     def session(self, session_id: str, own: str = "", among: Collection[str] | None = None) -> Answer:
         """Return the tree of a session in the store, see :func:`trajstore.view.session.tree_of`.
@@ -460,10 +464,33 @@ class Living:
                 raise
             raise self._none_of(shown) from error
 
-    def body(self, trajectory: AnyTrajectory) -> bytes:
-        """Return the result of :meth:`rollout` for a trajectory that was read."""
-        decode = self._decoder(trajectory) if isinstance(trajectory, AgentTrajectory) else None
-        return answer_of(trajectory, decode)
+    def body(self, trajectory: AnyTrajectory, shown: str = "") -> bytes:
+        """Return the result of :meth:`rollout` for a trajectory that was read; ``shown`` is the id of a block."""
+        if isinstance(trajectory, AgentTrajectory):
+            return answer_of(trajectory, self._decoder(trajectory))
+        return answer_of(trajectory, None, self._around(id_from("trajectory_id", shown)))
+
+    def _around(self, number: int) -> Answer | None:
+        """Return the blocks with the other parts of a block's episodes, see :func:`answer_of`."""
+        rank, directory = number - own_id(number), self._directories().get(rank_of_id(number))
+        if directory is None:
+            return None
+        key = self.state.name, directory.url
+        try:
+            if self._opened is None or self._opened[0] != key:
+                self._opened = key, open_leniently(directory)[0]  # those of the reader have no indexes
+            position = self._opened[1].index.find(own_id(number))
+            found = None if position is None else around(self._opened[1], position)
+        except CorruptStoreError:  # evicted since
+            return None
+        return (
+            None
+            if found is None
+            else {
+                name: [None if block is None else shown_id(rank + block) for block in blocks]
+                for name, blocks in asdict(found).items()
+            }
+        )
 
     def frames(self, shown: str, name: str, environment: int, steps: Sequence[int]) -> bytes:
         """Return pictures of a block, as bytes ``[n, height, width, channels]``.

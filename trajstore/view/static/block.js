@@ -8,7 +8,7 @@ import { short } from "./numbers.js";
 const FIRST = ["rewards", "prev_values", "prev_logprobs", "actions", "versions"];
 const ENDS = { terminations: "terminated", truncations: "truncated", dones: "done" };
 const SAID = [["rewards", "reward"], ["prev_values", "value"], ["actions", "action"]];
-const ABOUT = { prev_values: "the critic's estimates", prev_logprobs: "log-probs of the actions", return: "sum of the rewards since the episode began" };
+const ABOUT = { prev_values: "the critic's estimates", prev_logprobs: "log-probs of the actions" };
 const THUMBS = 12;
 const MOST_CURVES = 12;
 const AHEAD = 24; // frames asked for at a time while it plays
@@ -26,12 +26,13 @@ function curvesOf(array, batch, environment) {
   }));
 }
 
-/** Returns the sum of rewards over valid steps, which begins again after each end of an episode. */
+/** Returns the sum of rewards over valid steps, which begins again after each end of an episode; null from an unknown one on. */
 function returnsOf(rewards, ends, isValid) {
   let total = 0;
   return rewards[0].map((_, at) => {
     if (ends.includes(at - 1)) total = 0;
-    return (total += isValid(at) ? rewards.reduce((sum, line) => sum + (line[at] ?? 0), 0) : 0);
+    total += isValid(at) ? rewards.reduce((sum, line) => sum + (line[at] ?? NaN), 0) : 0;
+    return Number.isFinite(total) ? total : null;
   });
 }
 
@@ -209,13 +210,27 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     return !valid || valid.values[at * batch + environment] !== 0;
   }
 
-  /** Says where the episode of the last step goes on, if it did not end. */
-  async function tellNext() {
+  /** Says in which other blocks the first and the last episode are. */
+  async function tellOthers() {
     const last = Array.from({ length: steps }, (_, at) => at).findLast(isValid);
-    goesOn.hidden = endings().has(last) || !Object.keys(ENDS).some((name) => told.arrays.some((array) => array.name === name));
-    if (goesOn.hidden) return;
+    const isOpen = !endings().has(last) && Object.keys(ENDS).some((name) => told.arrays.some((array) => array.name === name));
+    const linkTo = (block) => make("a", { href: `#/trajectory/${block}${environment ? `?environment=${environment}` : ""}` }, block);
+    const before = told.around?.before[environment] ?? null, after = told.around?.after[environment] ?? null;
+    goesOn.hidden = before === null && !isOpen;
+    const begins = before === null ? [] : ["The first episode here continues the one of block ", linkTo(before), ". "];
+    if (!isOpen || told.around) {
+      const goes = after === null ? [", and no later block near this one continues it."] : [". It goes on in block ", linkTo(after), "."];
+      fill(goesOn, begins, isOpen ? ["No episode ends at the last step", ...goes] : []);
+      return;
+    }
     const { next } = await ask("around", { id, where: "", order: "trajectory_id" }, signal);
-    fill(goesOn, "No episode ends at the last step. It goes on in the block that was recorded next", next === null ? ", which is not here." : [": ", make("a", { href: `#/trajectory/${next}${environment ? `?environment=${environment}` : ""}` }, next), ", unless the environments were reset between."]);
+    fill(goesOn, "No episode ends at the last step. It goes on in the block that was recorded next", next === null ? ", which is not here." : [": ", linkTo(next), ", unless the environments were reset between."]);
+  }
+
+  /** Says since when the curve of returns adds up rewards. */
+  function sinceWhen() {
+    if (told.around && told.around.before[environment] === null) return "sum of the rewards since the episode began";
+    return told.around ? "sum of the rewards in this block; the first episode began before it" : "sum of the rewards since the episode began, or this block";
   }
 
   function lay() {
@@ -226,8 +241,9 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     const endingOf = endings();
     const ends = [...endingOf.keys()].sort((a, b) => a - b);
     const rewards = drawn.find(({ name }) => name === "rewards");
-    if (rewards) drawn.splice(1, 0, { name: "return", lines: [returnsOf(curvesOf(rewards, batch, environment), ends, isValid)] });
-    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, ABOUT[name])))));
+    const returns = rewards ? returnsOf(curvesOf(rewards, batch, environment), ends, isValid) : [];
+    if (returns.some((value) => value !== null)) drawn.splice(1, 0, { name: "return", lines: [returns] });
+    fill(curves, drawn.map(({ name }) => make("figure", { "data-curve": name, "aria-label": `${name} over the steps` }, make("figcaption", {}, name, make("span", { class: "of" }, name === "return" ? sinceWhen() : ABOUT[name])))));
     const light = styleOf("--dark") === "1" ? 66 : 48; // lines that go with the ground
     const strokeOf = (channel) => `hsl(${(200 + channel * 47) % 360} 45% ${light}%)`;
     const x = Array.from({ length: steps }, (_, at) => at);
@@ -243,16 +259,16 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
         plot.ctx.moveTo(left, plot.bbox.top);
         plot.ctx.lineTo(left, plot.bbox.top + plot.bbox.height);
         plot.ctx.stroke();
-        const isLeft = left > plot.bbox.left + plot.bbox.width / 2; // text stays within the curve
+        const isLeft = left > plot.bbox.left + plot.bbox.width / 2; // text stays within the figure, above the curve
         plot.ctx.fillStyle = stroke;
         plot.ctx.font = `${12 * devicePixelRatio}px system-ui, sans-serif`;
         plot.ctx.textAlign = isLeft ? "right" : "left";
-        plot.ctx.textBaseline = "top";
-        plot.ctx.fillText(text, left + (isLeft ? -4 : 4) * devicePixelRatio, plot.bbox.top);
+        plot.ctx.textBaseline = "bottom";
+        plot.ctx.fillText(text, left, plot.bbox.top - 2 * devicePixelRatio);
         plot.ctx.restore();
       };
       const plot = new uPlot({
-        ...shapeOf(figure), height: 140, legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
+        ...shapeOf(figure), height: ends.length ? 152 : 140, padding: [ends.length ? 20 : 8, 12, 0, 0], legend: { show: false }, cursor: { drag: { x: false, y: false }, points: { show: false }, y: false },
         scales: scalesOf(),
         axes: axes("step"),
         series: [{}, ...lines.map((_, channel) => ({ stroke: lines.length === 1 ? styleOf("--accent") : strokeOf(channel), width: 1.5, points: { show: steps < 40, size: 4 } }))],
@@ -269,7 +285,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
     });
     for (const button of thumbs) delete button.dataset.drawn;
     mark();
-    tellNext().catch(refuse);
+    tellOthers().catch(refuse);
     bring([step]).then(() => bring(thumbs.map((button) => Number(button.dataset.step)), views.slice(0, 1))).catch(refuse);
   }
 

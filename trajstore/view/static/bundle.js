@@ -105,7 +105,7 @@ const ANSWERS = {
     const found = sorted(all, chosen(all.rows, where), order);
     const at = found.findIndex((row) => row.trajectory_id === id);
     const idOf = (row) => row?.trajectory_id ?? null;
-    const isFailure = ({ outcome }) => outcome === null || outcome <= 0.5;
+    const isFailure = ({ kind, outcome }) => (outcome === null ? kind === "agent" : outcome <= 0.5);
     return { at: at < 0 ? null : at, total: found.length, previous: idOf(found[at - 1]), next: at < 0 ? null : idOf(found[at + 1]),
       previous_failure: at < 0 ? null : idOf(found.slice(0, at).findLast(isFailure)), next_failure: at < 0 ? null : idOf(found.slice(at + 1).find(isFailure)) };
   },

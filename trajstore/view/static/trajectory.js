@@ -29,7 +29,8 @@ export async function show(main, { of: id, parameters, keep, signal }) {
   const about = ask("about", {}, signal);
   /** Links to the trajectories before and after this one in the list that it was opened from, and to the failures among them. */
   const askAround = () => Promise.all([ask("around", { id, where, order }, signal), about]).then(([{ at, total, previous, next, previous_failure: earlier, next_failure: later }, { columns }]) => {
-    fill(neighbours, neighbour(earlier, "p", "‹ Failure", "Previous failure"), neighbour(previous, "k", "‹ Previous"), neighbour(next, "j", "Next ›"), neighbour(later, "n", "Failure ›", "Next failure"),
+    const failure = (...of) => (earlier === null && later === null ? null : neighbour(...of));
+    fill(neighbours, failure(earlier, "p", "‹ Failure", "Previous failure"), neighbour(previous, "k", "‹ Previous"), neighbour(next, "j", "Next ›"), failure(later, "n", "Failure ›", "Next failure"),
       at === null ? null : make("span", { class: "quiet" }, `${count(at + 1)} of ${count(total)}`, where ? [" where ", make("code", {}, where)] : null,
         order === NEWEST ? ", newest first" : `, ${orderText(order, titlesOf(columns))}`));
   }, (error) => !signal.aborted && fill(neighbours, make("span", { class: "refused" }, error.message)));
