@@ -119,6 +119,120 @@ def test_images_are_a_column_where_there_are_some(
     assert (rows["b"]["images"], rows["b"]["prompt"][0]["content"]) == ([], [{"type": "text", "text": "q"}])
 
 
+ANTHROPICS = [
+    {"role": "user", "content": "q"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm"},
+            {"type": "text", "text": "look"},
+            {"type": "tool_use", "id": "c", "name": "run", "input": {"cmd": "ls"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "c",
+                "is_error": True,
+                "content": [
+                    {"type": "text", "text": "a"},
+                    {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+                ],
+            },
+            {"type": "text", "text": "go on"},
+        ],
+    },
+]
+RESPONSES = [
+    {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "look", "annotations": []}]},
+    {"type": "function_call", "call_id": "c", "name": "run", "arguments": '{"cmd":"ls"}'},
+    {"type": "function_call_output", "call_id": "c", "output": "a"},
+    {"type": "web_search_call", "id": "w"},
+    {"role": "user", "content": "go on"},
+]
+INSPECTS = [
+    {"role": "user", "content": "q"},
+    {
+        "role": "assistant",
+        "content": [{"type": "reasoning", "reasoning": "hm"}, {"type": "text", "text": "look"}],
+        "tool_calls": [{"id": "c", "type": "function", "function": "run", "arguments": {"cmd": "ls"}}],
+    },
+    {"role": "tool", "function": "run", "tool_call_id": "c", "content": "a"},
+    {"role": "user", "content": "go on"},
+]
+THOUGHTS = {"thoughts of the model left out": 1}
+
+
+@pytest.mark.parametrize(
+    ("messages", "changed"),
+    [
+        (
+            ANTHROPICS,
+            {"images in results of tools left out": 1, "marks of failed results (is_error) left out": 1},
+        ),
+        (RESPONSES, {"items of type 'web_search_call' left out": 1}),
+        (INSPECTS, {}),
+    ],
+)
+def test_other_forms_of_conversations_become_openais(
+    tmp_path: Path, messages: Messages, changed: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tools = [{"name": "run", "input_schema": {"type": "object"}}]
+    ends = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("good", "bad")]
+    store = made(
+        tmp_path / "store",
+        *[("a", [*messages, end], outcome) for end, outcome in zip(ends, (1.0, 0.0), strict=True)],
+        tools=tools,
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "run", "arguments": '{"cmd":"ls"}'}}
+    plain = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "look", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "a"},
+        {"role": "user", "content": "go on"},
+    ]
+
+    def known(message: dict[str, Any]) -> dict[str, Any]:
+        names = ("role", "content", "tool_calls", "tool_call_id")
+        return {name: message[name] for name in names if message.get(name) is not None}
+
+    done = convert_to(store, tmp_path / "chat", "chat", check=True)
+    assert (done.written, done.checked, done.problems) == (2, 2, {})
+    counted = {what: count for what, count in done.changed.items() if "OpenAI" not in what}
+    assert counted == {what: 2 * count for what, count in (changed | THOUGHTS).items()}
+    line = json.loads((tmp_path / "chat").read_text().splitlines()[0])
+    assert [known(message) for message in line["messages"][:-1]] == plain
+    assert line["tools"] == TOOLS
+    for form in ("trl", "dpo", "kto", "verl"):
+        done = convert_to(store, tmp_path / form, form, check=True)
+        assert (done.problems, done.not_chosen, done.pictured) == ({}, {}, 0)
+        assert THOUGHTS.keys().isdisjoint(done.changed)
+        row = pl.read_parquet(tmp_path / form).to_dicts()[0]
+        if form != "verl":
+            row["messages"] = row["prompt"] + row.get("chosen", row.get("completion"))
+        assert [known(message) for message in row["messages"][:-1]] == plain
+        assert row["messages"][1]["reasoning_content"] == "hm"
+    assert main(["convert", str(store), str(tmp_path / "told"), "--to", "chat"]) == 0
+    assert f"{store}: thoughts of the model left out: 2\n" in capsys.readouterr().out
+
+
+def test_rollouts_with_images_can_be_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = made(tmp_path / "store", ("a", chat([PIXELS], "cat"), 1.0), ("b", chat("q", "a"), 1.0))
+    words = ["convert", str(store), str(tmp_path / "all"), "--to", "kto"]
+    assert main(words) == 0
+    assert "1 rollout has images: TRL needs a vision model for these files; --no-images" in capsys.readouterr().out
+    words[2] = str(tmp_path / "texts")
+    assert main([*words, "--no-images", "--check"]) == 0
+    assert f"{store}: left out: 1 rollout with images\n" in capsys.readouterr().out
+    assert "images" not in pl.read_parquet(tmp_path / "texts").columns
+    with pytest.raises(ConfigurationError, match="jsonl does not take images=False"):
+        convert_to(store, tmp_path / "lines", "jsonl", images=False)
+
+
 def test_a_store_without_pairs_and_files_that_are_not_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

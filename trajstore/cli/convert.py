@@ -26,6 +26,7 @@ def _configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--where", metavar="CONDITION", help='only matching trajectories, e.g. "outcome > 0"')
     parser.add_argument("--pin", metavar="NAME", help="the trajectories of a pin")
+    parser.add_argument("--no-images", action="store_true", help="leave out rollouts that have images")
     parser.add_argument(
         "--check", action="store_true", help="read DST back and compare it with SRC before it appears; stores always"
     )
@@ -41,6 +42,8 @@ def _run(options: Namespace, out: Output) -> int:
         )
     if options.to not in FOREIGN and (options.where is not None or options.pin is not None):
         raise ConfigurationError("convert: --where and --pin select trajectories for files of other programs (--to)")
+    if options.to not in FOREIGN and options.no_images:
+        raise ConfigurationError("convert: --no-images is for files of conversations (--to chat, trl, dpo, kto, verl)")
     if options.to in FOREIGN and options.store_frames_once:
         raise ConfigurationError("convert: --store-frames-once is for stores (--to pt, pkl or zarr, or --from)")
     if options.origin is None and options.to in FORMATS:
@@ -66,6 +69,7 @@ def _foreign(options: Namespace, out: Output) -> int:
                 form.name,
                 where=options.where,
                 pin=options.pin,
+                images=not options.no_images,
                 check=options.check,
                 progress=bar,
             )
@@ -92,6 +96,14 @@ def _foreign(options: Namespace, out: Output) -> int:
         out.line(f"{options.source}: {have}; {form.name} has {form.kind}")
     for why, count in done.not_chosen.items():
         out.line(f"{options.source}: left out: {counted(count, 'rollout')} {why}")
+    for what, count in done.changed.items():
+        out.line(f"{options.source}: {what}: {count:,}")
+    if done.pictured and form.name in ("trl", "dpo", "kto"):
+        have = "rollout has" if done.pictured == 1 else "rollouts have"
+        out.line(
+            f"{done.target}: {done.pictured:,} {have} images: TRL needs a vision model for these files; --no-images "
+            "leaves such rollouts out"
+        )
     by = f"{' and' * (form.read is not None)} {listed(done.checked_by)}" if done.checked_by else " alone"
     checked = f", {done.checked or 0:,} compared, read by{' trajstore' * (form.read is not None)}{by}"
     out.line(f"{done.target}: {counted(done.written, form.one)}{checked * (done.checked is not None)}")

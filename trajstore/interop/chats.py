@@ -1,7 +1,7 @@
 """Conversations: OpenAI's chat JSON lines (``chat``), Parquet of TRL (``trl``) and of verl (``verl``), and back.
 
-A line of ``chat`` may have ``success`` (true or false) in place of a ``reward``. Messages are kept as they are;
-:mod:`trainer_hooks.replay.message_rows` makes tokens of them.
+A line of ``chat`` may have ``success`` (true or false) in place of a ``reward``. Messages in OpenAI's form
+are kept as they are; :mod:`trainer_hooks.replay.message_rows` makes tokens of them.
 """
 
 from __future__ import annotations
@@ -276,7 +276,9 @@ def _write_verl(path: Path, _: Selection) -> PartsWriter:
 _NOT_READ = ("reward_model.style",)
 
 FORMATS = (
-    Format("chat", "rollouts", _CANNOT_CARRY, (), _read_chat, _write_chat, by_python(_read_chat)),
-    Format("trl", "rollouts", _CANNOT_CARRY, (), _read_trl, _write_trl, by_pyarrow(_read_trl)),
-    Format("verl", "rollouts", _CANNOT_CARRY, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl)),
+    Format("chat", "rollouts", _CANNOT_CARRY, (), _read_chat, _write_chat, by_python(_read_chat), thoughts=False),
+    Format("trl", "rollouts", _CANNOT_CARRY, (), _read_trl, _write_trl, by_pyarrow(_read_trl), thoughts=True),
+    Format(
+        "verl", "rollouts", _CANNOT_CARRY, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl), thoughts=True
+    ),
 )

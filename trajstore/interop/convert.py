@@ -11,8 +11,9 @@ import importlib
 import logging
 import os
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -44,6 +45,7 @@ from trajstore.errors import (
     listed,
     written,
 )
+from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import episodes_of
 from trajstore.interop.formats import (
     UNREADABLE,
@@ -58,7 +60,7 @@ from trajstore.interop.formats import (
 )
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
-from trajstore.trajectory import AnyTrajectory, Trajectory
+from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +101,9 @@ class Converted:
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
         left_out: number of trajectories of the other kind.
-        not_chosen: numbers of rollouts that preferences leave out, by reason.
+        not_chosen: numbers of rollouts that were left out by their outcomes or images, by reason.
+        changed: numbers of messages that were put into OpenAI's chat form, and of what has no place there.
+        pictured: how many of ``written`` have images.
         problems: reason by key for each item that was not written.
         checked: how many were read back and compared; None without ``check``.
         checked_by: programs other than trajstore that read the files for this too.
@@ -112,6 +116,8 @@ class Converted:
     lost: list[str] = field(default_factory=list)
     left_out: int = 0
     not_chosen: Mapping[str, int] = field(default_factory=dict)
+    changed: Mapping[str, int] = field(default_factory=dict)
+    pictured: int = 0
     problems: dict[str, str] = field(default_factory=dict)
     checked: int | None = None
     checked_by: tuple[str, ...] = ()
@@ -155,6 +161,7 @@ def convert_to(
     *,
     where: str | None = None,
     pin: str | None = None,
+    images: bool = True,
     check: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
@@ -168,6 +175,7 @@ def convert_to(
         format_name: one of :data:`FORMATS`.
         where: SQL condition on facts; None converts all.
         pin: convert the trajectories of this pin instead of the present ones.
+        images: False leaves out rollouts that have images, for formats of conversations.
         check: read the files back and compare them with the store before they appear.
         progress: called with (done, total) trajectories.
 
@@ -186,6 +194,8 @@ def convert_to(
     write = form.write
     if write is None:
         raise ConfigurationError(f"convert: {form.name} can only be read, not written")
+    if not images and form.thoughts is None:
+        raise ConfigurationError(f"convert: {form.name} does not take images=False (--no-images)")
     path = local_target("convert", target)
     if nested(LocalDirectory(path), open_directory(source)):
         raise ConfigurationError(f"convert: {path} is in the source; name another target")
@@ -200,17 +210,34 @@ def convert_to(
             other = "rollouts" if form.kind == "episodes" else "blocks of steps"
             raise ConfigurationError(f"convert: {source}: {form.name} takes {form.kind}; there are only {other}")
 
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+
         def stored() -> Iterable[Item]:
-            return _stored(reader, wanted, form.kind)
+            items = _stored(reader, wanted, form.kind)
+            return items if form.thoughts is None else _in_chat_form(items, form.thoughts, counts)
 
         chosen = None
+        if not images:
+            items = list(stored())
+            for item in items:
+                with suppress(TrajstoreError, OSError):  # named when it is converted
+                    item.load()
+            kept = [row for row, item in zip(wanted, items, strict=True) if not counts[item.key][IMAGES]]
+            result.not_chosen = {"with images": len(wanted) - len(kept)} if len(kept) < len(wanted) else {}
+            wanted = kept
         if form.choose is not None:
-            chosen, result.not_chosen = form.choose(stored())
+            chosen, not_chosen = form.choose(stored())
+            result.not_chosen = {**result.not_chosen, **not_chosen}
             if not chosen:
                 left_out = [f"{count:,} {why}" for why, count in result.not_chosen.items()]
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
         with closing(write(made, Selection(reader, query, stored))) as writer:
+            counts.clear()  # of what is written alone
             _write(Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+        written_counts = [count for key, count in counts.items() if key not in result.problems]
+        result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
+        changed = sum(written_counts, Counter[str]())
+        result.changed = {what: count for what, count in changed.items() if what != IMAGES}
         if check and chosen is None:
             _check(stored, form, made, result, True)
         elif check and chosen is not None:
@@ -291,6 +318,19 @@ def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> It
             continue
         for at, part in enumerate(parts):
             yield Item(f"{key}, episode {at}", lambda part=part: part, done, facts)  # type: ignore[misc]
+
+
+def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Counter[str]]) -> Iterator[Item]:
+    """Yield items that load rollouts in OpenAI's chat form, and put what :func:`in_chat_form` counts by their keys."""
+
+    def load(item: Item) -> Any:
+        rollout = item.load()
+        if isinstance(rollout, AgentTrajectory):
+            rollout, counts[item.key] = in_chat_form(rollout, thoughts)
+        return rollout
+
+    for item in items:
+        yield replace(item, load=partial(load, item))
 
 
 # -- writing ------------------------------------------------------------------------------------------

@@ -157,6 +157,7 @@ class Format:
         second: reads by another program. Raises ``ImportError`` if it is not installed.
         choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
             out by reason; None writes each. Such files are not read; a check compares their rows.
+        thoughts: rollouts are written in OpenAI's chat form, with what the model thought or without; None: as they are.
     """
 
     name: str
@@ -167,6 +168,7 @@ class Format:
     write: Callable[[Path, Selection], Writer] | None = None
     second: Callable[[Path], Second] | None = None
     choose: Callable[[Iterable[Item]], tuple[list[Item], Mapping[str, int]]] | None = None
+    thoughts: bool | None = None
 
     @property
     def one(self) -> str:

@@ -281,6 +281,6 @@ _CANNOT_CARRY = (
 _rows_again = by_pyarrow(partial(read_parquet, trajectory_of=lambda row: row))
 
 FORMATS = (
-    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _rows_again, _pairs),
-    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _rows_again, _each),
+    Format("dpo", "rollouts", _CANNOT_CARRY, (), None, _write_pairs, _rows_again, _pairs, thoughts=True),
+    Format("kto", "rollouts", _CANNOT_CARRY, (), None, _write_each, _rows_again, _each, thoughts=True),
 )

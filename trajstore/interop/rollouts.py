@@ -246,7 +246,7 @@ def message_columns(message: Mapping[str, Any]) -> Row:
 def _call(call: Mapping[str, Any]) -> Row:
     """Return a tool call as columns; its arguments are JSON, as models write them."""
     function = call.get("function", call)
-    function = function if isinstance(function, dict) else {"name": function}
+    function = function if isinstance(function, dict) else {**call, "name": function}
     columns = {name: text_of(function.get(name)) for name in ("name", "arguments")}
     return {**{name: text_of(call.get(name)) for name in ("id", "type")}, "function": columns}
 
