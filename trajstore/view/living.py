@@ -372,7 +372,10 @@ class Living:
         """
         question = self._runs[run].query()
         table = question.table()
-        return table.filter(np.isin(table["trajectory_id"], _matching(question, where))) if where else table
+        if not where:
+            return table
+        ids = _matching(question, where) if run else self._ids_of(where, (), "")[0]
+        return table.filter(np.isin(table["trajectory_id"], ids))
 
     def group(self, task: str, version: int | Literal["all"] | None) -> Answer:
         """Return the rollouts of a task, and the list of their policy versions; those of all versions newest first.
