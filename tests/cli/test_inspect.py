@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
-from tests.stores import in_memory, overwrite_by_rlinf, stored
+from tests.stores import add_each, in_memory, opened, overwrite_by_rlinf, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
@@ -50,7 +54,9 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
         "begun_before": 0,
     }
     assert report["integrity"]["problems"] == []
-    assert run.json("inspect", path) == report
+    told = run.json("inspect", path)
+    assert told["last_commit"]["age"] >= report["last_commit"]["age"] >= 0
+    assert told | {"last_commit": report["last_commit"]} == report
     out = " ".join(run.out("inspect", path).split())
     for expected in (
         f"live bytes {format_bytes(report['live_bytes'])} shard bytes {format_bytes(report['shard_bytes'])}",
@@ -185,10 +191,73 @@ def test_directories_of_rlinf(run: Run, shared_fixtures: Path) -> None:
         assert report["steps"] == {"min": 8, "mean": 10.0, "max": 12}
         assert report["policy"]["weights"] == 6
         assert report["integrity"]["problems"] == []
+    out = run.out("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")
+    assert "at a glance: 5 of 7 with a file, sizes fit" in out
     ids = run.json("inspect", shared_fixtures / "rlinf" / "checkpoint_from_cache")["ids"]
     assert ids == {"first": 0, "last": 6, "absent": 0, "gaps": [], "without_file": 2}
     report = inspect(shared_fixtures / "rlinf" / "per_rank")
     assert report["trajectories"] == 12
+
+
+def test_verdict_and_writer_are_first_and_all_values_are_text(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with opened(path) as buffer:
+        for step in range(1, 12):
+            add_each(buffer, [step])
+            buffer.points.save(step, keep=None)
+        buffer.evict([3])
+        buffer.points.go_to(8)
+        buffer.evict([3])
+        lines = run.out("inspect", path).splitlines()
+        assert "at a glance: all files there" in lines[2]
+        assert lines[4].split()[:3] == ["writer", "process", str(os.getpid())]
+        assert "seconds ago" in lines[5]
+        writer = run.json("inspect", path)["writer"]
+        assert (writer["pid"], writer["state"]) == (os.getpid(), "running")
+    out = " ".join(run.out("inspect", path).split())
+    for expected in (
+        "writer none last commit",
+        "other points step-9.0 step-10.0 step-11.0",
+        "step-9.0, step-10.0, step-11.0 `trajstore rollback PATH --to NAME` goes there again",
+        "ids gaps 3",
+    ):
+        assert expected in out
+    above = out.split(" columns ")[0]
+    assert not [text for text in ("[", "()", "ids left") if text in above]
+
+
+@pytest.mark.parametrize("sent", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_stopped_and_a_killed_writer_are_told(run: Run, tmp_path: Path, sent: signal.Signals) -> None:
+    path = tmp_path / "store"
+    child = multiprocessing.get_context("fork").Process(target=_write_until_stopped, args=(path, sent))
+    child.start()
+    try:
+        os.waitid(os.P_PID, child.pid or 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        writer = run.json("inspect", path)["writer"]
+        assert writer["pid"] == child.pid
+        assert writer["state"] == ("stopped" if sent == signal.SIGSTOP else "gone")
+        if sent == signal.SIGSTOP:
+            assert f"which is stopped (`kill -CONT {child.pid}` continues it)" in run.err("compact", path)
+    finally:
+        child.kill()
+        child.join()
+    assert ", gone without closing; the next writer continues" in run.out("inspect", path)
+
+
+def _write_until_stopped(path: Path, sent: signal.Signals) -> None:
+    with opened(path) as buffer:
+        add_each(buffer, [0])
+        os.kill(os.getpid(), sent)
+
+
+def test_a_mirror_without_a_copy_is_a_problem(run: Run, store: Path) -> None:
+    record = {"url": "s3://absent/run", "generation": -1, "newest_id": -1, "at": None, "error": None}
+    for error, text in ((None, "the mirror has no copy yet"), ("no such bucket", "is not written: no such bucket")):
+        (store / "mirrored.json").write_text(json.dumps(record | {"error": error}))
+        out = " ".join(run.out("inspect", store, code=DAMAGED).split())
+        assert text in out
+        assert "mirror generation never copied" in out
+    assert run.json("inspect", store, code=DAMAGED)["mirror"]["generation"] is None
 
 
 def test_what_opening_a_run_does_not_show_is_told(run: Run, tmp_path: Path) -> None:

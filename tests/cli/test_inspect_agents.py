@@ -68,7 +68,7 @@ def agent_store(path: Path, count: int = 4, **more: object) -> Path:
 
 def test_agents_are_told_in_words_of_agents(run: Run, tmp_path: Path) -> None:
     figure_of = figures(run.out("inspect", agent_store(tmp_path / "agents", messages=[])))
-    assert (figure_of["agents rollouts"], figure_of["tokens"]) == ("4", "10")
+    assert (figure_of["agents rollouts"], figure_of["tokens per rollout"]) == ("4", "10")
     assert not {"batch", "steps", "agents turns"} & {*figure_of}
     assert run.json("inspect", tmp_path / "agents", "--trajectory", 0)["turns"] == 2, "by runs of the model's tokens"
     report = inspect(tmp_path / "agents")

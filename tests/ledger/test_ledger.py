@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cli.stores import Run
-from tests.stores import stored, writer_to
+from tests.stores import filled, flip, stored, writer_to
 from trajstore import AgentTrajectory, Reward
+from trajstore.cli import DAMAGED
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreNotFoundError
 from trajstore.ledger import ROW, Difference, Ledger, TrainedStep, audit, config_difference, first_difference, read
 from trajstore.ledger.step import digest, mask_digest
@@ -504,3 +505,15 @@ def test_audit_of_two_stores_names_outcomes_that_differ(tmp_path: Path, run: Run
     assert run("audit", wrong / "ledger", "--against", right)[1].splitlines()[-2:] == [
         f"{right}: differs first in step 3, row 0", advantage
     ]  # fmt: skip
+
+
+def test_inspect_names_the_ledger_of_a_store(run: Run, tmp_path: Path) -> None:
+    store = Path(filled(tmp_path / "store", range(2)))
+    with Ledger(store / "ledger") as ledger:
+        for number in (4, 5):
+            ledger.record(step(number))
+    nbytes = sum(file.stat().st_size for file in (store / "ledger").iterdir())
+    expected = {"steps": 2, "first": 4, "last": 5, "rows": 6, "bytes": nbytes}
+    assert run.json("inspect", store)["ledger"] == expected
+    flip(next((store / "ledger").iterdir()))
+    assert "ledger/steps-000000-after-none.log" in run.out("inspect", store, code=DAMAGED)

@@ -217,6 +217,8 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
     monkeypatch.setattr(LocalDirectory, "append", failing)
     monkeypatch.setattr("trajstore.remote.mirror.mirror._FIRST_PAUSE", 0.05)
     monkeypatch.setattr("trajstore.remote.mirror.mirror._LONGEST_PAUSE", 0.05)
+    late = threading.Event()
+    monkeypatch.setattr("trajstore.remote.mirror.mirror.microseconds", lambda: 700_000_000 * (1 + late.is_set()))
     with make(tmp_path / "store", Mirror(tmp_path / "mirror", close_timeout=0.1)) as buffer:
         ids = add(buffer, range(3))
         assert buffer.mirror.wait(ids, 600)
@@ -229,8 +231,12 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
         assert report["mirror"]["newest_id"] == 2
         assert "no space left" in report["mirror"]["error"]
         assert report["mirror"]["behind"] == 3
+        assert "the mirror is not written: " in str(report["integrity"]["problems"])
+        assert caplog.text.count("is not mirrored at present") == 1
+        late.set()
+        wait_until(lambda: caplog.text.count("is not mirrored at present") == 2)
     assert "closed with 3 trajectories that are not on the mirror" in caplog.text
-    assert caplog.text.count("is not mirrored at present") == 1
+    assert caplog.text.count("is not mirrored at present") == 2, "repeated after ten minutes"
     broken.clear()
     with make(tmp_path / "store", Mirror(tmp_path / "mirror")) as buffer:
         level(buffer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_number
-from trajstore.cli.report import write, write_table, write_trajectory
+from trajstore.cli.report import cell, write, write_table, write_trajectory
 from trajstore.errors import counted, listed
 
 KINDS = {
@@ -27,6 +27,11 @@ _UNLESS_ZERO = (
     "measured",
     "response_tokens_known",
 )
+
+_LABELS = {"tokens": "tokens_per_rollout", "response_tokens": "response_tokens_per_rollout"}
+
+_FEW_IDS = 1_000_000_000
+"""Below this number, the ids left are shown."""
 
 
 def _id(text: str) -> int:
@@ -112,8 +117,19 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
     from trajstore.operations.late_values import waiting_in_words
 
     out.heading(f"{report['path']}: {_kind(report)}")
+    _write_integrity(report, out)
+    out.line()
     without = {"path", "kind", "parts", "integrity"} | {name for name in _UNLESS_ZERO if not report.get(name)}
-    shown = {name: value for name, value in report.items() if name not in without}
+    shown = {_LABELS.get(name, name): value for name, value in report.items() if name not in without}
+    shown["trajectories"] = _present(report)
+    if report.get("ids_left", 0) >= _FEW_IDS:
+        del shown["ids_left"]
+    if "writer" in report:
+        shown["writer"] = _writer(report["writer"])
+    if last := report.get("last_commit"):
+        shown["last_commit"] = f"{cell('at', last['at'])} UTC, {_duration(last['age'])} ago"
+    if (mirror := report.get("mirror")) is not None and mirror["generation"] is None:
+        shown["mirror"] = {**mirror, "generation": "never copied"}
     if not report.get("compressed", {}).get("shards"):
         shown.pop("compressed", None)
     if waiting := report.get("waiting"):
@@ -122,17 +138,39 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
     if report.get("readers"):  # the oldest generations keep the most data on disk
         readers = sorted(report["readers"], key=lambda reader: reader["generation"])
         shown["readers"] = [f"{lease['holder']}, generation {format_number(lease['generation'])}" for lease in readers]
-    write(shown, out)
-    if report.get("aside"):
-        out.line("  `trajstore rollback PATH --to NAME` goes there again")
+    write(shown, out, below={"aside": "`trajstore rollback PATH --to NAME` goes there again"})
     if report["kind"] == "run" and not each:
         out.heading("parts")
         write_table([_line(part, report["path"]) for part in _leaves(report)], out)
         out.line("  `trajstore inspect PATH/PART` shows one of them in full, `trajstore inspect --each PATH` every one")
-    _write_integrity(report, out)
     if report["kind"] == "run" and each:
         for part in report["parts"]:
             write_report(part, out, each=True)
+
+
+def _present(report: dict[str, Any]) -> int | str:
+    """Return the number of trajectories; of RLinf's directories, also how many of them have a file."""
+    absent, count = (report.get("ids") or {}).get("without_file", 0), report["trajectories"]
+    return f"{format_number(count - absent)} of {format_number(count)}" if absent else int(count)
+
+
+def _writer(writer: dict[str, Any] | None) -> str:
+    if writer is None:
+        return "none"
+    since = "" if writer["since"] is None else f" since {cell('at', writer['since'])} UTC"
+    states = {
+        "stopped": f", stopped: `kill -CONT {writer['pid']}` continues it",
+        "gone": ", gone without closing; the next writer continues",
+    }
+    return f"process {writer['pid']} on {writer['host']}{since}{states.get(writer['state'], '')}"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration in its largest whole unit."""
+    for size, unit in ((86_400, "days"), (3_600, "hours"), (60, "minutes")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _kind(report: dict[str, Any]) -> str:
@@ -164,6 +202,7 @@ def _line(part: dict[str, Any], above: str) -> dict[str, Any]:
         "rewards": (part.get("rewards") or {}).get("mean"),
         "outcomes": ((part.get("agents") or {}).get("outcomes") or {}).get("mean"),
         "versions": (part.get("policy") or {}).get("versions"),
+        "writer": (part.get("writer") or {}).get("state"),
         "aside": len(part.get("aside", ())) or None,
         "problems": len(part["integrity"]["problems"]) or None,
     }
@@ -171,23 +210,22 @@ def _line(part: dict[str, Any], above: str) -> dict[str, Any]:
 
 def _write_integrity(report: dict[str, Any], out: Output) -> None:
     problems = report["integrity"]["problems"]
-    if problems:
-        out.heading(counted(len(problems), "problem"))
-        out.problems([f"  {problem}" for problem in problems], "  ")
-    out.line()
-    names = counted(len(problems), "problem") if problems else "all files there, sizes fit"
+    there = "all files there" if isinstance(_present(report), int) else f"{_present(report)} with a file"
+    names = counted(len(problems), "problem") if problems else f"{there}, sizes fit"
     out.line(f"  at a glance: {names} (`trajstore verify` checks every checksum)")
+    out.problems([f"  {problem}" for problem in problems], "  ")
 
 
 COMMAND = Command(
     name="inspect",
     summary="show what is in a store, checkpoint or run directory",
     description=(
-        "Show totals, columns, rewards, episodes, policy versions, absent ids, readers and integrity at a glance. "
+        "Show integrity at a glance, the writer and whether it runs, the last commit, totals, columns, rewards, "
+        "episodes, policy versions, absent ids and readers. "
         "'Size on disk' counts all files, 'live bytes' the columns of the trajectories shown; shards also have "
         "headers and evicted or pinned rows. For a folder, all stores below it are counted. "
         "Reads RLinf's directories too. A writer may be running. Writes nothing but a reader's lease "
-        "while a writer has the store open. Exit code 1: problems are listed."
+        "while a writer has the store open. Exit code 1: problems are listed, a mirror's error among them."
     ),
     configure=_configure,
     run=_run,

@@ -17,13 +17,16 @@ _MOST_TEXTS = 10  # texts shown from a list
 _MOST_ROWS = 50  # rows shown of a table
 
 
-def write(report: Mapping[str, Any], out: Output, without: Collection[str] = ()) -> None:
+def write(
+    report: Mapping[str, Any], out: Output, without: Collection[str] = (), below: Mapping[str, str] | None = None
+) -> None:
     """Write a report: values and ranges by name, then a table for each list of objects; unknown values are left out.
 
     Args:
         report: JSON values; a nested object's values have its name before their own.
         out: the output.
         without: names to leave out.
+        below: by name of a table, a line to write below it.
     """
     known = {name: value for name, value in report.items() if name not in without}
     tables = {name: value for name, value in known.items() if _is_table(value)}
@@ -31,6 +34,8 @@ def write(report: Mapping[str, Any], out: Output, without: Collection[str] = ())
     for name, rows in tables.items():
         out.heading(_words(name))
         write_table(rows, out)
+        if below is not None and name in below:
+            out.line(f"  {below[name]}")
 
 
 def write_table(rows: Sequence[Mapping[str, Any]], out: Output) -> None:
@@ -76,7 +81,7 @@ _TIMES: Mapping[str, Callable[[Any], datetime]] = {
 
 def cell(name: str, value: Any) -> str:
     """Return a report's value of this name as text: long texts shortened, many numbers as shape and range."""
-    if value is None or value in ({}, []):
+    if value is None or (isinstance(value, Mapping | Sequence) and not value):
         return ""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -87,6 +92,10 @@ def cell(name: str, value: Any) -> str:
     if isinstance(value, Mapping) and {"min", "max"} <= value.keys():
         others = [f", {key} {format_number(value[key])}" for key in value if key not in ("min", "mean", "max")]
         return format_range(dict(value)) + "".join(others)
+    if name == "gaps":
+        return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in value)
+    if name == "lacking" or (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
+        return ", ".join(map(str, value))
     return shown_value(value)
 
 

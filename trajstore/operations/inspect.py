@@ -5,7 +5,7 @@ Needs no writer. Writes nothing except a reader's lease while a writer has the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from trajstore._core.base.clock import microseconds
 from trajstore._core.columns.fields import Axis
-from trajstore._core.columns.limits import UNKNOWN_VERSION
+from trajstore._core.columns.limits import UNKNOWN_TIME, UNKNOWN_VERSION
 from trajstore._core.columns.schema import rows_on
 from trajstore._core.files.base import Directory, Reader
+from trajstore._core.files.holder import state_of
 from trajstore._core.files.leases import READERS_FOLDER
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.reading.places import Place, absent_above, find_place, is_of_rank, mixed_sentence
@@ -26,6 +28,8 @@ from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import CorruptStoreError, StoreError
+from trajstore.ledger import LEDGER_FOLDER
+from trajstore.ledger.contents import read_directory
 from trajstore.operations.late_values import waiting_values
 from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import measure as measure_blocks
@@ -57,8 +61,12 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         ``invalid_steps`` (steps that ``samples`` leaves out, see :class:`~trajstore.Trajectory`),
         ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not),
         ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``), ``mirror`` (state of the mirror, or
-        None), ``readers`` (open readers and their generations), ``waiting`` (late values not applied yet: numbers of
-        waiting ``files`` and ``values``, a sentence per ``refused`` file, and whether the store is being ``written``;
+        None), ``writer`` (``pid``, ``host``, ``since`` of the lock's process, and its ``state``: ``"running"``,
+        ``"stopped"``, ``"gone"``, or None if unknown; None without a writer), ``last_commit`` (``at``, Unix time of
+        the newest trajectory's commit, and ``age`` in seconds), ``ledger`` (``steps``, the ``first`` and ``last``,
+        ``rows``, ``bytes`` of the training ledger), ``readers`` (open readers and their generations), ``waiting`` (late
+        values not applied yet: numbers of waiting ``files`` and ``values``, a sentence per ``refused`` file, and
+        whether the store is being ``written``;
         or None), ``saved_by`` (number of ranks that saved the newest point, or shares, together), ``saved_points``,
         ``aside`` (heads set aside by rollbacks), ``pins`` (names),
         ``stores`` (``"shared"``: one store from which all ranks draw; ``"per_rank"``: one of a run's ``rank_*``
@@ -117,6 +125,7 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         **_shown(place, parts),
         **totals,
         "earlier_states": len(parts) - len(current),
+        "last_commit": min((part["last_commit"] for part in parts if part.get("last_commit")), key=_age, default=None),
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
         "measured": sum(part.get("measured", 0) for part in current),
@@ -127,6 +136,10 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         "integrity": {"problems": problems},
         "parts": parts,
     }, facts
+
+
+def _age(commit: Report) -> float:
+    return float(commit["age"])
 
 
 def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
@@ -237,10 +250,14 @@ def _report(
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [str(problem).removeprefix(f"{directory.url}/") for problem in damage]
     late = waiting_values(catalog)
+    mirror, ledger = _mirror(directory, index["trajectory_id"]), _ledger(directory, sizes, integrity["problems"])
     integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
+    integrity["problems"] += _mirror_problems(mirror, catalog.generation)
     return {
         "kind": "store",
         "path": directory.url,
+        "writer": _writer(directory),
+        "last_commit": _last_commit(catalog),
         "trajectories": len(index),
         "samples": index.total_samples,
         "invalid_steps": int((rows_on(index.extents(), Axis.SAMPLES) - index["num_samples"])[of_steps].sum()),
@@ -248,7 +265,8 @@ def _report(
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),
         "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
-        "mirror": _mirror(directory, index["trajectory_id"]),
+        "mirror": mirror,
+        "ledger": ledger,
         "readers": None
         if readers is None
         else [{"holder": reader.holder, "generation": reader.generation} for reader in readers],
@@ -359,13 +377,60 @@ def _mirror(directory: Directory, ids: npt.NDArray[np.int64]) -> Report | None:
         ids: ascending ids of its live trajectories.
 
     Returns:
-        ``url``, ``generation`` and ``newest_id`` of the mirror, ``behind`` (number of live trajectories missing there),
-        ``at`` (Unix time of the last publication, or None), ``error`` (of the last attempt, or None).
+        ``url``, ``generation`` and ``newest_id`` of the mirror (None: nothing was copied yet), ``behind`` (number of
+        live trajectories missing there), ``at`` (Unix time of the last publication, or None), ``error`` (of the last
+        attempt, or None).
     """
     try:
         record = orjson.loads(directory.read(MIRRORED_NAME))
         newest = int(record["newest_id"])
         values = {name: record[name] for name in ("url", "generation", "newest_id", "at", "error")}
+        values |= {name: None for name in ("generation", "newest_id") if values[name] < 0}
     except (OSError, CorruptStoreError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         return None
     return values | {"behind": int((ids > newest).sum())}
+
+
+def _mirror_problems(mirror: Report | None, generation: int) -> list[str]:
+    """Return a sentence if a mirror cannot be written, or has no copy of a store with commits."""
+    if mirror is None:
+        return []
+    if mirror["error"] is not None:
+        return [f"{mirror['url']}: the mirror is not written: {mirror['error']}"]
+    return [f"{mirror['url']}: the mirror has no copy yet"] * (mirror["generation"] is None and generation > 0)
+
+
+def _writer(directory: Directory) -> Report | None:
+    """Return the process that the lock names; None if it was released."""
+    fields = directory.writer()
+    if not fields:
+        return None
+    state = state_of(fields) or (None if directory.is_written() else "gone")
+    return {**{name: fields.get(name) for name in ("pid", "host", "since")}, "state": state}
+
+
+def _last_commit(catalog: Catalog) -> Report | None:
+    times = [index["committed"].max(initial=UNKNOWN_TIME) for index in (catalog.index, catalog.pinned)]
+    newest = int(max(times))
+    return None if newest < 0 else {"at": newest / 1e6, "age": max(0, microseconds() - newest) / 1e6}
+
+
+def _ledger(directory: Directory, sizes: Mapping[str, int], problems: list[str]) -> Report | None:
+    """Return the figures of a store's training ledger; damage is added to ``problems``."""
+    nbytes = sum(size for name, size in sizes.items() if name.startswith(f"{LEDGER_FOLDER}/"))
+    if not nbytes:
+        return None
+    try:
+        found = read_directory(directory.inner(LEDGER_FOLDER), strict=False)
+    except StoreError as error:
+        problems.append(str(error).removeprefix(f"{directory.url}/"))
+        return None
+    problems += [text.removeprefix(f"{directory.url}/") for text in found.damaged]
+    rows = sum(len(step.rows) for step in found.steps.values())
+    return {
+        "steps": len(found.steps),
+        "first": next(iter(found.steps), None),
+        "last": found.last,
+        "rows": rows,
+        "bytes": nbytes,
+    }

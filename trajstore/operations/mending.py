@@ -19,6 +19,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore._core.store.salvage import open_leniently
+from trajstore._core.store.saved_points import by_number
 from trajstore.operations.opening import open_readable
 
 
@@ -155,7 +156,7 @@ def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[s
             kept |= inside
             names |= {head.name} if inside.any() else set()
         count, nbytes = count + int(kept.sum()), nbytes + int(index["nbytes"][kept].sum())
-    return {"trajectories": count, "bytes": nbytes, "names": sorted(names)}
+    return {"trajectories": count, "bytes": nbytes, "names": sorted(names, key=by_number)}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
@@ -24,7 +24,7 @@ from trajstore._core.store.sealed import INDEX_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError
 from trajstore.remote.answers import ConflictError
 from trajstore.remote.leases import RemoteReaderLease, RemoteReaders
-from trajstore.remote.lock import RemoteWriterLock, is_held
+from trajstore.remote.lock import RemoteWriterLock, holder_of, is_held
 from trajstore.remote.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
@@ -305,6 +305,9 @@ class RemoteDirectory(Directory):
 
     def is_written(self) -> bool:
         return is_held(self._objects)
+
+    def writer(self) -> Mapping[str, Any]:
+        return holder_of(self._objects)
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         files, folders = self.listing()

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import uuid
+from typing import Any
 
 import orjson
 
@@ -267,6 +268,19 @@ def is_held(objects: ObjectStore) -> bool:
         return not _is_over(objects.stamped(LOCK_NAME))
     except FileNotFoundError:
         return False
+
+
+def holder_of(objects: ObjectStore) -> dict[str, Any]:
+    """Return the fields of a directory's lock, expired or not; empty if it was released.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        document = parse_holder(objects.read(LOCK_NAME))
+    except FileNotFoundError:
+        return {}
+    return {} if document.get("released") is True else document
 
 
 def _is_over(holder: Stamped) -> bool:

@@ -10,9 +10,9 @@ import errno
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -323,6 +323,10 @@ class Directory(ABC):
         A killed writer may count as live until its process is known to be dead, or the next writer has closed.
         """
         return False
+
+    def writer(self) -> Mapping[str, Any]:
+        """Return ``pid``, ``host`` and ``since`` of the process that the lock names; empty if it was released."""
+        return {}
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         """Take a reader lease, so that evicted files stay.

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -53,13 +54,28 @@ def process_may_live(said: Mapping[str, Any]) -> bool:
     return True
 
 
+def state_of(fields: Mapping[str, Any]) -> str | None:
+    """Return whether a lock's process is ``"running"``, ``"stopped"`` or ``"gone"``; None on another machine."""
+    if fields.get("host") != socket.gethostname():
+        return None
+    if not process_may_live(fields):
+        return "gone"
+    try:
+        letter = Path(f"/proc/{int(fields['pid'])}/stat").read_bytes().rpartition(b") ")[2][:1]
+    except (OSError, KeyError, TypeError, ValueError):
+        return "running"  # as far as known
+    return {b"T": "stopped", b"t": "stopped", b"Z": "gone", b"X": "gone"}.get(letter, "running")
+
+
 def describe_holder(holder: bytes) -> str:
     """Describe the holder of a lock, for messages."""
+    fields = parse_holder(holder)
     try:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(parse_holder(holder)["since"]))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields["since"]))
     except (KeyError, TypeError):
         return "another process"
-    return f"{process_of(holder)} since {since}"
+    stopped = f", which is stopped (`kill -CONT {fields['pid']}` continues it)" if state_of(fields) == "stopped" else ""
+    return f"{process_of(holder)} since {since}{stopped}"
 
 
 def process_of(holder: bytes) -> str:

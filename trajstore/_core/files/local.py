@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from trajstore._core.files.base import (
 from trajstore._core.files.descriptors import write_all
 from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.files.holder import LOCK_NAME, may_live
+from trajstore._core.files.holder import LOCK_NAME, may_live, parse_holder
 from trajstore._core.files.leases import READERS_FOLDER
 from trajstore._core.files.local_locks import LocalReaderLease, LocalWriterLock, read_lease
 from trajstore.errors import CorruptStoreError
@@ -353,6 +353,12 @@ class LocalDirectory(Directory):
             return may_live(self.read(LOCK_NAME))  # not with flock, which would keep a writer out for a moment
         except (FileNotFoundError, CorruptStoreError):
             return False
+
+    def writer(self) -> Mapping[str, Any]:
+        try:
+            return parse_holder(self.read(LOCK_NAME))
+        except (FileNotFoundError, CorruptStoreError):
+            return {}
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         try:

@@ -38,7 +38,7 @@ from trajstore._core.store.moves import Moved, check_moved, move_from_json
 from trajstore._core.store.notes import Noted, Notes
 from trajstore._core.store.row_notes import RowShard
 from trajstore._core.store.run_ids import ID_LIMIT, in_run
-from trajstore._core.store.saved_points import STEP, Pins, Snapshot
+from trajstore._core.store.saved_points import STEP, Pins, Snapshot, by_number
 from trajstore._core.store.sealed import (
     COPY_NAME,
     INDEX_NAME,
@@ -356,9 +356,10 @@ class Committed:
     # -- snapshots --------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the snapshots, sorted by name."""
+        """Return the snapshots, sorted by name, steps by number."""
         unfinished = {head.name for head in self.unfinished_asides()}
-        return [head for head in self.pins.heads.values() if head.name not in unfinished]
+        heads = [head for head in self.pins.heads.values() if head.name not in unfinished]
+        return sorted(heads, key=lambda head: by_number(head.name))
 
     def asides(self) -> list[Snapshot]:
         """Return the heads that were left, earliest first."""

@@ -389,6 +389,11 @@ def aside_name(generation: int) -> str:
     return f"aside-{generation}"
 
 
+def by_number(name: str) -> list[str | int]:
+    """Return a key that sorts names by their text, and numbers in them by value."""
+    return [int(part) if at % 2 else part for at, part in enumerate(re.split("([0-9]+)", name))]
+
+
 def check_pin_name(name: str) -> None:
     """Refuse an invalid name for a user's pin.
 

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 
 from trajstore._core.base import locks
+from trajstore._core.base.clock import microseconds
 from trajstore._core.base.interrupts import WaitList, start_thread
 from trajstore._core.files.base import Directory, EncodedFile, ReaderLease
 from trajstore._core.files.opening import nested, open_directory
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _ROUND_BYTES = 256 << 20  # of shards, copied between two publications while the mirror is behind
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 """Seconds between attempts while the mirror cannot be written; each pause is twice as long as the one before."""
+_REPEATED = 600_000_000  # µs after which the warning of a lasting failure is repeated
 _LONGEST_END = 5.0  # seconds that closing waits for a running request
 
 
@@ -58,6 +60,7 @@ class StoreMirror:
         self._tail = Tail(self._directory)
         self._state = MirrorState(self._target.url)
         self._told_at = 0.0
+        self._warned_at = 0
         self._untold = False
         self._lock = locks.lock("StoreMirror._lock")
         self._wait_list = WaitList()
@@ -163,9 +166,11 @@ class StoreMirror:
         self._tell(self._state)
 
     def _failed(self, error: Exception) -> None:
-        """Record the error, log it once, and start again from the mirror's state."""
+        """Record the error, log it if new and every ten minutes, and start again from the mirror's state."""
         text = f"{type(error).__name__}: {error}" if not isinstance(error, TrajstoreError | OSError) else str(error)
-        if text != self._state.error:
+        now = microseconds()
+        if text != self._state.error or now - self._warned_at >= _REPEATED:
+            self._warned_at = now
             trace = None if isinstance(error, TrajstoreError | OSError) else error
             logger.warning("%s is not mirrored at present; retrying: %s", self._directory.url, text, exc_info=trace)
         self._tell(replace(self._state, error=text, failures=self._state.failures + 1))
