@@ -23,6 +23,7 @@ from trajstore.cli import command, main
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.interop import convert
 from trajstore.interop.convert import FORMATS, convert_from, convert_to, differences, format_named
+from trajstore.operations.trajectory_report import inspect_trajectory
 from trajstore.trajectory import AnyTrajectory
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -130,6 +131,7 @@ def test_a_format_loses_what_it_declares(
     (first,), (second,) = read_all(path), read_all(tmp_path / "back")
     lost = {field for field in cannot_carry for at in differences(first, second) if f"{at}.".startswith(f"{field}.")}
     assert (differences(first, second, cannot_carry), lost) == ([], set(cannot_carry))
+    assert not of_steps or inspect_trajectory(tmp_path / "back", 0, 2)["values"], "also of what has no row for a step"
 
 
 def test_only_fields_that_are_there_are_listed_as_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -497,6 +499,7 @@ def test_demonstrations_of_robomimic_are_in_order_and_name_their_splits(tmp_path
     assert [number for number, part in enumerate(parts) if part.forward_inputs["splits"]] == [2, 9]
     assert parts[2].forward_inputs["initial_state"]["pose"].tolist() == [2.0] * 7
     assert (parts[1].forward_inputs["attributes"], parts[1].forward_inputs["seed"]) == ({"success": True}, 1)
+    assert inspect_trajectory(tmp_path / "store", 2, 1)["values"]["forward_inputs.initial_state.pose"] == [2.0] * 7
     with pytest.raises(ConfigurationError, match="robomimic can only be read"):
         convert_to(tmp_path / "store", tmp_path / "out", "robomimic")
 

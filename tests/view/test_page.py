@@ -654,7 +654,7 @@ def test_an_episode_leads_to_its_parts_in_other_blocks(tmp_path: Path, serve: Se
         Trajectory(
             rewards=torch.full((3, 1, 1), torch.nan if start == 6 else 1.0),
             dones=steps[start : start + 3] == 4,
-            curr_obs={"states": steps[start : start + 3]},
+            curr_obs={"states": steps[start : start + 3], "task": "lift"},
             next_obs={"states": steps[start + 1 : start + 4]},
         )
         for start in (0, 3, 6)
@@ -665,6 +665,7 @@ def test_an_episode_leads_to_its_parts_in_other_blocks(tmp_path: Path, serve: Se
     assert text_of(page, ".goes-on") == (
         "The first episode here continues the one of block 0. No episode ends at the last step. It goes on in block 2."
     )
+    assert text_of(page, ".note") == "curr_obs.task: lift"
     assert "in this block; the first episode began before it" in text_of(page, "[data-curve=return] figcaption")
     assert page.run("return [...document.querySelectorAll('.neighbours .button')].map((one) => one.textContent)") == [
         *("\u2039 Previous", "Next \u203a")  # blocks without an outcome are no failures

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from trajstore._core.columns.conversion import with_notes
 from trajstore._core.columns.facts import GIVEN, RECORDED, SESSION, session_of
-from trajstore._core.columns.fields import join_name, walk
+from trajstore._core.columns.fields import Axis, join_name, walk
 from trajstore._core.files.base import Directory
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.shard_access import ShardAccess, damage_of
@@ -32,7 +32,7 @@ from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import Around, around
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
-from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory
 
 _ENDS = {"dones": "done", "truncations": "truncated", "terminations": "terminated"}
 """How episodes end, by the field that says so; the last one counts."""
@@ -105,16 +105,18 @@ def inspect_trajectory(
     elif tokens:
         raise ConfigurationError(f"{path}: trajectory {shown_id(number)} is not a rollout and has no tokens")
     else:
-        steps, batch = entry.extent.steps, entry.extent.batch
+        steps, batch, texts = entry.extent.steps, entry.extent.batch, {"texts": block_texts(trajectory)}
         report |= {
             "samples": entry.num_samples,
             "invalid_steps": steps * batch - entry.num_samples,
             "steps": steps,
             "batch": batch,
             "max_episode_length": entry.max_episode_length or None,
+            **texts,
         }
         if sample is not None:
-            return report | _sample(number, tensors, steps, batch, sample)
+            by_row = {column.name for column in manifest.schema.columns if column.axis is not Axis.DOCUMENT}
+            return report | _sample(number, tensors, steps, batch, sample, by_row)
         others = around(catalog, position)
         report["episodes"] = _episodes(tensors, steps, batch, others, number - own_id(number))
         report["episodes_elsewhere"] = None if others else _UNKNOWN
@@ -176,16 +178,33 @@ def columns_of(trajectory: AnyTrajectory) -> dict[str, torch.Tensor]:
         columns = {name: getattr(trajectory, name) for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)}
         columns |= {f"notes.{name}": rows for name, rows in trajectory.notes.items()}
         return {name: tensor for name, tensor in columns.items() if tensor is not None}
+    return {name: leaf for name, leaf in _leaves(trajectory).items() if isinstance(leaf, torch.Tensor)}
+
+
+def block_texts(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the leaves of a block that are no tensors, such as texts, by dotted name; batches do not have them."""
+    own = ("max_episode_length", "model_weights_id", "notes")
+    leaves = {name: leaf for name, leaf in _leaves(trajectory).items() if name.split(".")[0] not in own}
+    return {name: leaf for name, leaf in leaves.items() if not isinstance(leaf, torch.Tensor | dict | None)}
+
+
+def _leaves(trajectory: Trajectory) -> dict[str, Any]:
     fields = {name: getattr(trajectory, name) for name in type(trajectory).__dataclass_fields__}
-    return {join_name(path): leaf for path, leaf in walk(fields) if isinstance(leaf, torch.Tensor)}
+    return {join_name(path): leaf for path, leaf in walk(fields)}
 
 
-def _sample(trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int) -> Report:
+def _sample(
+    trajectory_id: int, tensors: dict[str, torch.Tensor], steps: int, batch: int, sample: int, by_row: Collection[str]
+) -> Report:
+    """Return the values of a sample; those of the whole trajectory, not in columns ``by_row``, are unchanged."""
     if not 0 <= sample < steps * batch:
         last = steps * batch - 1
         raise ConfigurationError(f"sample {sample}: trajectory {shown_id(trajectory_id)} has the samples 0 to {last}")
     step, environment = divmod(sample, batch)
-    values = {name: _value(sampled_rows(tensor, steps, name)[step, environment]) for name, tensor in tensors.items()}
+    values = {
+        name: _value(sampled_rows(tensor, steps, name)[step, environment] if name in by_row else tensor)
+        for name, tensor in tensors.items()
+    }
     return {"sample": sample, "step": step, "environment": environment, "values": values}
 
 

@@ -18,7 +18,7 @@ import torch
 
 from trajstore.attachments import summarized
 from trajstore.operations.statistics import sampled_rows
-from trajstore.operations.trajectory_report import columns_of, first_token, path_of, token_parts
+from trajstore.operations.trajectory_report import block_texts, columns_of, first_token, path_of, token_parts
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 from trajstore.view.session import tokens_of
 
@@ -253,4 +253,4 @@ def _block(trajectory: Trajectory, around: Answer | None) -> bytes:
         size, scale = (None, None) if drawn is None else (list(drawn.rows.shape[2:]), drawn.scale_texts)
         others.append({**description, "pictures": size, "scale": scale})
     answer = {"kind": "step", "steps": steps, "batch": batch, "around": around, "columns": others}
-    return body_of(answer, arrays)
+    return body_of({**answer, "texts": {name: str(text) for name, text in block_texts(trajectory).items()}}, arrays)

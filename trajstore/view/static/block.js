@@ -84,6 +84,7 @@ export function showBlock(place, told, { parameters, keep, signal, id, moved }) 
   fill(place, make("div", { class: "bar" }, batch > 1 ? make("label", {}, "Environment ", choose, ` (0 to ${batch - 1})`) : null,
     make("span", { class: "player", role: "group", "aria-label": "Player" }, by(-1, ",", "‹", "Previous step"), play, by(1, ".", "›", "Next step"), pace), slider,
     moved ? null : make("a", { class: "button besides", href: `#/beside/${id}`, click: besides }, "Compare with another episode")), says, goesOn, make("div", { class: "seen" }, pictures, curves),
+    Object.entries(told.texts).map(([name, text]) => make("p", { class: "note" }, `${name}: ${text}`)),
     others.length ? make("p", { class: "note" }, `Not drawn: ${others.map(({ name, dtype, shape }) => `${name} ${dtype} [${shape.join(", ")}]`).join(", ")}`) : null);
 
   const views = cameras.map((column) => {
