@@ -51,6 +51,7 @@ BENCHMARKS = {
     "t32": "t32_calls.figures",
     "t33": "t33_requests.figures",
     "t34": "t34_waits.figures",
+    "t35": "t35_run.figures",
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",

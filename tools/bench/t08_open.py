@@ -51,13 +51,13 @@ def figures(options: Options) -> Iterator[Figure]:
     _write_rlinf_index(theirs, options.count(CASES[0][0], 800))
     json_s = _median(_load_json, theirs, options)["seconds"]
     write_store(options.folder / "one", 1, 1)
-    kernels_held = in_child(_cost, _load, options.folder / "one")["held"]
+    kernels_held = in_child(cost, load, options.folder / "one")["held"]
     for whole, packed, most, most_of_rank in CASES:
         total = options.count(whole, 800)
         name = f"{total:,} trajectories, {packed} per shard"
         folder = options.folder / f"packed_{packed}_{whole}"
         write_store(folder, total, packed)
-        everything, rank, writer = (_median(work, folder, options) for work in (_load, _load_rank, _open_to_write))
+        everything, rank, writer = (_median(work, folder, options) for work in (load, _load_rank, _open_to_write))
         yield Figure("T8", f"open {name}", everything["seconds"], most, "s", details={"to_write_s": writer["seconds"]})
         yield Figure("T8", f"open {name}, rank 3 of 8", rank["seconds"], most_of_rank, "s")
         yield Figure(
@@ -82,7 +82,7 @@ def figures(options: Options) -> Iterator[Figure]:
 
 def _median(work: Callable[[Path], object], path: Path, options: Options) -> dict[str, float]:
     """Return what opening costs, each time in a process of its own: the median of each number."""
-    found = [in_child(_cost, work, path) for _ in range(-(-options.repeats * 5 // 7))]
+    found = [in_child(cost, work, path) for _ in range(-(-options.repeats * 5 // 7))]
     return {name: median(run[name] for run in found) for name in found[0]}
 
 
@@ -143,7 +143,8 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def _load(path: Path) -> object:
+def load(path: Path) -> object:
+    """Return a buffer that shows a store or run."""
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
     buffer.load_checkpoint(path)
     return buffer
@@ -163,7 +164,7 @@ def _load_json(path: Path) -> object:
     return json.loads(path.read_text())
 
 
-def _cost(work: Callable[[Path], object], path: Path) -> dict[str, float]:
+def cost(work: Callable[[Path], object], path: Path) -> dict[str, float]:
     """Return the seconds of opening, and the bytes that this process holds more afterwards."""
     before = status_bytes("VmRSS")
     start = time.perf_counter()

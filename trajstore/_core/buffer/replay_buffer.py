@@ -298,8 +298,8 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         self,
         load_path: str | Path,
         is_distributed: bool = False,
-        local_rank: int = 0,
-        world_size: int = 1,
+        local_rank: int | None = None,
+        world_size: int | None = None,
         *,
         strict: bool | None = None,
         pin: str | None = None,
@@ -318,8 +318,8 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         Args:
             load_path: directory or URL.
             is_distributed: load only the contiguous share of ``local_rank`` among ``world_size`` ranks.
-            local_rank: 0-based.
-            world_size: number of shares.
+            local_rank: 0-based; needed with ``is_distributed``, without effect otherwise, as in RLinf.
+            world_size: number of shares; likewise.
             strict: True refuses a directory with anything damaged or absent (shards' contents are not read: sizes are
                 compared). False leaves out unreadable data, reconstructs the rest, and logs a warning for each. By
                 default a directory of RLinf is loaded as in RLinf: checkpoints made in memory list more
@@ -339,9 +339,14 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; names
                 all unreadable ranks.
             StoreError: there is a store beside ``rank_*`` stores (``strict``).
+            ConfigurationError: ``is_distributed`` without ``local_rank`` or ``world_size``: each rank would load all.
         """
         share = None
         if truth("is_distributed", is_distributed):
+            given = {"local_rank": local_rank, "world_size": world_size}
+            for name, number in given.items():
+                if number is None or isinstance(number, float):
+                    raise ConfigurationError(f"{name}: {number!r}, must be an int with is_distributed=True")
             share = whole("local_rank", local_rank, 0), whole("world_size", world_size, 1)
         strict = None if strict is None else truth("strict", strict)
         pin = None if pin is None else text("pin", pin)

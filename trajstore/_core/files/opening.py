@@ -25,7 +25,7 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
 
     Raises:
         ConfigurationError: the path is empty, as an unset variable of a shell is, begins with ``~``, or is no path of
-            the system.
+            the system; a URL has ``.``, ``..`` or control characters.
         MissingDependencyError: the file system's package is not installed.
     """
     text = str(url)
@@ -34,6 +34,12 @@ def open_directory(url: str | Path, **options: Any) -> Directory:
     if text.startswith("~"):
         raise ConfigurationError(f"{text}: only a shell expands '~'; pass Path(...).expanduser(), or './{text}'")
     if is_url(text):
+        parts = text.partition("://")[2].split("/")
+        if wrong := [part for part in parts if part in (".", "..") or not part.isprintable()]:
+            raise ConfigurationError(
+                f"{text!r}: object stores take {wrong[0]!r} as part of a name, and many refuse it; give the path "
+                "without '.', '..' and control characters"
+            )
         return cast(Directory, extension("remote directory").RemoteDirectory(text, **options))
     return LocalDirectory(Path(text.removeprefix("file://")))
 

@@ -98,7 +98,7 @@ class Contents:
         if len(self.index) == 0:
             self.index = part.in_slots(slots)
         else:
-            columns = part.take(np.arange(part.first, part.end))
+            columns = part.take(slice(part.first, part.end))
             columns["slot"] = slots[columns.pop("shard")]
             for name in part.row_notes:
                 columns[NOTE_ROWS + name] = slots[columns[NOTE_ROWS + name]]
