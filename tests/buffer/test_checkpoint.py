@@ -387,6 +387,18 @@ def test_no_two_ranks_of_another_number_draw_alike(run: Path, ranks: int) -> Non
     assert drawn(run, 0, ranks, 77) != drawn(run, 0, ranks, 78), "by its own seed"
 
 
+@pytest.mark.parametrize("given", [{}, {"local_rank": 0}, {"world_size": 2}, {"local_rank": 0.0, "world_size": 2}])
+def test_a_share_needs_its_rank_and_their_number_as_integers(run: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigurationError, match=r"(local_rank|world_size): .*, must be an int"):
+        TrajectoryReplayBuffer().load_checkpoint(run, is_distributed=True, **given)
+
+
+@pytest.mark.parametrize("url", ["memory://a/../b", "memory://./b", "memory://a/./b", "memory://a/new\nline"])
+def test_a_url_with_dots_or_control_characters_is_refused(url: str) -> None:
+    with pytest.raises(errors.ConfigurationError, match="as part of a name"):
+        TrajectoryReplayBuffer(auto_save=True, auto_save_path=url)
+
+
 @pytest.mark.parametrize("absent", [3, 1])
 def test_a_rank_whose_share_was_not_saved_is_named(run: Path, tmp_path: Path, absent: int) -> None:
     for rank in {0, 1, 2, 3} - {absent}:
