@@ -172,7 +172,7 @@ class SalvagedCatalog(Catalog):
         first = whole._first_unnamed = whole.next_id
         for number, files in sorted(whole._unnamed_shards().items()):
             if number >= catalog.next_shard:
-                with contextlib.suppress(*_BAD_VALUES, UnsafeContentError):
+                with contextlib.suppress(*_BAD_VALUES, UnsafeContentError, FileNotFoundError):  # a writer may begin now
                     whole._take_shard(number, files)
         if whole.next_id > first:
             whole._sort()
