@@ -1,4 +1,4 @@
-"""What a killed writer left when the power fails, and the simulator's model of the disk."""
+"""The simulator's model of the disk, and the recorder of its operations."""
 
 from __future__ import annotations
 
@@ -9,49 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import add_each, contents_of, opened
 from tools.powerloss.filesystem import ROOT, Entries, Node, Op, Pending, Sync, Write, tree_of
-from tools.powerloss.recorder import Recorder, write_tree
+from tools.powerloss.recorder import Recorder
 from tools.powerloss.states import Case, build, cases_after
-from trajstore.operations.verify import verify
-
-
-@pytest.mark.parametrize(
-    ("name", "is_made", "form", "contents"),
-    [(".log", True, "pt", [3]), ("shard_00000000.zarr", True, "zarr", [3]), ("mine.json", False, "pt", [4])],
-    ids=["a log segment", "a shard's folder", "a removed pin"],
-)
-def test_what_a_killed_writer_left_is_made_durable_by_the_next_one(
-    tmp_path: Path, name: str, is_made: bool, form: str, contents: list[int]
-) -> None:
-    """The first writer is killed right after it made or removed a name, on which the second one relies."""
-    ops: list[Op] = []
-    for life in range(2):
-        place = tmp_path / f"{life}"
-        write_tree(place, tree_of(ops).listing())
-        with Recorder(place, ops).recording(), opened(place / "store", trajectory_format=form) as buffer:
-            if is_made:
-                add_each(buffer, [3])
-            elif life == 0:
-                add_each(buffer, [3, 4])
-                buffer.points.pin("mine")
-                buffer.evict([0])
-                buffer.points.remove("mine")
-            acknowledged = len(ops)
-        if life == 0:
-            [killed, *_] = [
-                at
-                for at, op in enumerate(ops)
-                if isinstance(op, Entries)
-                and any(entry.endswith(name) and bool(node) is is_made for _, entry, node in op.changes)
-            ]
-            del ops[killed + 1 :]
-    pending = Pending()
-    for op in ops[:acknowledged]:
-        pending.add(op)
-    write_tree(tmp_path / "left", build(ops, Case(acknowledged, frozenset(pending.open), ())))
-    assert verify(tmp_path / "left" / "store").sound
-    assert contents_of(tmp_path / "left" / "store") == contents
 
 
 def test_calls_relative_to_a_folder_are_recorded(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ _RANDOM = 4
 """Random states, if some operations are not durable."""
 _SINGLE = 8
 """Operations that are the only one lost, and the only one kept."""
+_TORN = 4
+"""Parts of the newest operation."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def _choices(pending: Pending, chance: random.Random) -> Iterator[_Choice]:
     yield _Choice(names)
     yield _Choice(everything - names)
     yield _Choice(everything, tuple((at, 0, 0) for at in writes))  # full length, all zeros
+    for _ in range(_TORN if max(open_) in writes else 0):  # the newest write, which a crash interrupts most easily
+        yield _Choice(everything, (_part(pending, max(open_), chance),))
     for at in chance.sample(sorted(open_), min(len(open_), _SINGLE)):
         yield _closed(pending, everything - {at})
         yield _Choice(frozenset(_with_earlier(pending, at)))

@@ -8,9 +8,15 @@ from typing import Protocol, TypeVar
 
 
 class Named(Protocol):
-    """A task."""
+    """A task.
+
+    Attributes:
+        name: unique.
+        doing: its last operation.
+    """
 
     name: str
+    doing: str
 
 
 T = TypeVar("T", bound=Named)
@@ -30,18 +36,19 @@ class Choice(Protocol):
 
 
 class Random:
-    """Changes the task with one probability at every step.
+    """Changes the task with one probability at every step, or at every step of a kind.
 
     Args:
         chance: random numbers.
         rate: probability of a change.
+        at: the kind of step; empty for all.
     """
 
-    def __init__(self, chance: random.Random, rate: float) -> None:
-        self._chance, self._rate = chance, rate
+    def __init__(self, chance: random.Random, rate: float, at: str = "") -> None:
+        self._chance, self._rate, self._at = chance, rate, at
 
     def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
-        if current is not None and self._chance.random() >= self._rate:
+        if current is not None and ((self._at and current.doing != self._at) or self._chance.random() >= self._rate):
             return current
         return self._chance.choice(ready)
 
@@ -90,6 +97,8 @@ class Given:
 
 def strategy(chance: random.Random) -> Choice:
     """Return a way to choose, itself chosen at random."""
+    if chance.random() < 0.2:  # who takes the lock next
+        return Random(chance, chance.choice((0.2, 0.5)), "release")
     if chance.random() < 0.5:
         return Random(chance, chance.choice((0.01, 0.05, 0.2, 0.6)))
-    return Priorities(chance, chance.choice((500, 2000, 8000)), chance.choice((1, 3, 10, 30)))
+    return Priorities(chance, chance.choice((500, 2000, 8000)), chance.choice((1, 3, 10, 30, 100, 300)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import itertools
+import math
 import queue
 import sys
 import threading
@@ -39,6 +40,8 @@ class Task:
         process: of the world's processes.
         until: time at which its wait ends; None without limit, or while it can run.
         waits_for: in words; empty if it can run.
+        doing: its last operation.
+        call: of a client, under way.
     """
 
     def __init__(self, name: str, process: int) -> None:
@@ -50,6 +53,7 @@ class Task:
         self.timed_out = False
         self.over = False
         self.ident = 0
+        self.doing = self.call = ""
 
 
 class Tasks:
@@ -75,6 +79,7 @@ class Tasks:
         self.mine: Task | None = None
         self.alive: list[Task] = []
         self.now = BEGIN
+        self._due = math.inf  # of the first wait that ends by itself
         self.step = self.alarm = 0
         self.changes: dict[int, str] = {}
         self.trace: list[tuple[int, str, str]] = []
@@ -135,6 +140,7 @@ class Tasks:
         self._count(what, task)
         task.waits_for, task.timed_out = what, False
         task.until = None if seconds is None else self.now + max(seconds, 0.0)
+        self._due = min(self._due, task.until or math.inf)
         if not task.over:
             self._ready.remove(task)
         self._pass_on(task, can_run=False)
@@ -150,10 +156,23 @@ class Tasks:
         """Put a line into the trace."""
         self.trace.append((self.step, self.mine.name if self.mine else "", text))
 
+    @contextlib.contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Name the running task's call until the block ends."""
+        task = self.mine
+        self.note(f"CALL {name}")
+        if task is not None:
+            task.call = name
+        yield
+        if task is not None:
+            task.call = ""
+        self.note(f"RETURN {name}")
+
     def _count(self, what: str, task: Task) -> None:
         self.step += 1
         self.now += _TICK
         self.trace.append((self.step, task.name, what))
+        task.doing = what
         if self.step >= self.alarm:
             self._at_step(self.step)
 
@@ -168,13 +187,12 @@ class Tasks:
         """Choose the task that runs now; ``current`` is the running one if it can go on."""
         ready = self._ready
         if not ready:
-            waiting = [task for task in self.alive if task.until is not None]
-            if not waiting:
+            until = [task.until for task in self.alive if task.until is not None]
+            if not until:
                 self._end(self._stuck())
-            first = min(waiting, key=lambda task: task.until or 0.0)
-            self.now = max(self.now, first.until or 0.0)
-            first.timed_out = True
-            self.wake(first)
+            self.now = max(self.now, min(until))
+        if not ready or self.now >= self._due:
+            self._end_waits()
         if len(ready) == 1:
             self.mine = ready[0]
             return self.mine
@@ -183,6 +201,13 @@ class Tasks:
         if self.mine is not unchosen:
             self.changes[self.step] = self.mine.name
         return self.mine
+
+    def _end_waits(self) -> None:
+        """Let tasks go on whose waits have ended; others may run at the same time."""
+        for task in [task for task in self.alive if task.until is not None and task.until <= self.now]:
+            task.timed_out = True
+            self.wake(task)
+        self._due = min((task.until for task in self.alive if task.until is not None), default=math.inf)
 
     def _stuck(self) -> str:
         if not self.alive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -16,15 +17,19 @@ from tools.simulate.judge import BrokenPromiseError, Given, Model
 from trajstore import Mirror, Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore.errors import EmptyBufferError, StoreNotFoundError, StoreWriteError, TrajectoryUnavailableError
 from trajstore.loader import ReplayLoader
+from trajstore.operations.copying import copy_store
 from trajstore.samplers import EpochSampler, Recency, WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
 WRITES = {"add": 30, "add_many": 8, "flush": 15, "evict": 8, "get": 10, "sample": 8, "listed": 6, "give": 8}
 WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2, "pin": 3, "unpin": 3}
-WRITES |= {"whole": 3, "load": 3, "mirrored": 8}
-THEMES = (("give", "evict"), ("pin", "unpin"), ("save_point", "back"), ("compact", "get", "sample"), ("load", "whole"))
+WRITES |= {"whole": 3, "load": 3, "mirrored": 8, "copy": 1}
+THEMES = (
+    *(("give", "evict"), ("pin", "unpin"), ("save_point", "back"), ("compact", "get", "sample")),
+    *(("load", "whole", "evict"), ("copy", "evict", "compact")),
+)
 """Calls that narrow worlds consist of, beside adding."""
-READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2}
+READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2, "copy": 1}
 
 
 _LONG = 0.9
@@ -32,6 +37,8 @@ _LONG = 0.9
 
 MOMENTS = ("any", "writev", "rename", "mkdir", "unlink", "fsync", "fdatasync", "before fsync", "before fdatasync")
 """Changes of the disk that a crash may follow, or come before."""
+LEAVING = ("any", "writev", "rename", "mkdir", "unlink", "before fsync", "before fdatasync")
+"""Those that leave something that is not durable."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +52,15 @@ class Plan:
         annotators: processes that give late values.
         calls: of each client in a life.
         lives: how often the writer begins.
-        crashes: what ends each life but the last: ``"none"``, ``"kill"`` (the writer), ``"kill all"``, ``"power"`` or
-            ``"node"`` (the store is gone, and is restored from its mirror).
-        moments: when, for each of them: ``""`` at a step, or right after one of the first changes of the disk, all or
-            those of one kind.
+        crashes: what ends each life: ``"none"``, ``"kill"`` (the writer), ``"kill all"``, ``"power"`` or ``"node"``
+            (the store is gone, and is restored from its mirror).
+        moments: when, for each of them: ``""`` at a step, ``"soon"`` at one after the writer has opened, or right after
+            one of the first changes of the disk, all or those of one kind.
+        within: calls of which a change of the disk counts as a moment; empty for all.
         faults: which part of the disk's calls fails for a while; 0 for none.
         fresh: how often a call is of the newest trajectories.
         weights: of the writing clients' calls.
+        reads: of the reading clients' calls.
         options: of the writer.
         cache: whether the buffer caches.
         mirror: whether the store has a mirror.
@@ -59,7 +68,7 @@ class Plan:
         sessions: whether clients record sessions of agents, and nothing else.
         trains: whether the writer is a training loop (``training.py``).
         limit: of retention, in trajectories; None for none.
-        pauses: seconds between the calls of annotators, of which one is chosen each time.
+        pauses: seconds between the calls of readers and annotators, of which one is chosen each time.
     """
 
     form: str
@@ -70,9 +79,11 @@ class Plan:
     lives: int
     crashes: tuple[str, ...]
     moments: tuple[str, ...]
+    within: tuple[str, ...]
     faults: float
     fresh: float
     weights: dict[str, int]
+    reads: dict[str, int]
     options: dict[str, float]
     cache: bool
     mirror: bool
@@ -88,8 +99,8 @@ def plan(chance: random.Random, training: random.Random) -> Plan:
     chosen = _plan(chance)
     if chosen.mirror or chosen.sessions or chosen.faults or training.random() >= 0.2:
         return chosen
-    crashes = tuple(training.choice(("kill", "kill all", "power")) for _ in range(2))
-    return replace(chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", ""))
+    crashes = *(training.choice(("kill", "kill all", "power")) for _ in range(2)), "none"
+    return replace(chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", "", ""))
 
 
 def _plan(chance: random.Random) -> Plan:
@@ -113,20 +124,26 @@ def _plan(chance: random.Random) -> Plan:
         kept.pop("mirrored", None)
     crashes = ("kill", "kill all", "node", "node") if mirror else ("none", "kill", "kill", "kill all", "power", "power")
     ends = tuple(chance.choice(crashes) for _ in range(lives - 1))
-    if not mirror and chance.random() < 0.2:
-        lives, ends = 3, ("kill", "power")  # what a killed process did and the next one took for durable
+    moments = tuple(chance.choice(("", "", *MOMENTS)) for _ in ends)
+    if not mirror and chance.random() < 0.25:  # what a crash has left, and the next process took for durable
+        lives, ends = 3, chance.choice((("kill", "power"), ("kill", "power"), ("power", "kill")))
+        left = "unlink" if "unpin" in theme else chance.choice(LEAVING)  # else it is seldom the name of a pin
+        moments = left, chance.choice(("soon", chance.choice(MOMENTS)))
+    ends += (chance.choice(("none", "none" if mirror else "kill")),)
     return Plan(
-        form=chance.choice(("pt", "pkl")),
-        writers=chance.choice((1, 1, 2, 3)),
+        form=chance.choice(("pt", "pkl") * 6 + ("zarr",)),
+        writers=chance.choice((2, 3) if "give" in theme else (1, 1, 2, 3)),
         readers=chance.choice((0, 0, 1, 2)),
         annotators=chance.choice((1, 2) if "give" in theme else (0, 0, 1, 2)),
-        calls=chance.choice((4, 8, 12)),
+        calls=12 if "give" in theme else chance.choice((4, 8, 12)),
         lives=lives,
         crashes=ends,
-        moments=tuple(chance.choice(("", "", *MOMENTS)) for _ in ends),
+        moments=(*moments, ""),
+        within=theme if chance.random() < 0.5 or "unpin" in theme else (),
         faults=faults,
-        fresh=chance.choice((0.0, 0.5, 0.9)),
+        fresh=0.9 if "give" in theme else chance.choice((0.0, 0.5, 0.9)),
         weights=kept,
+        reads={name: READS[name] for name in ("listed", *theme) if name in READS} if theme else READS,
         options={
             "threads": chance.choice((1, 2)),
             "commit_interval": chance.choice((0.0, 0.001, 0.05)),
@@ -159,6 +176,7 @@ class Client:
         chance: random numbers, which choose the calls.
         faulty: whether the disk may fail now.
         note: takes a line for the trace.
+        calling: entered for a call.
     """
 
     def __init__(
@@ -168,10 +186,14 @@ class Client:
         chance: random.Random,
         faulty: Callable[[], bool],
         note: Callable[[str], None],
+        calling: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.folder, self.model, self.chance, self.faulty, self.note = folder, model, chance, faulty, note
+        self.folder, self.model, self.chance = folder, model, chance
+        self.faulty, self.note, self.calling = faulty, note, calling
 
     buffer: TrajectoryReplayBuffer
+    keys: Iterator[int]
+    """Keys of added trajectories, for all clients."""
     fresh = 0.0
 
     @contextlib.contextmanager
@@ -220,6 +242,19 @@ class Client:
             with contextlib.suppress(TimeoutError):  # everything was evicted meanwhile
                 self._drawn(read, ahead=True)
 
+    def copy(self) -> None:
+        """Copy the store, beside its writer; what is there is one moment."""
+        if not (self.folder / "store" / "metadata.json").exists():
+            return
+        must, gone = set(self.model.durable), set(self.model.evicted)
+        path = self.folder / f"copy-{next(self.keys)}"
+        with self.may_fail():
+            copy_store(self.folder / "store", path)
+            with TrajectoryReplayBuffer.open(path) as reader:
+                self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)
+                for number in reader.trajectory_ids.tolist()[:1]:
+                    self.model.check_read(number, check(reader.get(number)))
+
     def _drawn(self, read: Callable[[], Iterable[int]], *, ahead: bool = False) -> None:
         """Compare keys that were drawn; ``ahead``: before some of them were evicted."""
         gone = {self.model.keys[number] for number in self.model.evicted if number in self.model.keys}
@@ -240,18 +275,14 @@ class Client:
 class Writer(Client):
     """Shares a writing buffer with other threads."""
 
-    keys: Iterator[int]
-    """Keys of added trajectories, for all clients."""
     number: int
     """Of the client, in its process."""
 
     def step(self, weights: dict[str, int]) -> None:
         """Do one thing."""
         (name,) = self.chance.choices([*weights], weights=[*weights.values()])
-        self.note(f"CALL {name}")
-        with self.may_fail():
+        with self.calling(name), self.may_fail():
             getattr(self, name)()
-        self.note(f"RETURN {name}")
 
     def add(self, count: int = 1) -> None:
         """Add trajectories."""
@@ -383,8 +414,9 @@ def give(model: Model, value: int, chosen: list[int], target: TrajectoryReplayBu
     model.given.append(one)
     try:
         annotate(target, chosen, {"v": value})
-    except TrajectoryUnavailableError:
-        if not model.may_be_gone(chosen):
+    except TrajectoryUnavailableError as error:
+        named = {int(number) for number in re.findall(r"\d+", str(error))}
+        if not (model.may_be_gone(chosen) and named & set(chosen)):
             raise
         model.given.remove(one)
         return
@@ -395,15 +427,17 @@ class Reader(Client):
     """Reads the store from a process of its own."""
 
     is_current = False
+    pauses: tuple[float, ...]
 
-    def run(self, calls: int) -> None:
+    def run(self, calls: int, reads: dict[str, int]) -> None:
         """Open, and make ``calls`` calls."""
         self.reopen()
         for _ in range(calls):
+            time.sleep(self.chance.choice(self.pauses))  # a step takes 1 µs
             if hasattr(self, "buffer"):
-                (name,) = self.chance.choices([*READS], weights=[*READS.values()])
-                self.note(f"CALL {name}")
-                getattr(self, name)()
+                (name,) = self.chance.choices([*reads], weights=[*reads.values()])
+                with self.calling(name):
+                    getattr(self, name)()
             else:
                 self.reopen()
         if hasattr(self, "buffer"):
@@ -431,7 +465,6 @@ class Reader(Client):
 class Annotator(Client):
     """Gives late values from a process of its own."""
 
-    keys: Iterator[int]
     pauses: tuple[float, ...]
 
     def run(self, calls: int) -> None:

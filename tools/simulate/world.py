@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import gc
@@ -18,13 +19,15 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import numpy as np
+import zarr.core.sync
 
 from tests.support.witness import check_batch, extent_of
 from tools.powerloss.filesystem import Op
@@ -48,6 +51,7 @@ from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteE
 from trajstore.mirror import restore
 from trajstore.operations.verify import verify
 
+C = TypeVar("C", bound=work.Client)
 MOST_STEPS = 60_000
 _LAST = 400
 """Steps that a failure shows."""
@@ -104,7 +108,7 @@ class World:
         self._faults = random.Random(f"faults/{seed}")
         self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
         self.keys = itertools.count(1)
-        self.tasks.alarm, self._fault_from = MOST_STEPS, 0
+        self.tasks.alarm, self._fault_from, self._fault_steps = MOST_STEPS, 0, 0
         self._changes_left, self._change = 0, ""
         self._living: set[int] = set()
         self._driver: Task | None = None
@@ -144,14 +148,15 @@ class World:
         return bool(self.plan.faults) and self._fault_from <= self.tasks.step
 
     def _fails(self, name: str) -> float | None:
-        self._changes_left -= self._change in ("any", name, f"before {name}")
+        counts = not self.plan.within or (self.tasks.mine and self.tasks.mine.call in self.plan.within)
+        self._changes_left -= bool(counts) and self._change in ("any", name, f"before {name}")
         if not self._changes_left:
             self._changes_left = -1
             self.tasks.alarm = self.tasks.step  # crash at the next step, which is after this change
             if self._change.startswith("before"):
                 self.tasks.point("crash")
         task = self.tasks.mine
-        within = self._fault_from <= self.tasks.step < self._fault_from + 300
+        within = self._fault_from <= self.tasks.step < self._fault_from + self._fault_steps
         if not (within and name in MAY_FAIL and task and task.process and self._faults.random() < self.plan.faults):
             return None
         return self._faults.choice((0.0, 0.0, 0.5, 1.0))
@@ -206,6 +211,7 @@ class World:
             mock.patch.object(Descriptor.close, "__defaults__", (lambda number: os.close(number),)),
             mock.patch.object(fcntl, "flock", waiting_flock(self.tasks)),
             self.disk.recording(),
+            zarr_in_thread(),
         ):
             # Only threads of ``threading`` have an identity that is theirs alone, so this one starts them and ends.
             self.tasks.start(lambda: self._thread(self._drive, "driver", 0), name="start", process=0)
@@ -238,14 +244,19 @@ class World:
         for life in range(self.plan.lives):
             last = life == self.plan.lives - 1
             self._crashed = ""
-            self._coming = "none" if last else self.plan.crashes[life]
+            self._coming = self.plan.crashes[life]
             self._change = "" if self._coming == "none" else self.plan.moments[life]
             self.tasks.alarm = MOST_STEPS
-            most = self.chance.choice((10, 40, 160) if self._change == "any" else (1, 3, 10))
+            most = self.chance.choice(
+                (10, 40, 160) if self._change == "any" else (1, 3) if self.plan.within else (1, 3, 10)
+            )
             self._changes_left = self.chance.randint(1, most)
-            if self._coming != "none" and not self._change:
+            if self._coming != "none" and self._change in ("", "soon"):
                 self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 2000)
-            self._fault_from = self.tasks.step + self.chance.randrange(20, 600)
+            self._fault_from = self.tasks.step + self.chance.choice(
+                (self.chance.randrange(20, 600), self.chance.randrange(3000))
+            )
+            self._fault_steps = self.chance.choice((100, 300, 1000))
             if life and not self._living:  # the writer finds a store that others use
                 self._start_others()
                 self.tasks.wait("sleep", self.chance.choice((0.0, 0.0005, 0.002)))
@@ -333,7 +344,12 @@ class World:
         self.model.check_pins(pins)
         self.model.is_restored = False
         limit = self.plan.limit
-        if last and limit is not None and len(self.model.keys) > limit and not (points or self.plan.faults):
+        if (
+            last
+            and limit is not None
+            and len(self.model.keys) > limit
+            and not (points or self.plan.faults or self._crashed)
+        ):
             raise AssertionError(f"retention is applied: {sorted(self.model.keys)} are more than {limit}")
         if last and self.plan.trains:
             check_training(self.folder / "twin", self._trained, self.plan)
@@ -382,16 +398,22 @@ class World:
     def _chance(self) -> random.Random:
         return random.Random(self.chance.getrandbits(64))
 
+    def _client(self, kind: type[C]) -> C:
+        return kind(
+            self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note, self.tasks.calling
+        )
+
     def _start_others(self) -> None:
         if self.plan.sessions:
             for _ in range(self.plan.readers + self.plan.annotators):
                 self._start_recorder()
             return
         for _ in range(self.plan.readers):
-            reader = work.Reader(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
-            self._process(lambda reader=reader: reader.run(self.plan.calls), "reader")  # type: ignore[misc]
+            reader = self._client(work.Reader)
+            reader.keys, reader.pauses = self.keys, self.plan.pauses
+            self._process(lambda reader=reader: reader.run(self.plan.calls, self.plan.reads), "reader")  # type: ignore[misc]
         for _ in range(self.plan.annotators):
-            annotator = Annotator(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+            annotator = self._client(Annotator)
             annotator.keys, annotator.fresh, annotator.pauses = self.keys, self.plan.fresh, self.plan.pauses
             self._process(lambda one=annotator: one.run(self.plan.calls), "annotator")  # type: ignore[misc]
 
@@ -423,11 +445,13 @@ class World:
         def run() -> None:
             buffer = self._opened()
             self._unsettled = None
+            if self._change == "soon":
+                self.tasks.alarm = self.tasks.step + self.chance.randrange(self.chance.choice((50, 200)))
             gate = Gate()
             clients = []
             kind = Trainer if self.plan.trains else Writer
             for number in range(self.plan.writers):
-                client = kind(self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note)
+                client = self._client(kind)
                 client.buffer, client.keys, client.alone = buffer, self.keys, gate.alone
                 client.number, client.fresh = number, self.plan.fresh
                 if isinstance(client, Trainer):
@@ -468,6 +492,29 @@ class World:
             buffer.close()
 
         self._writer_process = self._process(run, "writer")
+
+
+@contextlib.contextmanager
+def zarr_in_thread() -> Iterator[None]:
+    """Run zarr's coroutines in the thread that waits for them: its own loop would wait in the system."""
+
+    def run(coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
+        future = Future[Any]()
+        with contextlib.closing(asyncio.new_event_loop()) as own:
+            own.time = lambda: 0.0  # type: ignore[method-assign]  # each version of Python reads the clock at other moments
+            future.set_result(own.run_until_complete(coroutine))
+        return future
+
+    async def in_thread(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        return call(*arguments, **keywords)
+
+    with (
+        contextlib.closing(asyncio.new_event_loop()) as loop,
+        mock.patch.object(zarr.core.sync, "_get_loop", return_value=loop),
+        mock.patch.object(asyncio, "run_coroutine_threadsafe", run),
+        mock.patch.object(asyncio, "to_thread", in_thread),
+    ):
+        yield
 
 
 def ids_in(head: Snapshot) -> list[int]:
