@@ -202,6 +202,36 @@ def blocks(draw: st.DrawFn) -> Trajectory:
 
 
 @pytest.mark.parametrize("name", ["minari", "lerobot"])
+def test_episodes_that_cross_blocks_stay_whole(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks of 3 steps of 2 environments: episodes of 5 steps and of 4. The last block has other actions."""
+    states = torch.arange(13.0).reshape(-1, 1, 1) + torch.tensor([0.0, 1000.0]).reshape(2, 1)
+    ends = torch.zeros(12, 2, 1, dtype=torch.bool)
+    ends[4::5, 0] = ends[3::4, 1] = True
+    made = [
+        Trajectory(
+            actions=torch.ones(3, 2, 1, dtype=torch.float64 if start == 9 else torch.float32),
+            rewards=torch.ones(3, 2, 1),
+            dones=ends[start : start + 3],
+            terminations=ends[start : start + 3],
+            truncations=torch.zeros(3, 2, 1, dtype=torch.bool),
+            curr_obs={"states": states[start : start + 3]},
+            next_obs={"states": states[start + 1 : start + 4]},
+        )
+        for start in range(0, 12, 3)
+    ]
+    stored(tmp_path / "store", made[:3])
+    done = convert_to(tmp_path / "store", tmp_path / "out", name, check=True)
+    assert (done.written, done.checked, done.problems) == (5, 5, {})
+    convert_from(tmp_path / "out", tmp_path / "back", name)
+    rewards = [part.rewards for part in read_all(tmp_path / "back") if isinstance(part, Trajectory)]
+    assert sorted(len(rows) for rows in rewards if rows is not None) == [1, 4, 4, 4, 5]
+    stored(tmp_path / "other", made)
+    done = convert_to(tmp_path / "other", tmp_path / "out-2", name)
+    assert "is cut there, because actions differs" in caplog.text
+    assert len(done.problems) == 3, "episodes of other actions than the first"
+
+
+@pytest.mark.parametrize("name", ["minari", "lerobot"])
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(block=blocks())
 def test_any_steps_become_episodes(name: str, block: Trajectory, tmp_path_factory: pytest.TempPathFactory) -> None:

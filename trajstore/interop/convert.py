@@ -46,7 +46,7 @@ from trajstore.errors import (
     written,
 )
 from trajstore.interop.chat_form import IMAGES, in_chat_form
-from trajstore.interop.episodes import episodes_of
+from trajstore.interop.episodes import Joiner, Part
 from trajstore.interop.formats import (
     UNREADABLE,
     Format,
@@ -143,7 +143,9 @@ def _saying_once() -> Iterator[None]:
         said.add(record.getMessage())
         return len(said) > before
 
-    readers = [logging.getLogger(f"trajstore.interop.{module}") for module in {*_MODULES.values(), "formats"}]
+    readers = [
+        logging.getLogger(f"trajstore.interop.{module}") for module in {*_MODULES.values(), "formats", "episodes"}
+    ]
     for reader in readers:
         reader.addFilter(is_new)
     try:
@@ -303,7 +305,12 @@ def convert_from(
 
 
 def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
-    """Yield the rollouts of a store, or the episodes of its step trajectories."""
+    """Yield the rollouts of a store, or the episodes of its step trajectories, joined where they cross blocks."""
+    joiner, done = Joiner(), 0
+
+    def item(part: Part) -> Item:
+        return Item(part.key, lambda: part.trajectory, done, part.facts)
+
     for done, row in enumerate(rows, start=1):
         number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
         facts = {"trajectory_id": written_id(number), "committed": row.get("committed")}
@@ -312,12 +319,12 @@ def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> It
             continue
         try:
             whole = reader.get(number)
-            parts = list(episodes_of(whole)) if isinstance(whole, Trajectory) else []
+            parts = list(joiner.add(key, whole, facts)) if isinstance(whole, Trajectory) else []
         except (TrajstoreError, OSError) as error:
             yield damaged(key, str(error), done)
             continue
-        for at, part in enumerate(parts):
-            yield Item(f"{key}, episode {at}", lambda part=part: part, done, facts)  # type: ignore[misc]
+        yield from map(item, parts)
+    yield from map(item, joiner.rest())
 
 
 def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Counter[str]]) -> Iterator[Item]:

@@ -2,26 +2,163 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
+from trajstore.operations.measure import NEAR, Border, border_of
 from trajstore.trajectory import Trajectory, get_model_weights_id
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN_WEIGHTS = get_model_weights_id(torch.zeros(1))
 """``model_weights_id`` of steps without versions, as of :class:`trajstore.EmbodiedRolloutResult`."""
 
+_OF_BLOCKS = ("max_episode_length", "model_weights_id", "notes")
+"""Fields of which a joined episode has those of its first part."""
+
 _FLAGS = ("terminations", "truncations", "dones")
 
 
-def episodes_of(trajectory: Trajectory) -> Iterator[Trajectory]:
-    """Yield the episodes of a trajectory: environment by environment, cut after each done and at epochs.
+@dataclass(slots=True)
+class Part:
+    """An episode, or the part of one in a block.
+
+    Attributes:
+        key: names it.
+        trajectory: its steps ``[n, 1, ...]``.
+        facts: of the block in which it begins.
+        block: number of the newest block with steps of it.
+    """
+
+    key: str
+    trajectory: Trajectory
+    facts: Mapping[str, Any]
+    block: int = 0
+
+
+class Joiner:
+    """Joins the parts of episodes that go on in later blocks, by the rule of ``inspect``.
+
+    An open part waits for the next :data:`~trajstore.operations.measure.NEAR` blocks.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Part] = []
+        """In the order in which they began."""
+        self._open: dict[bytes, Part] = {}
+        self._blocks = 0
+
+    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any]) -> Iterator[Part]:
+        """Add a block; yield the episodes that are complete.
+
+        Raises:
+            InvalidTrajectoryError: a field has neither T nor T + E rows.
+        """
+        border, found = _border(block), list(episodes_of(block))
+        self._blocks += 1
+        begun = {} if border is None else {environment: seen for seen, environment in border.first.items()}
+        goes_on = {} if border is None else {environment: seen for seen, environment in border.open.items()}
+        before = {environment: self._open.pop(seen, None) for environment, seen in begun.items()}
+        newest: dict[int, Part] = {}
+        for number, (environment, episode) in enumerate(found):
+            part, earlier = (
+                Part(f"{key}, episode {number}", episode, facts, self._blocks),
+                before.pop(environment, None),
+            )
+            if environment not in newest and earlier is not None and _append(earlier, part, key):
+                part = earlier
+            else:
+                self._waiting.append(part)
+            newest[environment] = part
+        if border is None and not all(_has_ended(part.trajectory) for part in newest.values()):
+            logger.warning(
+                "convert: blocks lack dones, or observations in curr_obs and next_obs, which show whether an episode "
+                "goes on in another block: each is taken to end with its block"
+            )
+        self._open |= {seen: newest[environment] for environment, seen in goes_on.items() if environment in newest}
+        old = self._blocks - NEAR
+        self._open = {seen: part for seen, part in self._open.items() if part.block > old}
+        held = {id(part) for part in self._open.values()}
+        ready = [id(part) not in held for part in self._waiting]
+        first = ready.index(False) if False in ready else len(ready)
+        waiting, self._waiting = self._waiting, []
+        for number, part in enumerate(waiting):
+            if number < first or (ready[number] and part.block <= old):
+                yield part
+            else:
+                self._waiting.append(part)
+
+    def rest(self) -> Iterator[Part]:
+        """Yield the episodes that still wait."""
+        yield from self._waiting
+
+
+def _has_ended(episode: Trajectory) -> bool:
+    ends = (getattr(episode, name) for name in _FLAGS)
+    return any(bool(flags[-1].any()) for flags in ends if flags is not None)
+
+
+def _border(block: Trajectory) -> Border | None:
+    """Return what joins a block to others; None if unknown."""
+    flat, dones = flatten(replace(block, notes={})), block.dones
+    if dones is None and block.terminations is not None and block.truncations is not None:
+        dones = block.terminations | block.truncations
+    tensors = dict(zip((column.name for column in flat.schema.columns), flat.tensors, strict=True))
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor | None:
+        tensor = tensors.get(name)
+        return None if tensor is None else tensor.reshape(-1, *tensor.shape[2:])[start:stop]
+
+    return border_of(flat.schema, flat.extent, rows, dones)
+
+
+def _append(one: Part, other: Part, key: str) -> bool:
+    """Append the steps of another part to an episode; False, with a warning, if their fields differ."""
+    names = [item.name for item in fields(Trajectory) if item.name not in _OF_BLOCKS]
+    first, second = one.trajectory, other.trajectory
+    counts = steps_of(first), steps_of(second)
+    try:
+        values = {name: _both(name, getattr(first, name), getattr(second, name), *counts) for name in names}
+    except ValueError as error:
+        logger.warning("convert: %s goes on in %s, but is cut there, because %s differs", one.key, key, error)
+        return False
+    one.key, one.trajectory, one.block = f"{one.key}, and {key}", replace(first, **values), other.block
+    return True
+
+
+def _both(name: str, one: Any, other: Any, steps: int, more: int) -> Any:
+    """Return a field's values of two parts of an episode, of ``steps`` and ``more`` steps.
+
+    Raises:
+        ValueError: they cannot be joined; names the field.
+    """
+    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        return {key: _both(f"{name}.{key}", value, other[key], steps, more) for key, value in one.items()}
+    if isinstance(one, list) and isinstance(other, list) and (len(one), len(other)) == (steps, more):
+        return [*one, *other]
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        if type(one) is type(other) and one == other:
+            return one
+    elif min(one.dim(), other.dim()) < 2:
+        if torch.equal(one, other):
+            return one
+    elif (one.dtype, one.shape[1:]) == (other.dtype, other.shape[1:]):
+        field = name.split(".")[0]
+        return torch.cat([without_extra(field, one, steps), without_extra(field, other, more)])
+    raise ValueError(name)
+
+
+def episodes_of(trajectory: Trajectory) -> Iterator[tuple[int, Trajectory]]:
+    """Yield (environment, episode) of a trajectory: environment by environment, cut after each done and at epochs.
 
     Invalid steps and bootstrap rows are left out. A chunk of several actions is one step: its rewards are added, and
     it ends the episode if one of its actions does. A trajectory that is a single episode already is unchanged.
@@ -53,7 +190,7 @@ def episodes_of(trajectory: Trajectory) -> Iterator[Trajectory]:
         and not bool(ends[:-1].any())
         and all(tensors.get(name) is plain.get(name) for name in ("rewards", *_FLAGS))
     ):
-        yield replace(trajectory, valid=None)
+        yield 0, replace(trajectory, valid=None)
         return
     for environment in range(batch):
         numbers = np.arange(steps)
@@ -61,7 +198,7 @@ def episodes_of(trajectory: Trajectory) -> Iterator[Trajectory]:
         for part in np.split(numbers, cuts):
             chosen = torch.from_numpy(part[valid[:, environment].numpy()[part]])
             if len(chosen):
-                yield _part(trajectory, plain, steps, chosen, environment)
+                yield environment, _part(trajectory, plain, steps, chosen, environment)
 
 
 def _part(
