@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.sampling.chance import fits
 from tests.stores import writer_to
 from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBuffer
+from trajstore._core.buffer import sequences
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore._core.formats import FORMATS
@@ -160,6 +161,18 @@ def test_n_step_rewards_of_any_real_dtype(dtype: torch.dtype) -> None:
     batch = sample_n_step(buffer, 20, 2, 0.5)
     assert batch["rewards"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert set(batch["rewards"].flatten().tolist()) == {1.0, 1.5}
+
+
+def test_n_steps_without_a_next_observation_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    sequences._warn_of_no_next.cache_clear()
+    buffer = TrajectoryReplayBuffer(seed=0)
+    ends = torch.zeros(3, 1, 1, dtype=torch.bool)
+    buffer.add_trajectories([Trajectory(rewards=torch.ones(3, 1, 1), dones=ends, terminations=ends)])
+    sample_n_step(buffer, 2, 2, 0.5, columns=["dones"])
+    assert "next_obs" not in caplog.text
+    for _ in range(2):
+        sample_n_step(buffer, 2, 2, 0.5)
+    assert caplog.text.count("have no next_obs") == 1
 
 
 @pytest.mark.parametrize("strategy", ["future", "final"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +21,8 @@ from trajstore._core.reading.contents import Contents
 from trajstore._core.sampling.base import Drawn, Fits, Ids, Sampler, uniform
 from trajstore._core.sampling.spans import Mask, discounts, epoch_starts, last_of, rows_around, within_episode
 from trajstore.errors import ConfigurationError, EmptyBufferError, SchemaMismatchError
+
+logger = logging.getLogger(__name__)
 
 _IN_VAIN = 1000
 """Consecutive draws without a whole sequence before an error."""
@@ -140,6 +144,8 @@ class NStep(Rows):
         after = [name for name in values if name.startswith("next_obs.")]
         if after:
             values |= _read(contents, positions, end, after)
+        elif columns is None:
+            _warn_of_no_next()
         rewards = _read(contents, positions, spans.rows, ["rewards"])["rewards"]
         rewards = rewards.float() if rewards.dtype.itemsize == 1 else rewards  # torch does not promote eight-bit floats
         factors = torch.from_numpy(discounts(self.n, self.gamma)).to(torch.promote_types(rewards.dtype, torch.float32))
@@ -417,6 +423,15 @@ def read_rows(buffer: Reader, rows: Rows, drawn: Drawn, columns: Sequence[str] |
         return rows.read(contents, drawn, buffer._sampling.present(contents, drawn), columns)
 
     return buffer._sampling.together(None, read)()
+
+
+@cache
+def _warn_of_no_next() -> None:
+    """Log a warning, once in a process."""
+    logger.warning(
+        "sample_n_step: the trajectories have no next_obs, so a batch has nothing whose value `bootstrap` discounts; "
+        "record next_obs, or name the columns wanted in `columns`"
+    )
 
 
 @dataclass(frozen=True, slots=True)
