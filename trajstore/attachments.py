@@ -77,7 +77,8 @@ def filled_rows(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 def _check_mapping(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        raise InvalidTrajectoryError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a dict")
+        way = f", as {name}.model_dump() returns" if hasattr(value, "model_dump") else ""
+        raise InvalidTrajectoryError(f"{name}: {shown(value)} is a {type(value).__name__}, must be a dict{way}")
 
 
 def _held(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:

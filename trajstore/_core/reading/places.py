@@ -286,7 +286,8 @@ def check_no_store_above(directory: Directory, above: Iterable[Directory]) -> No
     if store is not None:
         raise ConfigurationError(
             f"auto_save_path {directory.url}: lies within the store {store.url}; give the new store a directory "
-            "of its own"
+            "of its own. For several writers, move the store there into a folder rank_0 below it first: then the "
+            "others are rank_1, rank_2, ..., and all are read as one"
         )
 
 

@@ -168,12 +168,12 @@ class Garbage:
             return
         self._told.update(reader.process for reader in fresh)
         logger.warning(
-            "%s: %d bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
-            "compaction), %d are live: readers still show them (%s); "
-            "a reader releases them when it calls refresh() or close()",
+            "%s: %s bytes stay on disk that the store does not need (evicted trajectories, files replaced by "
+            "compaction), more than the %s of the store: readers still show them (%s), until they call refresh() or "
+            "close(), or end (`trajstore view`)",
             self._directory.url,
-            self.held_bytes,
-            live,
+            f"{self.held_bytes:,}",
+            f"{live:,}",
             "; ".join(dict.fromkeys(reader.holder for reader in fresh)),
         )
 
