@@ -200,7 +200,7 @@ def episodes_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
     """Return ``{"ended", "length", "return", "spanning", "begun_before"}``; None if no episode ended.
 
     ``spanning``, the number of episodes over several trajectories, is None without observations.
-    ``begun_before`` ended episodes may have begun in trajectories that were evicted or not read; the ranges of
+    ``begun_before`` ended episodes may have begun in trajectories that were evicted, rolled back or not read; ranges of
     lengths and returns, and ``spanning``, exclude them.
     """
     ended = [part.ended() for part in parts]
