@@ -166,9 +166,9 @@ class Catalog(Committed):
         return behind
 
     def _is_behind(self) -> bool:
+        segments = self._segments()  # a writer removes them after it has renewed the metadata
         if self.metadata()["generation"] > self.generation:
             return True
-        segments = self._segments()
         if not segments or segments[-1][1] == self.segment:
             try:
                 return bool(segments) and self.directory.size(self.segment) != self.segment_end + self.segment_torn
