@@ -91,8 +91,8 @@ class ChunkStepResult:
 class Reward:
     """Outcome of an agent trajectory.
 
-    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success; ``True`` is 1.0); ``None`` = unknown.
-    ``description`` explains it in words; ``metadata`` is any JSON.
+    ``outcome`` and ``success_rate`` are in [0, 1] by convention (1.0 = success; 1 and ``True`` become 1.0); ``None`` =
+    unknown. ``description`` explains it in words; ``metadata`` is any JSON.
     """
 
     outcome: float | None = None
@@ -102,6 +102,10 @@ class Reward:
 
     def __post_init__(self) -> None:
         _empty_for_none(self, {"description": str, "metadata": dict})
+        for name in ("outcome", "success_rate"):
+            value = getattr(self, name)
+            if isinstance(value, int) and -(2**53) <= value <= 2**53:
+                setattr(self, name, float(value))
 
 
 @dataclass(kw_only=True)

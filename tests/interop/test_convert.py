@@ -266,3 +266,11 @@ def test_json_lines_leave_out_integers_that_readers_do_not_take(
     assert main(["convert", str(tmp_path / "out"), str(tmp_path / "made"), "--from", "parquet"]) == 0
     with TrajectoryReplayBuffer.open(tmp_path / "made") as reader:
         assert same(vars(reader.get(0)), vars(large))
+
+
+@pytest.mark.parametrize(("name", "target"), [("chat", "out.jsonl"), ("trl", "out")])
+def test_a_message_without_a_role_leaves_out_its_rollout_alone(tmp_path: Path, name: str, target: str) -> None:
+    odd = AgentTrajectory(messages=[{"content": "hm"}], reward=Reward(outcome=1))
+    stored(tmp_path / "store", [rollout(0), odd, rollout(1)])
+    done = convert.convert_to(tmp_path / "store", tmp_path / target, name, check=True)
+    assert (done.written, done.checked, list(done.problems)) == (2, 2, ["trajectory 1"])

@@ -55,6 +55,9 @@ def _parts_of(rollout: AgentTrajectory) -> tuple[Row, dict[str, Any]]:
     """Return what each of these formats has, and the metadata."""
     if not rollout.messages:
         raise InvalidTrajectoryError(_NOT_MESSAGES)
+    for number, message in enumerate(rollout.messages):
+        if not isinstance(message.get("role"), str):
+            raise InvalidTrajectoryError(f"messages[{number}] has no role, which this format needs")
     metadata = {name: value for name, value in rollout.metadata.items() if name not in (GIVEN, RECORDED)}
     outcome = None if rollout.reward is None else rollout.reward.outcome
     return {**{name: getattr(rollout, name) for name in _TEXTS}, "reward": outcome}, metadata
