@@ -241,9 +241,9 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(
             if rank == 0:
                 buffer._own_store.save(30, {}, 2)  # rank 1 was killed before saving
     assert newest(tmp_path, 2) == 20
-    for ranks in (1, 3):
+    for ranks, point in ((1, "step-"), (3, "step-20")):  # one alone cannot know what the other one has
         refusal = str(newest(tmp_path, ranks))
-        assert all(part in refusal for part in ("2 ranks saved", f"{ranks} now", "start a new run", "step-10"))
+        assert all(part in refusal for part in ("2 ranks saved", f"{ranks} now", "start a new run", point))
     assert [point.lacking for point in points_at(tmp_path).saved] == [(), (), (1,)], "rank_2 is not part of the points"
     with TrajectoryReplayBuffer.open(tmp_path, pin="step-20") as reader:
         assert len(reader) == 2

@@ -295,7 +295,7 @@ def test_audit_names_the_first_row_that_differs_and_what_is_inconsistent(tmp_pat
     assert out.splitlines() == [
         "step 3: advantage is not finite in 1 row, first row 11 (trajectory 3011)",
         "step 3: version is after the policy's in 2 rows, first row 12 (trajectory 3012)",
-        f"{one}: 3 steps, 60 rows, 6 of them replayed; 1 step replaced after resuming",
+        f"{one}: 3 steps (1 to 3), 60 rows, 6 of them replayed; 1 step replaced after resuming",
         f"{same}: differs first in step 3, row 5",
         f"  advantage (1 row, first 11: trajectory 3011 of {task[11]!r}): nan here, {advantage!r} there",
         f"  version (2 rows, first 12: trajectory 3012 of {task[12]!r}): 9 here, {was['version'][12].item()} there",
@@ -450,7 +450,7 @@ def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: 
     with Ledger(path / "ledger") as ledger:
         ledger.record(TrainedStep(3, rows, ["a", "b"], policy_before=3))
     assert run.out("audit", path, "--max-age", 1).splitlines() == [
-        f"{path}: 1 step, 3 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: 1 step (3), 3 rows, 0 of them replayed; 0 steps replaced after resuming",
         f"{path}: each trajectory trained in at most 1 step; 1 trajectory of the store not trained, 0 trained ones "
         "evicted since",
     ]
@@ -471,7 +471,7 @@ def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: 
         "step 5: 1 row of which the trajectory has another task than its group, first row 0 (trajectory 1)",
         "step 5: 1 row of which the trajectory was sampled by another policy version than the store says, first row 0 "
         "(trajectory 1)",
-        f"{path}: 2 steps, 6 rows, 0 of them replayed; 0 steps replaced after resuming",
+        f"{path}: 2 steps (3 to 5), 6 rows, 0 of them replayed; 0 steps replaced after resuming",
         f"{path}: each trajectory trained in at most 2 steps; 0 trajectories of the store not trained, 1 trained ones "
         "evicted since",
     ]

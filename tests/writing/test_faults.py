@@ -183,7 +183,7 @@ def test_the_queue_recovers_without_a_flush_when_there_is_space_again(
     plan = FaultPlan(0, "ENOSPC", lasting=True)
     with opened(tmp_path / "store", writer=WriterOptions(commit_interval=0.0)) as buffer, failing_disk(plan):
         buffer.add_trajectories([witness(0)])
-        with pytest.raises(StoreWriteError, match=r"No space left.*1 trajectory from id 0 on not on disk"):
+        with pytest.raises(StoreWriteError, match=r"No space left.*not on disk: 1 trajectory from id 0 on"):
             buffer.wait([0])
         for key in range(1, 4):  # reported once, then there is room in memory
             buffer.add_trajectories([witness(key)])

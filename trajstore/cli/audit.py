@@ -70,8 +70,10 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _write(out: Output, where: str, result: Audit) -> None:
+    several = f" to {result.last}" if result.steps > 1 else ""
+    steps = "" if result.first is None else f" ({result.first}{several})"
     out.line(
-        f"{where}: {counted(result.steps, 'step')}, {counted(result.rows, 'row')}, {result.replayed:,} of them "
+        f"{where}: {counted(result.steps, 'step')}{steps}, {counted(result.rows, 'row')}, {result.replayed:,} of them "
         f"replayed; {counted(result.replaced, 'step')} replaced after resuming"
     )
 

@@ -34,6 +34,7 @@ class Audit:
         rows: number of trained rows.
         replayed: number of them that are replayed.
         replaced: number of steps that a resumed run replaced.
+        first, last: the lowest and the highest step; None without steps.
         problems: inconsistencies, each naming its step.
     """
 
@@ -41,6 +42,8 @@ class Audit:
     rows: int
     replayed: int
     replaced: int
+    first: int | None
+    last: int | None
     problems: tuple[str, ...]
 
 
@@ -111,7 +114,8 @@ def audit(ledger: LedgerContents, max_age: int | None = None) -> Audit:
     problems += ledger.damaged
     rows = sum(len(step.rows) for step in ledger.steps.values())
     replayed = sum(int(step.rows["replayed"].sum()) for step in ledger.steps.values())
-    return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), tuple(problems))
+    first, last = min(ledger.steps, default=None), max(ledger.steps, default=None)
+    return Audit(len(ledger.steps), rows, replayed, len(ledger.replaced), first, last, tuple(problems))
 
 
 def _fresh_twice(ledger: LedgerContents) -> list[str]:

@@ -147,8 +147,9 @@ class Points:
             StoreError, StoreUnreachableError: see :attr:`saved`.
         """
         points = _line(self._stores.snapshots())
+        for point in sorted(points, key=lambda one: -(one.step or 0) if one.is_complete else 1):
+            self._check_count(point)  # names the newest complete one, which can be loaded
         for point in points:
-            self._check_count(point)
             if not point.is_complete:
                 logger.warning("%s: %s", self._stores.name, incomplete_sentence(point))
         complete = [point.step for point in points if point.is_complete]

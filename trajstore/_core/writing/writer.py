@@ -329,7 +329,7 @@ class StoreWriter:
         else:
             ids = self.queue.pending_ids
             failure = StoreWriteError(
-                f"{error or repr(error)}: {trajectories(len(ids))} from id {min(ids, default=-1)} on not on disk"
+                f"{error or repr(error)}: not on disk: {trajectories(len(ids))} from id {min(ids, default=-1)} on"
                 f"{_TRIED_AGAIN}"
             )
             failure.__cause__ = error
