@@ -34,7 +34,8 @@ class Audit:
         rows: number of trained rows.
         replayed: number of them that are replayed.
         replaced: number of steps that a resumed run replaced.
-        first, last: the lowest and the highest step; None without steps.
+        first: the lowest step; None without steps.
+        last: the highest step; None without steps.
         problems: inconsistencies, each naming its step.
     """
 
