@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from trajstore.query import Query
 
 logger = logging.getLogger(__name__)
+
+_LIST_APART = 5.0
+"""Seconds between two listings of the points of a store without a pool: one is a request if the store is far away."""
 
 
 class OfReader:
@@ -58,6 +62,7 @@ class OfReader:
         self._records = None if support is None else support.records(self._reader)
         self._is_seen = False
         """Whether the pool matches the reader's state."""
+        self._listed = time.monotonic()
         self._look()
 
     def __len__(self) -> int:
@@ -89,10 +94,17 @@ class OfReader:
         else:
             self._is_seen, self.damage = True, self._unread
 
+    def _is_current(self) -> bool:
+        """Return whether no point was saved; of a store without a pool, looks only every few seconds."""
+        if self._records is None or (self.pool is None and time.monotonic() - self._listed < _LIST_APART):
+            return True
+        self._listed = time.monotonic()
+        return self._records.is_current()
+
     def refresh(self) -> bool:
         """Show new contents; return whether they changed."""
         changed = self._reader.refresh()
-        if changed or (self._records is not None and not self._records.is_current()):
+        if changed or not self._is_current():
             self._is_seen = False
         if self._is_seen:
             return False

@@ -9,7 +9,6 @@ import copy
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -570,7 +569,7 @@ class CommitLog:
     @property
     def renewal_due(self) -> bool:
         """Whether ``metadata.json`` should be renewed."""
-        return self._snapshots.renewed != self.catalog.generation and time.monotonic() >= self._snapshots.renew_at
+        return self._snapshots.renewal_due(self.catalog)
 
     def renew_metadata(self) -> None:
         """Update ``metadata.json`` to the current commits, at most once a second; it is for people and tools.

@@ -253,8 +253,7 @@ class Snapshots:
         self._metadata = metadata
         self.renewed = -1
         """Generation described by ``metadata.json``."""
-        self.renew_at = 0.0
-        """When it may be renewed next, by ``time.monotonic``."""
+        self._renew_at = 0.0
 
     def write(self, catalog: Catalog, keep_after: int | None = None) -> None:
         """Write both files of this state, the index before the metadata that refers to it.
@@ -282,6 +281,10 @@ class Snapshots:
         catalog.log_bytes = 0
         remove_segments(self._directory, catalog.generation if keep_after is None else keep_after, catalog.fences)
 
+    def renewal_due(self, catalog: Catalog) -> bool:
+        """Return whether ``metadata.json`` is due for an update."""
+        return self.renewed != catalog.generation and time.monotonic() >= self._renew_at
+
     def renew(self, catalog: Catalog) -> bool:
         """Update ``metadata.json`` to this state; return False, without writing, if RLinf has overwritten the files.
 
@@ -290,7 +293,7 @@ class Snapshots:
         Raises:
             OSError: writing failed.
         """
-        self.renew_at = time.monotonic() + (_RENEWAL if self._directory.can_append else _REMOTE_RENEWAL)
+        self._renew_at = time.monotonic() + (_RENEWAL if self._directory.can_append else _REMOTE_RENEWAL)
         if files_of_rlinf(self._directory, catalog.snapshot_bytes):
             return False
         values = {**self._metadata(), "generation": catalog.snapshot_generation}
