@@ -10,8 +10,8 @@ import torch
 
 from tests.stores import opened
 from tests.support.witness import check_batch, check_trajectory, witness
+from tools.crash.child import DESCRIPTORS
 from tools.crash.forked import forking
-from tools.crash.interrupted import DESCRIPTORS
 from trajstore import TrajectoryReplayBuffer, WriterOptions
 from trajstore.operations.verify import verify
 

@@ -1,4 +1,4 @@
-"""Kill, look, go on: the parent's side."""
+"""Kill or interrupt one child after the other, and compare the store with their promises."""
 
 from __future__ import annotations
 
@@ -7,19 +7,72 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
 
+from tests.support.witness import WitnessError, check_trajectory
 from tools.campaigns import Result, at_work, wait_for
-from tools.crash.child import torture
-from tools.crash.interrupted import WAYS, error_file, stacks_file, work
-from tools.crash.journal import Promises, read_journal
-from tools.crash.look import look
+from tools.crash.child import WAYS, work
+from tools.crash.journal import entries
+from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import TrajstoreError
+from trajstore.operations.verify import verify
 
 _LONGEST_LIFE = 0.8  # seconds, once a child has begun
-_AFTER_PROMISE = 0.05  # seconds that one lives, at most, whose first promise came later
-_PATIENCE = 240.0  # seconds; who has not come to an end then never will
+_AFTER_PROMISE = 0.05  # longest life after the first promise, in seconds
+_PATIENCE = 240.0  # seconds until an interrupted child counts as hung
+
+
+@dataclass
+class Promises:
+    """The promises of all children so far.
+
+    Attributes:
+        flushed: the key of each trajectory that was there when a ``flush`` returned, by id.
+        evicting: ids whose eviction has begun.
+        seen: the key of each trajectory ever promised or read, by id.
+    """
+
+    flushed: dict[int, int] = field(default_factory=dict)
+    evicting: set[int] = field(default_factory=set)
+    seen: dict[int, int] = field(default_factory=dict)
+
+    def take(self, journal: Path) -> None:
+        """Add a child's journal."""
+        for entry in entries(journal):
+            if entry["event"] == "flushed":
+                self.flushed |= entry["keys"]
+            else:
+                self.evicting |= {*entry["ids"]}
+        self.seen |= self.flushed
+
+    def compare(self, folder: Path, problem: Callable[[str], None]) -> int:
+        """Compare ``folder/store`` and ``folder/checkpoint``; return the number of trajectories in the store."""
+        present = _read(folder / "store", problem)
+        for number, key in self.flushed.items():
+            if number not in present and number not in self.evicting:
+                problem(f"trajectory {number} (key {key}) was flushed and is lost")
+        for number, key in (*present.items(), *_read(folder / "checkpoint", problem).items()):
+            if self.seen.setdefault(number, key) != key:
+                problem(f"id {number} has the key {key}, before {self.seen[number]}")
+        self.flushed = {number: key for number, key in self.flushed.items() if number in present}
+        return len(present)
+
+
+def _read(path: Path, problem: Callable[[str], None]) -> dict[int, int]:
+    """Verify a directory and return the key of each trajectory by id; none before the directory is complete."""
+    if not (path / "metadata.json").exists():
+        return {}
+    try:
+        for trouble in verify(path).problems[:3]:
+            problem(f"{path.name}/{trouble.file}: {trouble.message}")
+        with TrajectoryReplayBuffer.open(path) as reader:
+            return {number: check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()}
+    except (TrajstoreError, WitnessError, OSError) as error:
+        problem(f"{path.name} cannot be read: {type(error).__name__}: {error}")
+        return {}
 
 
 def run_campaign(
@@ -29,75 +82,55 @@ def run_campaign(
     progress: Callable[[Result], None] | None = None,
     sent: Literal["KILL", "INT"] = "KILL",
 ) -> Result:
-    """Kill ``kills`` children that work on one store after the other; return what was found.
+    """Kill ``kills`` children that work on one store after the other; return the problems.
 
     Args:
-        folder: an empty folder; store, checkpoint and journals are left in it.
-        kills: how many.
+        folder: an empty folder; store, checkpoint and journals stay in it.
+        kills: number of children.
         seed: of the children's actions and of the moments (the machine's timing adds its own chance).
-        progress: told after each kill.
-        sent: the signal; after SIGINT the child has to come to an end by itself.
+        progress: called after each kill.
+        sent: the signal; after SIGINT the child has to end by itself.
     """
-    chance, interrupt = random.Random(seed), sent == "INT"
+    chance = random.Random(seed)
     with at_work(int) as loaded:  # the fork server starts with the first child
         loaded.join()
     result, promises = Result(), Promises()
-    seen: dict[int, int] = {}
     for number in range(kills):
-        journal = folder / f"journal_{number:06d}"
-        with at_work(work if interrupt else torture, str(folder), number, seed) as child:
-            life = chance.uniform(0.02, _LONGEST_LIFE)
-            _wait_for(journal, b"", child)
-            child.join(life)
-            if number % 4:  # every fourth may have come to nothing, others have a promise, however slow the machine
-                _wait_for(journal, b'"flushed"', child)
+        journal = folder / f"journal_{number}"
+
+        def problem(text: str, where: str = f"kill {number}") -> None:
+            result.problems.append(f"{where}: {text}")
+
+        with at_work(work, folder, number, seed) as child:
+            wait_for(child, journal.exists)
+            child.join(chance.uniform(0.02, _LONGEST_LIFE))
+            if number % 4:  # every fourth may be without a promise; others have one, however slow the machine
+                wait_for(child, lambda journal=journal: b'"flushed"' in journal.read_bytes())
                 child.join(chance.uniform(0.0, _AFTER_PROMISE))
             if not child.is_alive():
-                result.problems.append(f"kill {number}: the child ended by itself with exit code {child.exitcode}")
-            if interrupt:
-                _interrupt(child, folder, number, result)
-        if journal.exists():
-            read_journal(journal, promises)
-        _look(folder, number, promises, seen, result)
+                problem(f"the child ended by itself with exit code {child.exitcode}")
+            if sent == "INT":
+                result.slowest = max(result.slowest, _interrupt(child, folder, number, problem))
+        promises.take(journal)
+        result.counts["promises checked"] += len(promises.flushed)
+        result.counts["trajectories compared"] += promises.compare(folder, problem)
         result.counts["kills"] += 1
         if progress is not None:
             progress(result)
     return result
 
 
-def _wait_for(journal: Path, text: bytes, child: BaseProcess) -> None:
-    """Wait until a child has made its journal and noted this text there."""
-    wait_for(child, lambda: journal.exists() and text in journal.read_bytes())
-
-
-def _interrupt(child: BaseProcess, folder: Path, number: int, result: Result) -> None:
-    """Send SIGINT, and wait for the child to end."""
-    begin = time.monotonic()
+def _interrupt(child: BaseProcess, folder: Path, number: int, problem: Callable[[str], None]) -> float:
+    """Send SIGINT, wait for the child's end, and return the seconds that it took."""
+    begin, error = time.monotonic(), folder / f"error_{number}"
     if child.is_alive() and child.pid is not None:
         os.kill(child.pid, signal.SIGINT)
         child.join(_PATIENCE)
-    result.slowest = max(result.slowest, time.monotonic() - begin)
-    where = f"kill {number} ({WAYS[number % len(WAYS)]})"
+    seconds = time.monotonic() - begin
     if child.is_alive() and child.pid is not None:
         os.kill(child.pid, signal.SIGUSR1)
         child.join(1.0)
-        result.problems.append(f"{where}: did not end: {stacks_file(folder, number).read_text()}")
-    elif error_file(folder, number).exists():
-        result.problems.append(f"{where}: {error_file(folder, number).read_text()}")
-
-
-def _look(folder: Path, number: int, promises: Promises, seen: dict[int, int], result: Result) -> None:
-    """Check store, pins and checkpoint against what was promised."""
-
-    def problem(text: str) -> None:
-        result.problems.append(f"kill {number}: {text}")
-
-    present = look(folder, promises, problem)
-    if present is None:
-        return
-    result.counts["trajectories compared"] += len(present)
-    result.counts["promises checked"] += len(promises.flushed)
-    for trajectory_id, key in present.items():
-        if seen.setdefault(trajectory_id, key) != key:
-            problem(f"id {trajectory_id} was given twice")
-    promises.forget(present)
+        problem(f"did not {WAYS[number % len(WAYS)]}: {(folder / f'stacks_{number}').read_text()}")
+    elif error.exists():
+        problem(f"to {WAYS[number % len(WAYS)]} failed: {error.read_text()}")
+    return seconds

@@ -1,169 +1,194 @@
-"""Who uses a store in every way, and writes down what was promised; one of them is the process that is killed."""
+"""The process that is killed or interrupted: it uses a store at random and notes its promises."""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
+import gc
 import random
+import resource
+import signal
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from types import FrameType
+from typing import ClassVar
 
 import torch
 
 from tests.support.witness import check_batch, check_trajectory, witness
-from tools.crash.journal import KEEP, Journal
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from tools.crash.journal import Journal
+from trajstore import TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore._core.base.interrupts import CHANGE_THREAD
 from trajstore._core.writing import commit_log
 
-FORMATS = ("pt", "zarr", "pt", "pkl")
-_KEYS_PER_ROUND = 1 << 20
+DESCRIPTORS = 256
+"""Open files that a child may have."""
+FORMATS = ("pt", "zarr", "pkl")
+WAYS = ("leave", "close", "go on")
+"""An interrupted child's next act, by its number."""
+_KEEP = 48  # trajectories that stay in the store
+_KEYS_PER_CHILD = 1 << 20
+_STEPS_AFTER = 6
+_STARTING = 5.0  # seconds
 
 
-def torture(folder: str, round_number: int, seed: int) -> None:
-    """Use the store in ``folder`` until killed; that the journal is there says that it has begun."""
-    import tools.crash.warm  # noqa: F401  # the fork server may lack it
+class _Interrupt:
+    """Raises KeyboardInterrupt once, and remembers it, as code in a destructor may swallow it."""
 
-    torch.set_num_threads(1)
-    commit_log.LOG_BYTES = 1 << 15  # the index is rarely written otherwise, and a kill during that is of interest
-    journal = Journal(Path(folder) / f"journal_{round_number:06d}")
-    child = Child(Path(folder), round_number, random.Random(f"{seed}/{round_number}"), journal)
-    child.open()
-    while True:
-        child.step()
+    came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            self.came = True
+            raise KeyboardInterrupt
 
 
-class Child:
-    """Uses the store ``folder/store`` at random, and notes what it was promised.
+def work(folder: Path, number: int, seed: int) -> None:
+    """Use ``folder/store`` until killed or interrupted; then continue by ``WAYS``.
 
-    Args:
-        folder: of store and checkpoint.
-        round_number: how many children came before it.
-        chance: decides what is done.
-        journal: is told.
+    Its files in ``folder`` have its number: ``journal``, whose creation tells the parent that it has begun, ``error``
+    for an exception that it should not have met, and ``stacks``, written on SIGUSR1.
     """
+    import tools.crash.warm  # noqa: F401  # interrupted, an import leaves half a module; the fork server may lack it
 
+    resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
+    torch.set_num_threads(1)
+    commit_log.LOG_BYTES = 1 << 15  # so that kills while the index is written are frequent
+    stacks = (folder / f"stacks_{number}").open("w")
+    faulthandler.register(signal.SIGUSR1, stacks)
+    interrupt = _Interrupt()
+    signal.signal(signal.SIGINT, interrupt)
+    child = _Child(folder, number, random.Random(f"{seed}/{number}"))
+    try:
+        with suppress(KeyboardInterrupt):
+            child.open()
+            while not interrupt.came:
+                child.step()
+        interrupt.came = True
+        child.end(WAYS[number % len(WAYS)])
+        atexit._run_exitfuncs()  # processes of multiprocessing do without
+    except Exception as error:  # the parent reports it, whatever it is
+        (folder / f"error_{number}").write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+class _Child:
     buffer: TrajectoryReplayBuffer
     weights: ClassVar[Mapping[str, int]] = {
-        **{"add": 40, "flush": 20, "evict": 8, "sample": 8, "pin": 4, "unpin": 6},
-        **{"checkpoint": 4, "reopen": 3, "load": 2, "annotate": 12},
+        **{"add": 40, "flush": 20, "evict": 10, "sample": 8, "pin": 8, "annotate": 12, "checkpoint": 4, "reopen": 3}
     }
-    """Of what is done, by the name of the method."""
+    """How often each method is called."""
 
-    def __init__(self, folder: Path, round_number: int, chance: random.Random, journal: Journal) -> None:
-        self.folder, self.round, self.chance, self.journal = folder, round_number, chance, journal
-        self.next_key = self.next_value = round_number * _KEYS_PER_ROUND
+    def __init__(self, folder: Path, number: int, chance: random.Random) -> None:
+        self.folder, self.number, self.chance = folder, number, chance
+        self.next_key = number * _KEYS_PER_CHILD
         self.keys: dict[int, int] = {}
-        """Of the trajectories that it knows, by id."""
+        """Of the trajectories in the store, by id."""
         self.opened = False
-        self.pins = sorted(path.stem for path in (folder / "store" / "pins").glob("*.json"))
+        self.journal = Journal(folder / f"journal_{number}")
 
-    @property
-    def ids(self) -> list[int]:
-        """Of all trajectories, in order."""
-        ids: list[int] = self.buffer.trajectory_ids.tolist()
-        return ids
-
-    def some(self, most: int) -> list[int]:
-        """Return some ids."""
-        ids = self.ids
-        return sorted(self.chance.sample(ids, min(len(ids), self.chance.randint(1, most))))
+    def some(self) -> list[int]:
+        """Return one to three ids, or all of fewer."""
+        return sorted(self.chance.sample([*self.keys], min(len(self.keys), self.chance.randint(1, 3))))
 
     def step(self) -> None:
-        """Do one thing."""
         (name,) = self.chance.choices([*self.weights], weights=[*self.weights.values()])
         getattr(self, name)()
 
-    def add(self) -> None:
-        keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
-        self.next_key = keys.stop
-        ids = self.buffer.add_trajectories([witness(key) for key in keys])
-        self.keys |= dict(zip(ids, keys, strict=True))
-
-    def flush(self) -> None:
-        before = self.ids
-        self.buffer.flush()
-        known = {str(number): self.keys[number] for number in before if number in self.keys}
-        self.journal.note("flushed", keys=known)
-
-    def evict(self) -> None:
-        self.buffer.flush()  # may let retention act: only what is still there can be evicted
-        chosen = self.some(3)
-        self.journal.note("evicting", ids=chosen)
-        self.buffer.evict(chosen)
-        self.journal.note("evicted", ids=chosen)
-
-    def annotate(self) -> None:
-        """Give trajectories a value that is higher than all before it, as the writer or through the store's inbox.
-
-        The writer gives it by row too, in the same call: both are there, or neither.
-        """
-        self.flush()
-        chosen, inbox = self.some(3), self.chance.random() < 0.5
-        if chosen:
-            self.next_value += 1
-            self.journal.note("annotating", ids=chosen, value=self.next_value)
-            values: dict[str, Any] = {"v": self.next_value}
-            if not inbox:
-                shapes = [self.buffer.get(number).rewards.shape[:2] for number in chosen]
-                values |= {
-                    "rows": [torch.full(shape, self.next_value, dtype=torch.float64) for shape in shapes],
-                    "of_rows": values["v"],
-                }
-            annotate(self.folder / "store" if inbox else self.buffer, chosen, values)
-            self.journal.note("annotated", ids=chosen, value=self.next_value)
-
     def open(self) -> None:
-        """Open the store, and see what is in it."""
         self.buffer = TrajectoryReplayBuffer(
             auto_save=True,
             auto_save_path=self.folder / "store",
-            trajectory_format=FORMATS[self.round % len(FORMATS)],
+            trajectory_format=FORMATS[self.number % len(FORMATS)],
             sample_window_size=0,
-            retention=Retention(max_trajectories=KEEP),
             writer=WriterOptions(threads=2, commit_interval=0.005, shard_bytes=1 << 16),
         )
         self.opened = True
         self.look()
 
     def look(self) -> None:
-        """See which trajectories there are; each must be what its key says."""
-        self.keys = {number: check_trajectory(self.buffer.get(number)) for number in self.ids}
+        """Read the whole store; each trajectory must match its key."""
+        self.keys = {
+            number: check_trajectory(self.buffer.get(number)) for number in self.buffer.trajectory_ids.tolist()
+        }
+
+    def add(self) -> None:
+        keys = range(self.next_key, self.next_key + self.chance.randint(1, 6))
+        self.next_key = keys.stop
+        self.keys |= zip(self.buffer.add_trajectories([witness(key) for key in keys]), keys, strict=True)
+
+    def flush(self) -> None:
+        self.buffer.flush()
+        self.journal.note("flushed", keys=[*self.keys.items()])
+
+    def evict(self) -> None:
+        chosen = {*[*self.keys][:-_KEEP], *self.some()}
+        self.journal.note("evicting", ids=[*chosen])
+        self.keys = {number: key for number, key in self.keys.items() if number not in chosen}
+        self.buffer.evict(sorted(chosen))
+
+    def annotate(self) -> None:
+        """Annotate as the writer or through the inbox."""
+        self.flush()
+        if chosen := self.some():
+            annotate(self.chance.choice((self.buffer, self.folder / "store")), chosen, {"v": self.next_key})
 
     def sample(self) -> None:
-        if len(self.buffer):
+        """Sample as the writer and as a reader."""
+        if self.keys:
             self.buffer.clear_cache()
             check_batch(self.buffer.sample(64))
-
-    def pin(self) -> None:
-        name = f"pin{self.next_key}"
-        if name in self.pins:
-            return
-        self.journal.note("pinning", name=name)
-        self.buffer.flush()
-        keys = {str(number): self.keys[number] for number in self.ids}
-        self.buffer.points.pin(name)
-        self.pins.append(name)
-        self.journal.note("pinned", name=name, keys=keys)
-
-    def unpin(self) -> None:
-        if self.pins:
-            name = self.pins.pop(0)
-            self.journal.note("unpinning", name=name)
-            self.buffer.points.remove(name)
-            self.journal.note("unpinned", name=name)
-
-    def checkpoint(self) -> None:
-        self.buffer.flush()
-        self.journal.note("saving", keys={str(number): self.keys[number] for number in self.ids})
-        self.buffer.save_checkpoint(self.folder / "checkpoint")
-        self.journal.note("saved")
-
-    def load(self) -> None:
-        with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-            reader.load_checkpoint(self.folder / "store")
+        with TrajectoryReplayBuffer.open(self.folder / "store") as reader:
             if len(reader):
                 check_batch(reader.sample(16))
+
+    def pin(self) -> None:
+        """Pin the contents, or remove the pin."""
+        pins = [path.stem for path in (self.folder / "store" / "pins").glob("*.json")]
+        if pins:
+            self.buffer.points.remove(pins[0])
+        else:
+            self.buffer.points.pin("pin")
+
+    def checkpoint(self) -> None:
+        self.flush()
+        self.buffer.save_checkpoint(self.folder / "checkpoint")
 
     def reopen(self) -> None:
         self.opened = False
         self.buffer.close()
         self.open()
+
+    def end(self, way: str) -> None:
+        """Leave the store, close it or continue after an interrupt."""
+        if way == "leave":
+            return
+        for thread in threading.enumerate():
+            if thread.name == CHANGE_THREAD:
+                _join(thread)  # continues an interrupted eviction
+        if not self.opened:
+            if hasattr(self, "buffer"):
+                self.buffer.close()  # closing may have been interrupted
+            gc.collect()  # a half-built buffer
+            self.open()
+        if way == "go on":
+            self.look()
+            for _ in range(_STEPS_AFTER):
+                self.step()
+            self.flush()
+        self.buffer.close()
+
+
+def _join(thread: threading.Thread) -> None:
+    """Join a thread; one whose start was interrupted begins within moments, or never."""
+    until = time.monotonic() + _STARTING
+    while time.monotonic() < until:
+        try:
+            thread.join()
+        except RuntimeError:  # it has not begun
+            time.sleep(0.01)
+        else:
+            return
