@@ -79,8 +79,7 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
                 if newest is not None:
                     load_checkpoint(trainer, newest)
                 else:
-                    say("a few seconds of supervised start: the policy learns to write well-formed replies")
-                    trainer.warm_start()
+                    _warm_start(trainer, say)
                     save_checkpoint(trainer, warm)
                 if trainer.step:
                     say(f"{arm} replay: going on after step {trainer.step}")
@@ -91,6 +90,17 @@ def run(settings: DemoSettings, say: Callable[[str], None], progress: Progress) 
     draw_curves(curves, base.solved_at, picture, f"GRPO on {base.environment}, seed {base.seed}")
     say(f"both curves: {picture}")
     return pool
+
+
+def _warm_start(trainer: ReferenceTrainer, say: Callable[[str], None]) -> None:
+    steps = trainer.config.warm_start_steps
+    say(f"supervised start: the policy learns to write well-formed replies, {steps} steps")
+
+    def report(step: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0:
+            say(f"supervised start: step {step} of {steps}, loss {loss:.2f}")
+
+    trainer.warm_start(report)
 
 
 def _train(

@@ -8,7 +8,7 @@ uninterrupted run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Self
 
@@ -108,8 +108,11 @@ class ReferenceTrainer:
         """Fresh rollouts at the first evaluation that reached ``solved_at``; ``None`` = not yet."""
         return summarize(self.curve, self.config.solved_at).solved_after
 
-    def warm_start(self) -> float:
-        """Run the supervised start, once, before the first step; return its last loss in nats per token."""
+    def warm_start(self, progress: Callable[[int, float], None] | None = None) -> float:
+        """Run the supervised start, once, before the first step; return its last loss in nats per token.
+
+        ``progress`` is called after each of its steps, see :func:`~examples.grpo.warm_start.warm_start`.
+        """
         return warm_start(
             self.model,
             self.tokenizer,
@@ -117,6 +120,7 @@ class ReferenceTrainer:
             steps=self.config.warm_start_steps,
             seed=self.config.seed,
             template=self._template,
+            progress=progress,
         )
 
     def train(self, until: int | None = None, *, stop_when_solved: bool = False) -> list[CurvePoint]:

@@ -7,6 +7,7 @@ Reinforcement learning begins at the success rate of such replies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ def warm_start(
     steps: int,
     seed: int,
     template: ExperienceTemplate | None = None,
+    progress: Callable[[int, float], None] | None = None,
 ) -> float:
     """Train the model to write well-formed replies; return the last step's loss, in nats per token.
 
@@ -47,12 +49,13 @@ def warm_start(
         seed: of the episodes.
         template: if given, every other episode begins with experience that contains its replies. So the model learns to
             read experience, like a language model; it does not learn correct replies, as these ignore the goal.
+        progress: called after each step with its number, from 1, and its loss.
     """
     random = Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=max(steps, 1))
     value = 0.0
-    for _ in range(steps):
+    for step in range(steps):
         episodes = [
             _any_episode(
                 tokenizer, environment, random.choice(environment.tasks), random, template if row % 2 else None
@@ -71,6 +74,8 @@ def warm_start(
         optimizer.step()
         schedule.step()
         value = loss.item()
+        if progress is not None:
+            progress(step + 1, value)
     return value
 
 

@@ -210,12 +210,16 @@ def test_prune_and_compact_report_what_saved_points_keep(tmp_path: Path, run: Ru
         assert run.json(*words, *more)["held_by_points"] == held
     for _ in range(2):
         assert run.json("compact", f"{path}/")["held_by_points"] == held
-    assert "kept on disk for a, step-1.0 until `points.remove`: 6 trajectories (" in run.out("compact", path)
+    text = run.out("compact", path)
+    assert "  6 trajectories (" in text
+    assert ") stay on disk for a, step-1.0, until these are removed: `trajstore.points" in text
+    nothing = "nothing to evict: the condition holds for none of 12 trajectories\n"
+    assert run.out(*words, "--yes") == run.out(*words) == f"{path}: {nothing}"
     assert run.json(*words, "--yes")["held_by_points"] == {"trajectories": 0, "bytes": 0, "names": []}
     with opened(path / "rank_0") as buffer:
         buffer.points.remove("a")
     assert run.json("compact", path / "rank_0")["held_by_points"]["names"] == []
-    assert "kept on disk" not in run.out("compact", path / "rank_0")
+    assert "stay on disk" not in run.out("compact", path / "rank_0")
 
 
 def test_prune_and_compact(tmp_path: Path, run: Run) -> None:

@@ -11,6 +11,7 @@ from tests.cli.stores import Run
 from tests.saved_points.stores import add, loaded, make
 from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore.points import points_at
 
 
 @pytest.fixture
@@ -43,8 +44,31 @@ def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, run: Run) 
     assert (aside["left_for"], aside["trajectories"], aside["points"]) == ("step-750.0", 5, ["step-760.0"])
     assert shown["other_points"] == ["step-760.0"]
     text = run.out("inspect", path)
-    for expected in ("saved points", aside["name"]):
+    for expected in ("saved points", aside["name"], "kept on disk", "`trajstore.points.points_at(PATH).remove(NAME)`"):
         assert expected in text
+
+
+def test_inspect_says_which_snapshots_keep_evicted_trajectories(path: Path, run: Run) -> None:
+    """Their bytes are free once each name of a row is removed."""
+    run.out("rollback", path, "--step", 750)
+    with make(path) as buffer:
+        one = int(buffer.query().where("trajectory_id = 1").table()["bytes"].sum())
+    with make(path) as buffer:
+        buffer.evict([1])
+
+    def kept() -> list[tuple[list[str], int, int]]:
+        return [(row["names"], row["trajectories"], row["bytes"]) for row in run.json("inspect", path)["kept_on_disk"]]
+
+    [aside] = [row["name"] for row in run.json("inspect", path)["aside"]]
+    several = ([aside, "mine", "step-750.0", "step-760.0"], 1, one)
+    assert sorted(kept()) == sorted([([aside, "mine", "step-760.0"], 2, 2 * one), several])
+    points = points_at(path)
+    points.remove(aside)  # with its point of step 760
+    assert kept() == [(["mine"], 2, 2 * one), (["mine", "step-750.0"], 1, one)]
+    points.remove("mine")
+    assert kept() == [(["step-750.0"], 1, one)]
+    points.remove(750)
+    assert kept() == []
 
 
 def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> None:

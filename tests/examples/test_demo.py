@@ -54,7 +54,9 @@ def test_the_demo_trains_both_runs_and_goes_on_where_it_stopped(tmp_path: Path) 
         assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
         assert (store / "metadata.json").exists()
         assert "<svg" in (tmp_path / demo.CURVES_FILE).read_text()
-        assert [text.split(":")[0] for text in lines[1:]] == ["without replay", "with replay", "both curves"]
+        starts = [text.split(":")[0] for text in lines]
+        assert starts == ["supervised start"] * 3 + ["without replay", "with replay", "both curves"]
+        assert lines[2].startswith("supervised start: step 2 of 2, loss ")
         demo.run(DemoSettings(path=tmp_path, updates=3), lines.append, progress)
     assert steps[4:] == [(3, 6), (6, 6)]
     assert any("going on after step 2" in text for text in lines)

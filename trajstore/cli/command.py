@@ -11,6 +11,9 @@ from trajstore.cli.output import Output
 SOURCE = "store, checkpoint, run directory or directory of RLinf; path or URL"
 """Accepted sources of commands that create stores, for help texts."""
 
+REMOVE = "`trajstore.points.points_at(PATH).remove(NAME)` in Python"
+"""The call that removes a snapshot of a store without a writer, for messages."""
+
 FORMATS = ("pt", "pkl", "zarr")
 """Names of the shard formats, because importing them loads torch."""
 

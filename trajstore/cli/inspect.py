@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
-from trajstore.cli.command import Command, add_tokenizer
+from trajstore.cli.command import REMOVE, Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_number
 from trajstore.cli.report import cell, write, write_table, write_trajectory
 from trajstore.errors import counted, listed
@@ -22,11 +22,15 @@ _UNLESS_ZERO = (
     "earlier_states",
     "open_sessions",
     "invalid_steps",
-    "pinned",
     "unreadable",
     "measured",
     "response_tokens_known",
 )
+
+_BELOW = {
+    "aside": "`trajstore rollback PATH --to NAME` goes there again",
+    "kept_on_disk": f"evicted trajectories; their bytes are free when all the names of a row are removed: {REMOVE}",
+}
 
 _LABELS = {"tokens": "tokens_per_rollout", "response_tokens": "response_tokens_per_rollout"}
 
@@ -138,7 +142,7 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
     if report.get("readers"):  # the oldest generations keep the most data on disk
         readers = sorted(report["readers"], key=lambda reader: reader["generation"])
         shown["readers"] = [f"{lease['holder']}, generation {format_number(lease['generation'])}" for lease in readers]
-    write(shown, out, below={"aside": "`trajstore rollback PATH --to NAME` goes there again"})
+    write(shown, out, below=_BELOW)
     if report["kind"] == "run" and not each:
         out.heading("parts")
         write_table([_line(part, report["path"]) for part in _leaves(report)], out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import REMOVE, Command
 from trajstore.cli.output import Output, format_bytes
 from trajstore.errors import listed, trajectories
 
@@ -35,6 +35,9 @@ def _prune(options: Namespace, out: Output) -> int:
     if options.json:
         out.json({**pruned.to_json(), "dry_run": not options.yes})
         return int(pruned.damage is not None)
+    if not pruned.trajectories:
+        out.line(f"{pruned.path}: nothing to evict: the condition holds for none of {trajectories(pruned.kept)}")
+        return int(pruned.damage is not None)
     summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)})"
     was = "was" if pruned.trajectories == 1 else "were"
     would = f"{was} evicted" if options.yes else "would be evicted"
@@ -62,7 +65,7 @@ def _compact(options: Namespace, out: Output) -> int:
 def _write_held(held: dict[str, Any], out: Output) -> None:
     if held["trajectories"]:
         summary = f"{trajectories(held['trajectories'])} ({format_bytes(held['bytes'])})"
-        out.line(f"  kept on disk for {listed(held['names'])} until `points.remove`: {summary}")
+        out.line(f"  {summary} stay on disk for {listed(held['names'])}, until these are removed: {REMOVE}")
 
 
 PRUNE = Command(

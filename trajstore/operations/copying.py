@@ -157,7 +157,10 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
 def _points_note(url: str) -> list[str]:
     """Return a remark if a store has saved points or pins."""
     points = [name for name in open_directory(url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
-    note = f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied; the copy cannot go back to them"
+    note = (
+        f"{PINS_FOLDER}/: {len(points):,} saved points and pins are not copied, and the copy cannot go back to them; a "
+        "mirror keeps them, and so does `cp -r` of a store that no process writes"
+    )
     return [note] if points else []
 
 

@@ -276,7 +276,6 @@ def _report(
         "stores": "per_rank" if is_of_rank(directory.url.rstrip("/").rsplit("/", 1)[-1]) else "shared",
         "shards": int(catalog.needed_shards().sum()),
         "compressed": _compressed(catalog),
-        "pinned": len(catalog.pinned),
         **points_report(catalog),
         "saved_by": catalog.ranks,
         "waiting": late.to_json(),

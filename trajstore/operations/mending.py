@@ -16,11 +16,11 @@ from trajstore._core.buffer.saved_points import stores_of
 from trajstore._core.reading.places import Place, find_place, rank_number
 from trajstore._core.reading.sources import StoreSource
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore._core.store.salvage import open_leniently
 from trajstore._core.store.saved_points import by_number
 from trajstore.operations.opening import open_readable
+from trajstore.operations.points import kept_on_disk
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,13 @@ def compact(path: str | Path, *, compress: bool = False) -> Compacted:
 
 def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[str, Any]:
     """Return which trajectories snapshots keep, see :class:`Pruned`: of live ones these ids, or all evicted ones."""
-    count = nbytes = 0
-    names = set()
+    groups = []
     for catalog, ids in stores:
         index = catalog.pinned if ids is None else catalog.index
-        chosen = np.isin(index["trajectory_id"], index["trajectory_id"] if ids is None else ids)
-        kept = np.zeros(len(index), np.bool_)
-        for head in catalog.snapshots():
-            inside = lie_in(index["trajectory_id"], head.ids) & chosen
-            kept |= inside
-            names |= {head.name} if inside.any() else set()
-        count, nbytes = count + int(kept.sum()), nbytes + int(index["nbytes"][kept].sum())
-    return {"trajectories": count, "bytes": nbytes, "names": sorted(names, key=by_number)}
+        chosen = slice(None) if ids is None else np.isin(index["trajectory_id"], ids)
+        groups += kept_on_disk(catalog, index["trajectory_id"][chosen], index["nbytes"][chosen])
+    sums = {name: sum(group[name] for group in groups) for name in ("trajectories", "bytes")}
+    return sums | {"names": sorted({name for group in groups for name in group["names"]}, key=by_number)}
 
 
 @contextmanager

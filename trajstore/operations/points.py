@@ -8,9 +8,13 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
+
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.points import incomplete_sentence, united
 from trajstore._core.reading.places import Place, absent_above, is_of_rank, rank_of, ranks_above
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.errors import StoreError
 
@@ -75,20 +79,38 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
     on_line = {head.name for head in catalog.points()}
     reports = []
     for head in catalog.asides():
-        entries = catalog.pinned.positions_in(head.ids)
-        reports.append(
-            {
-                "name": head.name,
-                "left_for": head.left_for,
-                "trajectories": head.count,
-                "bytes": int(catalog.pinned.at("nbytes", entries).sum()),
-                "points": [name for name in catalog.present_line(head) if name not in on_line],
-            }
-        )
+        points = [name for name in catalog.present_line(head) if name not in on_line]
+        reports.append({"name": head.name, "left_for": head.left_for, "trajectories": head.count, "points": points})
     others = [head.name for head in catalog.snapshots() if head.kind == "point" and head.name not in on_line]
     return {
         "saved_points": [asdict(SavedPoint.of(head)) for head in catalog.points()],
         "other_points": others,
         "aside": reports,
         "pins": [head.name for head in catalog.snapshots() if head.kind == "pin"],
+        "kept_on_disk": kept_on_disk(catalog, catalog.pinned["trajectory_id"], catalog.pinned["nbytes"]),
     }
+
+
+def kept_on_disk(catalog: Catalog, ids: IntArray, nbytes: IntArray) -> list[dict[str, Any]]:
+    """Return those of these trajectories that snapshots keep, grouped by the snapshots that must all be removed.
+
+    Args:
+        catalog: of a store.
+        ids: ids ``[n]`` of evicted trajectories, or of those to be evicted.
+        nbytes: the bytes ``[n]`` of their columns.
+
+    Returns:
+        For each group ``names`` of the snapshots, ``trajectories`` (their number) and ``bytes``.
+    """
+    heads = catalog.snapshots()
+    if not heads:
+        return []
+    masks = np.packbits([lie_in(ids, head.ids) for head in heads], axis=0)
+    sets, group = np.unique(masks, axis=1, return_inverse=True)
+    groups = []
+    for number, named in enumerate(np.unpackbits(sets, axis=0, count=len(heads)).T):
+        if named.any():
+            of_group = nbytes[group == number]
+            names = [head.name for head, names_them in zip(heads, named, strict=True) if names_them]
+            groups.append({"names": names, "trajectories": len(of_group), "bytes": int(of_group.sum())})
+    return sorted(groups, key=lambda one: one["bytes"], reverse=True)
