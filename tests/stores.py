@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.support.copies import copy_live
 from tests.support.witness import check_trajectory, witness
 from tools.crash.forked import forking
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.files.local import LocalDirectory
+from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -53,6 +55,19 @@ def stored(path: Path, trajectories: Sequence[AnyTrajectory], *, each: bool = Fa
             writer.add_trajectories(some)
             writer.flush()
     return path
+
+
+def refused(batches: Iterable[Any], message: str, error: type[Exception] = ConfigurationError) -> None:
+    """Check that batches end with an error.
+
+    Ends the workers of a DataLoader: an iterator found by the garbage collector waits five seconds for each of them.
+    """
+    iterator: Any = iter(batches)
+    with pytest.raises(error, match=message):
+        for _ in iterator:
+            pass
+    if isinstance(batches, DataLoader):
+        iterator._shutdown_workers()
 
 
 def filled(path: Path | str, keys: Iterable[int], **options: Any) -> Path | str:

@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.stores import in_memory
+from tests.stores import in_memory, refused
 from tests.support.waiting import wait_until
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.feeding import prefetch
@@ -441,13 +441,13 @@ def test_too_few_trajectories_or_a_used_up_sampler_are_an_error_where_no_more_ca
     path, pin = Path(str(writer._path)), "end" if where == "saved point" else None
     buffer = TrajectoryReplayBuffer.open(path, pin=pin, seed=1)
     loader = ReplayLoader(buffer, 8, sampler=WeightedSampler([UseLimit(max_uses=1)]), timeout=600)
-    batches = loader if pin else DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(EmptyBufferError, match="none of 10 trajectories is left to draw from after uses"):
-        for _ in batches:
-            pass
     few = ReplayLoader({"demos": Share(buffer, min_size=11)}, 8, timeout=600)
-    with pytest.raises(EmptyBufferError, match=r"demos has 10 of 11 trajectories, and a .* gets no more"):
-        next(few if pin else iter(DataLoader(few, batch_size=None, num_workers=1, multiprocessing_context="fork")))
+    for batches, message in (
+        (loader, "none of 10 trajectories is left to draw from after uses"),
+        (few, r"demos has 10 of 11 trajectories, and a .* gets no more"),
+    ):
+        worker = DataLoader(batches, batch_size=None, num_workers=1, multiprocessing_context="fork")
+        refused(batches if pin else worker, message, EmptyBufferError)
     loader.close()
 
 
@@ -633,12 +633,8 @@ def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Stor
     loader = ReplayLoader(reader(path), 8)
     assert rewards(next(loader)) == expected[0]
     state = loader.state_dict()
-
-    def workers() -> Iterator[dict[str, Any]]:
-        return iter(DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork"))
-
-    with pytest.raises(ConfigurationError, match="was started in the parent process"):
-        next(workers())
+    workers = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
+    refused(workers, "was started in the parent process")
     loader._running._changed.acquire()  # type: ignore[union-attr]  # by the thread, say, when the process forks
     child = os.fork()
     if not child:
@@ -653,7 +649,7 @@ def test_a_loader_that_has_begun_tells_forked_workers_what_they_lack(store: Stor
     loader._running._changed.release()  # type: ignore[union-attr]
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     loader.load_state_dict(loader.state_dict())
-    assert [rewards(batch) for batch in itertools.islice(workers(), 5)] == expected[1:]
+    assert [rewards(batch) for batch in itertools.islice(workers, 5)] == expected[1:]
     loader.close()
 
 

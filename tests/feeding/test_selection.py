@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.feeding.test_loader import block, waits_for
-from tests.stores import in_memory, writer_to
+from tests.stores import in_memory, refused, writer_to
 from trajstore import AgentTrajectory, Reader, Reward, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, EmptyBufferError
@@ -152,8 +152,7 @@ def test_a_forked_process_is_told_that_conditions_need_spawn(tmp_path: Path) -> 
         assert writer.query().count() == 6
     loader = loader_of(TrajectoryReplayBuffer.open(tmp_path / "store", seed=4), where="outcome = 1")
     workers = DataLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="fork")
-    with pytest.raises(ConfigurationError, match="start it with the method 'spawn'"):
-        next(iter(workers))
+    refused(workers, "start it with the method 'spawn'")
     by_ids = loader_of(TrajectoryReplayBuffer.open(tmp_path / "store", seed=4), ids=[1, 3])
     workers = DataLoader(by_ids, batch_size=None, num_workers=2, multiprocessing_context="fork")
     assert {number for pack in named(iter(workers), 4) for number in pack} == {1, 3}
