@@ -87,7 +87,10 @@ def test_columns_that_change_are_told_when_they_are_added(tmp_path: Path, caplog
         changed = rollout(actions=torch.ones(2, 1, 4), prev_values=torch.ones(2, 1, 1))
         buffer.add_trajectories([changed])
         (record,) = caplog.records
-        assert "actions (rows [3] before, [4] now), prev_values (absent before)" in record.getMessage()
+        assert (
+            "actions ([T, B, 3] before, [T, B, 4] now), prev_values (absent before, [T, B, 1] now)"
+            in record.getMessage()
+        )
         buffer.evict([2])
         with pytest.raises(SchemaMismatchError, match=r"actions.*prev_values"):
             buffer.sample(100)

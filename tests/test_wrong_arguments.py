@@ -287,6 +287,12 @@ def test_columns_that_there_are_not_are_named_with_those_that_there_are(buffer: 
         buffer.sample(3, columns="rewards")
 
 
+def test_the_number_of_transitions_is_named_by_what_it_counts(buffer: TrajectoryReplayBuffer) -> None:
+    for call in (buffer.sample, buffer.draw):
+        with pytest.raises(TrajstoreError, match=r"num_chunks \(the number of transitions\): 0, must be at least 1"):
+            call(0)
+
+
 def test_priorities_of_a_tensor_with_a_gradient_or_of_half_precision_count(buffer: TrajectoryReplayBuffer) -> None:
     sampler = weighted(buffer)
     batch = buffer.sample(4, sampler=sampler)

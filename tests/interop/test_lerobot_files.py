@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from tests.interop.test_formats import ODD, read_all
+from trajstore import TrajectoryReplayBuffer
 from trajstore.interop.convert import convert_from, convert_to
+from trajstore.samplers import WeightedSampler, sample_sequences
 from trajstore.trajectory import Trajectory
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra 'convert'")
@@ -188,6 +190,24 @@ def test_frames_are_taken_by_their_numbers_not_by_their_places(tmp_path: Path) -
     write(tmp_path / "set", [2, 4], change=shuffle)
     convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
     assert states_of(tmp_path / "store") == [[[0.0, 0.0], [0.0, 1.0]], [[1.0, float(frame)] for frame in range(4)]]
+
+
+def test_recordings_without_flags_end_with_done(tmp_path: Path) -> None:
+    write(tmp_path / "set", [2, 3])
+    convert_from(tmp_path / "set", tmp_path / "store", "lerobot", check=True)
+    assert [block.dones.flatten().tolist() for block in blocks_of(tmp_path / "store")] == [
+        [False, True],
+        [False] * 2 + [True],
+    ]
+    with TrajectoryReplayBuffer.open(tmp_path / "store", seed=1) as reader:
+        batch = sample_sequences(reader, 40, 3, pad=True, sampler=WeightedSampler())
+    assert set(batch["mask"].sum(1).tolist()) == {1, 2, 3}
+
+
+def test_an_empty_store_becomes_a_set_without_episodes(tmp_path: Path) -> None:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store"):
+        pass
+    assert convert_to(tmp_path / "store", tmp_path / "set", "lerobot", check=True).written == 0
 
 
 def without(*numbers: int) -> Callable[..., None]:

@@ -22,7 +22,7 @@ from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.formats import FORMATS
-from trajstore.errors import ConfigurationError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, StoreNotFoundError, UnknownColumnError
 from trajstore.ledger import ROW, Ledger, TrainedStep
 from trajstore.query import RELATIONS, Stream, relations
 from trajstore.query.trained import COLUMNS
@@ -548,3 +548,20 @@ def test_trained_has_the_rows_of_the_ledgers_with_the_facts_of_their_trajectorie
         in_memory([]).query("trained").rows()
     with pytest.raises(StoreNotFoundError, match="ledger: there is no ledger"):
         TrajectoryReplayBuffer.open(stored(tmp_path / "other", [conversation("a", [])])).query("trained").rows()
+
+
+def test_conditions_on_columns_of_rows_name_their_table() -> None:
+    buffer = in_memory([Trajectory(rewards=torch.rand(3, 2, 1), dones=torch.zeros(3, 2, 1, dtype=torch.bool))])
+    with pytest.raises(UnknownColumnError, match=r"rewards: in the table steps.*query\('steps'\).where\('rewards > 2'"):
+        buffer.query().where("rewards > 2").ids()
+    with pytest.raises(UnknownColumnError, match="rewards, dones: in the table steps"):
+        buffer.sample(2, where="rewards > 2 and dones")
+
+
+def test_late_values_by_row_in_a_condition_name_their_table(tmp_path: Path) -> None:
+    with writer_to(tmp_path) as writer:
+        writer.add_trajectories([Trajectory(rewards=torch.rand(3, 2, 1))])
+        annotate(writer, [0], {"success": [torch.ones(3, 2)]})
+        with pytest.raises(UnknownColumnError, match="success: in the table steps"):
+            writer.query().where("success > 0").ids()
+        assert writer.query("steps").where("success > 0").ids().tolist() == [0]

@@ -19,6 +19,7 @@ from trajstore._core.buffer.sampling import Batch
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore._core.formats import FORMATS
 from trajstore.errors import ConfigurationError, EmptyBufferError, EpochsEndedError, SchemaMismatchError
+from trajstore.loader import ReplayLoader
 from trajstore.samplers import Drawn, EpochSampler, GroupSampler, Priorities, UseLimit, WeightedSampler
 
 GAMMA = 0.5
@@ -399,3 +400,27 @@ def test_spans_end_with_a_rollout_epoch_unless_its_observations_go_on(tmp_path: 
     none = sample_sequences(buffer, 400, 6, ends=())["curr_obs"]["code"][..., 0]
     assert all(codes == after[codes[0]][:6] for codes in none.tolist())
     buffer.close()
+
+
+def test_the_name_of_a_dict_means_all_columns_in_it() -> None:
+    buffer, zeros = TrajectoryReplayBuffer(seed=0), torch.zeros(4, 2, 1)
+    observed = {"states": zeros, "hand": {"joints": zeros, "force": zeros}, "task": "pick"}
+    buffer.add_trajectories([Trajectory(rewards=zeros, dones=zeros.bool(), curr_obs=observed, next_obs=observed)])
+    batch = buffer.sample(4, columns=["rewards", "curr_obs.hand"])
+    assert (set(batch), set(batch["curr_obs"])) == ({"rewards", "curr_obs"}, {"hand"})
+    assert set(batch["curr_obs"]["hand"]) == {"joints", "force"}
+    steps = sample_n_step(buffer, 4, 2, 0.9, columns=["next_obs"], terminations="dones")
+    assert set(steps["next_obs"]) == {"states", "hand"}
+    with ReplayLoader(buffer, batch_size=4, columns=["curr_obs"]) as loader:
+        assert set(next(loader)) == {"curr_obs"}
+    with pytest.raises(SchemaMismatchError, match=r"no trajectory has curr_obs\.task; .* come with get\(\) alone"):
+        buffer.sample(4, columns=["curr_obs.task"])
+
+
+def test_episode_ends_that_were_not_recorded_are_named_by_their_argument() -> None:
+    buffer, zeros = TrajectoryReplayBuffer(seed=0), torch.zeros(4, 2, 1)
+    buffer.add_trajectories([Trajectory(rewards=zeros, next_obs={"states": zeros})])
+    with pytest.raises(SchemaMismatchError, match=r"^ends .*ends=\(\) if .*: no trajectory has dones"):
+        sample_sequences(buffer, 2, 2)
+    with pytest.raises(SchemaMismatchError, match=r"^terminations .*terminations='dones' if .* has terminations"):
+        sample_n_step(buffer, 2, 2, 0.9, ends=())

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.base import locks
-from trajstore._core.base.arguments import columns_or_none, whole
+from trajstore._core.base.arguments import columns_or_none, transitions, whole
 from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.sampling import Batch
 from trajstore._core.columns.fields import nest
@@ -162,9 +162,7 @@ class DrawingHandle:
             EmptyBufferError: all stores answer and none has a trajectory.
             StoreUnreachableError: no responsive store has a trajectory, and another did not answer for ``deadline``.
         """
-        if num_chunks <= 0:
-            raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
-        sampler = self._selected(sampler, where, ids)
+        num_chunks, sampler = transitions(num_chunks), self._selected(sampler, where, ids)
         if sampler is not None:
             return self._chosen(num_chunks, sampler)
         with self._drawing(None) as index:
@@ -327,13 +325,11 @@ class DrawingHandle:
             TrajectoryUnavailableError: a trajectory cannot be read, although it was not evicted.
             SchemaMismatchError: see :meth:`read`.
         """
-        columns = columns_or_none(columns)
+        num_chunks, columns = transitions(num_chunks), columns_or_none(columns)
         sampler = self._selected(sampler, where, ids)
         if sampler is not None and sampler.unit != "sample":
             raise ConfigurationError("this sampler draws whole trajectories; call sample_trajectories with it")
         if sampler is None:
-            if num_chunks <= 0:
-                raise ConfigurationError(f"num_chunks: {num_chunks}, must be positive")
             with self._drawing(None) as index:
                 table, places = index.table, index.places(num_chunks, self.sample_window_size, self._draws)
             try:

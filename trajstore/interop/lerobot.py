@@ -296,7 +296,9 @@ def _read(path: Path) -> Source:
             raise CorruptStoreError(f"{path}: is of version {version}; convert it to v3.0 with LeRobot first")
         tables = [pl.read_parquet(file, glob=False) for file in files_below(meta / "episodes", "parquet")]
         table = (
-            pl.concat(tables, how="diagonal_relaxed") if tables else pl.DataFrame({"episode_index": [], "length": []})
+            pl.concat(tables, how="diagonal_relaxed")
+            if tables
+            else pl.DataFrame(schema={"episode_index": pl.Int64, "length": pl.Int64})
         )
         rows = {row["episode_index"]: row for row in table.select(pl.exclude("^stats/.*$")).to_dicts()}
         tasks = pl.read_parquet(meta / "tasks.parquet", glob=False)
@@ -393,6 +395,12 @@ def _trajectory(info: Mapping[str, Any], values: Mapping[str, Any], tasks: Seque
         else:
             inputs[name] = value
     fields.setdefault("rewards", torch.full((len(tasks), 1, 1), torch.nan))  # unknown
+    if not own and not fields.keys() & {
+        "dones",
+        "terminations",
+        "truncations",
+    }:  # a recording: its end's kind is unknown
+        fields["dones"] = torch.arange(1, len(tasks) + 1)[:, None, None] == len(tasks)
     task = tasks[0] if len(set(tasks)) == 1 and not by_step else tasks
     return Trajectory(
         model_weights_id=UNKNOWN_WEIGHTS,

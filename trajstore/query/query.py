@@ -294,8 +294,24 @@ class Query:
         else:
             table = self.scan(self.relation, facts)
         for text in self._conditions:
-            table = table.filter(_mask(text, table))
+            try:
+                table = table.filter(_mask(text, table))
+            except UnknownColumnError:
+                self._refuse_names_of_rows(text, facts)
+                raise
         return table
+
+    def _refuse_names_of_rows(self, text: str, facts: DataFrame) -> None:
+        """Raise an error if a condition on trajectories names columns of the rows in them."""
+        if self.scan is None or self.relation != TRAJECTORIES:
+            return
+        for relation in RELATIONS:
+            columns = set(self.scan(relation, facts.clear()).collect_schema()) - set(facts.columns)
+            if names := [word for word in dict.fromkeys(words(text)) if word in columns]:
+                raise UnknownColumnError(
+                    f"where: {text!r}: {listed(names)}: in the table {relation}, not a fact of trajectories; "
+                    f"query({relation!r}).where({text!r}).ids() returns those that have such a row"
+                )
 
     def _trained(self, facts: DataFrame, *, all_rows: bool) -> LazyFrame:
         """Return the trained rows with the facts of their trajectories.

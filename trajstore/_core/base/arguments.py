@@ -35,6 +35,15 @@ def whole(name: str, value: Any, least: int, most: int = INT64_MAX) -> int:
     return number
 
 
+def transitions(num_chunks: Any) -> int:
+    """Return the number of transitions to draw, which RLinf and so all draws name ``num_chunks``.
+
+    Raises:
+        ConfigurationError: it is no whole number, or below 1.
+    """
+    return whole("num_chunks (the number of transitions)", num_chunks, 1)
+
+
 def whole_or_none(name: str, value: Any, least: int, most: int = INT64_MAX) -> int | None:
     """Return an argument that is a whole number or None; see :func:`whole`.
 

@@ -131,14 +131,12 @@ class ColumnWatch:
 
     def _compare(self, before: Schema, after: Schema) -> None:
         old, new = _shapes(before), _shapes(after)
-        differing = [f"{name} (absent before)" for name in new.keys() - old.keys()]
-        differing += [f"{name} (absent now)" for name in old.keys() - new.keys()]
-        differing += [
-            f"{name} (rows {list(old[name])} before, {list(new[name])} now)"
-            for name in old.keys() & new.keys()
-            if old[name] != new[name]
-        ]
-        fresh = sorted(set(differing) - self._told)
+        differing = {
+            f"{name} ({old.get(name, 'absent')} before, {new.get(name, 'absent')} now)"
+            for name in old.keys() | new.keys()
+            if old.get(name) != new.get(name)
+        }
+        fresh = sorted(differing - self._told)
         if fresh:
             self._told.update(fresh)
             logger.warning(
@@ -148,5 +146,6 @@ class ColumnWatch:
             )
 
 
-def _shapes(schema: Schema) -> dict[str, tuple[int, ...]]:
-    return {column.name: column.row_shape for column in schema.columns if column.axis is not Axis.DOCUMENT}
+def _shapes(schema: Schema) -> dict[str, str]:
+    columns = [column for column in schema.columns if column.axis is not Axis.DOCUMENT]
+    return {column.name: f"[{', '.join(map(str, ('T', 'B', *column.row_shape)))}]" for column in columns}

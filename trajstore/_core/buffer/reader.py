@@ -21,6 +21,7 @@ from trajstore._core.base.arguments import (
     path_or_url,
     rank_of_ranks,
     text,
+    transitions,
     truth,
     whole,
     whole_or_none,
@@ -151,7 +152,8 @@ class Reader(Closing):
             num_chunks: number of transitions, at least 1. Without a sampler it is cut to the size of the window, as in
                 RLinf's buffer, with a warning once; a sampler that draws with replacement
                 (:class:`~trajstore.samplers.WeightedSampler`) always returns this many.
-            columns: dotted names of the columns wanted; None = all.
+            columns: dotted names of the columns wanted, or of dicts of them (``curr_obs``); None = all. Texts, and
+                values without a row for each step, are in no batch: :meth:`get` returns them.
             out: tensors to fill, by dotted name; ``[>= num_chunks, ...]``, of the column's dtype.
             sampler: chooses the transitions; pass the same object each time, since it tracks additions and evictions.
             where: draw only trajectories that match this condition on facts, as for ``query().where``; evaluated before
@@ -171,7 +173,7 @@ class Reader(Closing):
             CorruptStoreError: a file is missing or damaged.
             UnsafeContentError: a pickle would run code; nothing of it was run.
         """
-        num_chunks, columns = whole("num_chunks", num_chunks, 1), columns_or_none(columns)
+        num_chunks, columns = transitions(num_chunks), columns_or_none(columns)
         _check_out(out)
         if sampler is not None or where is not None or ids is not None:
             sampler = self._selected(sampler, where, ids)
@@ -246,7 +248,7 @@ class Reader(Closing):
             EmptyBufferError: there is nothing to sample from.
         """
         sampler = self._selected(sampler, where, ids)
-        return self._sampling.draw(whole("num_chunks", num_chunks, 1), self.sample_window_size, sampler)
+        return self._sampling.draw(transitions(num_chunks), self.sample_window_size, sampler)
 
     def read(
         self, drawn: Drawn, *, columns: Sequence[str] | None = None, out: Mapping[str, torch.Tensor] | None = None

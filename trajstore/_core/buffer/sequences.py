@@ -30,6 +30,10 @@ _IN_VAIN = 1000
 _MOST_STEPS = 1 << 24
 """Largest number of steps in a span, all of which are read at once."""
 
+_ENDS = "ends (the columns of episode ends; ends=() if every trajectory is one episode)"
+
+_TERMINATIONS = "terminations (the column of terminal states; terminations='dones' if every end is one)"
+
 Ends = Sequence[str]
 
 Tensors = dict[str, torch.Tensor]
@@ -153,7 +157,7 @@ class NStep(Rows):
         discounted = rewards * factors.reshape(1, *shape[1:])
         # Selected, not multiplied by 0: values beyond the end may be NaN.
         values["rewards"] = torch.where(torch.from_numpy(spans.mask).reshape(shape), discounted, 0).sum(1)
-        terminated = _any(contents, positions, end, [self.terminations])
+        terminated = _any(contents, positions, end, [self.terminations], _TERMINATIONS)
         bootstrap = np.where(terminated, 0.0, self.gamma ** (last + 1.0)).astype(np.float32)
         alike = torch.from_numpy(bootstrap).reshape(-1, *shape[2:])
         return lambda: {**values, "bootstrap": alike, "steps": torch.from_numpy(last + 1)}
@@ -452,7 +456,7 @@ def _spans(
     steps, batch = (contents.index.at(name, positions).astype(np.int64) for name in ("steps", "batch"))
     offsets = np.arange(-burn_in, length)
     rows, inside = rows_around(samples, steps, batch, offsets)
-    ended = _any(contents, positions, rows, ends)
+    ended = _any(contents, positions, rows, ends, _ENDS)
     if contents.index.may_be_partial:
         valid = contents.are_valid(np.repeat(positions, len(offsets)), rows.reshape(-1))
         inside &= True if valid is None else valid.reshape(rows.shape)
@@ -515,9 +519,12 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
     return fits
 
 
-def _any(contents: Contents, positions: IntArray, rows: IntArray, names: Sequence[str]) -> Mask:
-    """Return, for rows ``[n]`` or ``[n, k]``, whether any value in these columns is true."""
-    columns = _read(contents, positions, rows, names) if names else {}
+def _any(contents: Contents, positions: IntArray, rows: IntArray, names: Sequence[str], argument: str) -> Mask:
+    """Return, for rows ``[n]`` or ``[n, k]``, whether any value in the columns of this argument is true."""
+    try:
+        columns = _read(contents, positions, rows, names) if names else {}
+    except SchemaMismatchError as error:
+        raise SchemaMismatchError(f"{argument}: {error}") from error
     result = np.zeros(rows.shape, np.bool_)
     for tensor in columns.values():
         result |= tensor.reshape(*rows.shape, -1).bool().any(-1).numpy()

@@ -14,7 +14,7 @@ Sampling skips these rows, files keep them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -96,7 +96,7 @@ def split_name(name: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def resolved(name: str, known: Iterable[str]) -> str:
+def resolved(name: str, known: Collection[str]) -> str:
     """Return the column that a dotted name means: its dots may be those of keys, if only one column fits.
 
     A name that fits no column is returned as it is.
@@ -104,13 +104,24 @@ def resolved(name: str, known: Iterable[str]) -> str:
     Raises:
         SchemaMismatchError: several columns fit.
     """
-    names, plain = list(known), ".".join(split_name(name))
-    fitting = [name] if name in names else [other for other in names if ".".join(split_name(other)) == plain]
+    plain = ".".join(split_name(name))
+    fitting = [name] if name in known else [other for other in known if ".".join(split_name(other)) == plain]
     if len(fitting) > 1:
         raise SchemaMismatchError(
             f"columns: {name} may be any of {listed(fitting)}; write a dot inside a key with a backslash before it"
         )
     return fitting[0] if fitting else name
+
+
+def columns_of(name: str, known: Collection[str]) -> list[str]:
+    """Return the columns that a dotted name means: the :func:`resolved` one, or all columns in a dict of this name.
+
+    Raises:
+        SchemaMismatchError: several columns fit.
+    """
+    column, path = resolved(name, known), split_name(name)
+    within = [] if column in known else [other for other in known if split_name(other)[: len(path)] == path]
+    return within or [column]
 
 
 def walk(value: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

@@ -34,10 +34,8 @@ def _or_0(value: Any) -> Any:
 
 
 def _leading_shape(trajectory: Any) -> tuple[int, int]:
-    for name in ("prev_logprobs", "rewards"):
-        value = getattr(trajectory, name, None)
-        if value is None:
-            continue
+    if (name := _extent_of(trajectory)) is not None:
+        value = getattr(trajectory, name)
         if not isinstance(value, torch.Tensor | np.ndarray):
             raise InvalidTrajectoryError(f"field {name}: must be a tensor, is a {type(value).__name__}")
         if isinstance(value, torch.Tensor) and value.is_nested:
@@ -55,6 +53,11 @@ def _leading_shape(trajectory: Any) -> tuple[int, int]:
     ):
         raise NothingToStoreError("trajectory has no fields: there is nothing in it to store")
     raise InvalidTrajectoryError("a trajectory needs prev_logprobs or rewards: one of them gives T and B")
+
+
+def _extent_of(trajectory: Any) -> str | None:
+    """Return the name of the field that gives T and B; None if it is absent."""
+    return next((name for name in ("prev_logprobs", "rewards") if getattr(trajectory, name, None) is not None), None)
 
 
 def _check_extent(steps: int, batch: int) -> None:
@@ -88,7 +91,9 @@ def flatten_step(trajectory: Any) -> FlatTrajectory:
         if tensor.dtype.is_complex and name != "actions":
             raise InvalidTrajectoryError(f"field {name}: {str(tensor.dtype)[6:]}, must be real numbers")
         if len(shape) < 2 or shape[1] != batch:
-            raise InvalidTrajectoryError(f"field {name}: shape {list(shape)}, must be [T, B, ...] with B = {batch}")
+            raise InvalidTrajectoryError(
+                f"field {name}: shape {list(shape)} is not [T, B, ...] with B = {batch}, as in {_extent_of(trajectory)}"
+            )
         if name == VALID:
             samples = _valid_samples(tensor, steps, batch)
         axis, extra, extra_field = _axis_among(name, shape[0], steps, extra, extra_field)

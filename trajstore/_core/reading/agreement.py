@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.columns.fields import resolved
+from trajstore._core.columns.fields import columns_of
 from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.run_ids import shown_id
@@ -25,8 +25,8 @@ def agree(
 
     Args:
         kinds: columns of each kind.
-        names: of the columns to take, as :func:`~trajstore._core.columns.fields.resolved` reads them; None takes all,
-            which must then be the same.
+        names: of the columns to take, as :func:`~trajstore._core.columns.fields.columns_of` reads them; None takes
+            all, which must then be the same.
         who: returns the names of the trajectories of some kinds, for messages.
         where: description of the trajectories, for messages.
         remedy: suggested action, for messages.
@@ -36,11 +36,12 @@ def agree(
     """
     places = [{spec.name: place for place, spec in enumerate(kind)} for kind in kinds]
     known = dict.fromkeys(name for kind in places for name in kind)
-    taken = list(known if names is None else dict.fromkeys(resolved(name, known) for name in names))
+    taken = list(known if names is None else dict.fromkeys(column for n in names for column in columns_of(n, known)))
     nowhere = [name for name in taken if not any(name in kind for kind in places)]
     if nowhere and kinds:
         raise SchemaMismatchError(
-            f"columns: no trajectory has {listed(nowhere)}; there are {listed(sorted(known), 30)}"
+            f"columns: no trajectory has {listed(nowhere)}; there are {listed(sorted(known), 30)} "
+            "(texts, and values without a row for each step, come with get() alone)"
         )
     wrong: list[str] = []
     for name in taken:
