@@ -89,7 +89,7 @@ def test_query_answers_in_three_forms(run: Run, store: Path) -> None:
     assert all(row["committed"].startswith("20") for row in rows)
 
 
-def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> None:
+def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     odd = 'tab\there, "quoted"\r\nnext\u2028line'
     with writer_to(tmp_path / "store") as buffer:
         buffer.add_trajectories([rollout("odd"), rollout()])
@@ -98,6 +98,9 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path) -> No
         buffer.add_trajectories([AgentTrajectory(input_ids=torch.arange(2), metadata={"source": {"name": "web"}})])
     where = ("--where", "metadata.source.name = 'web'", "--columns", "trajectory_id,metadata.source.name")
     assert run.json("list", tmp_path / "store", *where) == [{"trajectory_id": 3, "metadata.source.name": "web"}]
+    caplog.clear()
+    run.out("list", tmp_path / "store", "--columns", "task,metadata.nosuch", "--limit", 1)
+    assert caplog.messages == ["metadata.nosuch: none of the 4 rollouts that were read has it"]  # once
     text = "select role, count(*) as n from messages group by role order by n desc, role"
     _, out, _ = run("query", tmp_path / "store", text)
     assert [line.split() for line in out.splitlines()] == [

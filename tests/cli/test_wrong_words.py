@@ -50,7 +50,7 @@ WRONG = [
     ("inspect store --trajectory 3/1", "3/1"),
     ("inspect absent --trajectory 0", "absent"),
     ("convert store there.jsonl --to jsonl", "there.jsonl"),
-    ("convert store nowhere/out.jsonl --to jsonl", "nowhere is not a folder"),
+    ("convert store nowhere/out.jsonl --to jsonl", "nowhere is not a folder; make it"),
     ("prune store --where 'outcome = 1' --where 'outcome = 0' --yes", "argument --where: given twice"),
     ("split store new --ranks 2 --ranks 3", "argument --ranks: given twice"),
     ("annotate store 0 --set a=1 --set a=2", "a name twice"),

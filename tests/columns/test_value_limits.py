@@ -222,6 +222,13 @@ def test_observations_nested_too_deeply(refused: Refuse) -> None:
     refused(step(curr_obs=seen), r"^field curr_obs\.again\.again\.\.\.: nested in more than 200 dicts")
 
 
+class _Message:
+    """A message as the clients of OpenAI and Anthropic return it."""
+
+    def model_dump(self, *, exclude_none: bool) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
@@ -236,6 +243,8 @@ def test_observations_nested_too_deeply(refused: Refuse) -> None:
         ({"messages": {"role": "user"}}, "^field messages: "),
         ({"messages": ({},)}, "^field messages: "),
         ({"messages": [{}, "hello"]}, r"^field messages\[1\]: 'hello' is a str, must be a dict"),
+        ({"messages": [_Message()]}, r"^field messages\[0\]: .*must be a dict, as its model_dump\(exclude_none=True\)"),
+        ({"messages": [{"content": [_Message()]}]}, r"messages\[0\]\.content\[0\]: .*store its model_dump\(exclude"),
         ({"metadata": [1]}, "^field metadata: "),
         ({"is_terminated": 1}, "^field is_terminated: "),
         ({"is_terminated": "yes"}, "^field is_terminated: "),

@@ -159,9 +159,8 @@ def _run_list(options: Namespace, out: Output) -> int:
     names = _names(options)
     if keys := keys_in(names):
         question = question.select(*query.facts().columns, *keys)
-    total, passed = question.count(), whole("--offset", options.offset or 0, 0)
-    limit = _limit(options)
-    answer = (question.limit(passed + limit) if limit else question).table().slice(passed)
+    found, passed = question.table(), whole("--offset", options.offset or 0, 0)
+    answer, total = found.slice(passed, _limit(options) or None), len(found)
     if options.columns is not None:
         answer = answer.select(*_known(names, answer))
     else:

@@ -418,7 +418,7 @@ def _staging(target: Path) -> Iterator[Path]:
     folder = target.parent / hidden(target.name, ".converting")
     with ExitStack() as stack, written(f": {target} was not written; run the same conversion again"):
         if not target.parent.is_dir():
-            raise ConfigurationError(f"convert: {target.parent} is not a folder")
+            raise ConfigurationError(f"convert: {target.parent} is not a folder; make it, or name another target")
         _check_absent(target)
         folder.mkdir(exist_ok=True)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

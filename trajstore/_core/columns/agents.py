@@ -120,13 +120,12 @@ def _real(field: str, value: Any) -> Any:
         return float(value)
     if isinstance(value, int | np.integer) or (isinstance(value, float | np.floating) and isfinite(value)):
         return value  # an int of more than 64 bits is refused with the document
-    raise InvalidTrajectoryError(
-        f"field {field}: {shown(value)} is a {type(value).__name__}, must be a finite number or None"
-    )
+    raise _wrong_type(field, value, "a finite number or None")
 
 
 def _wrong_type(field: str, value: Any, wanted: str) -> InvalidTrajectoryError:
-    return InvalidTrajectoryError(f"field {field}: {shown(value)} is a {type(value).__name__}, must be {wanted}")
+    way = ", as its model_dump(exclude_none=True) returns" if hasattr(value, "model_dump") else ""
+    return InvalidTrajectoryError(f"field {field}: {shown(value)} is a {type(value).__name__}, must be {wanted}{way}")
 
 
 def _agent_columns(

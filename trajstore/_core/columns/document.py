@@ -85,7 +85,8 @@ def _json_of(value: Any, path: str, depth: int = 0) -> Any:
         return [_json_of(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
     if isinstance(value, Mapping):
         return _object_of(value, path, depth)
-    raise _refusal(path, f"a {type(value).__name__} has no equal in JSON; store its text or its parts")
+    remedy = "model_dump(exclude_none=True)" if hasattr(value, "model_dump") else "text or its parts"
+    raise _refusal(path, f"a {type(value).__name__} has no equal in JSON; store its {remedy}")
 
 
 def _object_of(value: Mapping[Any, Any], path: str, depth: int) -> dict[str, Any]:
