@@ -298,11 +298,13 @@ class Points:
         stores = self._stores.count
         if stores in (None, point.ranks) or point.kind != "point" or point.ranks is None:
             return
+        above = f"; rank_{point.ranks} and above are not part of it: delete them if they are empty"
+        new = above if (stores or 0) > point.ranks else ""
         raise ConfigurationError(
             f"{self._stores.name}: {counted(point.ranks, 'rank')} saved {point.name} together, and there "
             f"{'is' if stores == 1 else 'are'} {stores} now; start a new run, and load a step of this one that all of "
             f"them have (`trajstore inspect` lists them) on every rank: load_checkpoint({self._stores.name!r}, "
-            f"is_distributed=True, pin={point.name!r}, ...)"
+            f"is_distributed=True, pin={point.name!r}, ...){new}"
         )
 
     def _check_not_lost(self, points: Sequence[SavedPoint]) -> None:

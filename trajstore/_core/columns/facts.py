@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 DOCUMENT_FACTS: Mapping[str, str] = {
-    "task": "task_id of the rollout",
+    "task": "task_id of the rollout, null if that is empty",
     "data_id": "data_id of the rollout",
     "rollout_id": "rollout_id of the rollout",
     "outcome": "reward.outcome",
