@@ -156,11 +156,11 @@ def test_a_hostile_pickle_is_refused_and_not_run(tmp_path: Path, wrap: Callable[
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("difficulty2task_dict.json", b"{", "not JSON"),
-        ("difficulty2task_dict.json", b"[]", "must be an object"),
-        ("difficulty2task_dict.json", b'{"one": ["a"]}', "'one'"),
-        ("difficulty2task_dict.json", b'{"1": ["a", 2]}', "difficulty 1: task ids must be strings"),
-        ("skip_uid_set.json", b'{"a": 1}', "list of task ids"),
+        ("difficulty2task_dict.json", b"{", "truncated"),
+        ("difficulty2task_dict.json", b"[]", "Expected `object`"),
+        ("difficulty2task_dict.json", b'{"one": ["a"]}', "Expected `int`"),
+        ("difficulty2task_dict.json", b'{"1": ["a", 2]}', r"Expected `str`, got `int` - at `\$\[\.\.\.\]\[1\]`"),
+        ("skip_uid_set.json", b'{"a": 1}', "Expected `array`"),
         ("task2trajectories.pkl", b"garbage", "pickle"),
         ("task2trajectories.pkl", pickle.dumps([1]), "dict of task ids"),
         ("task2trajectories.pkl", pickle.dumps({"a": 3}), "task 'a'"),

@@ -19,12 +19,14 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import orjson
 
 from trainer_hooks.replay.agentevolver import LEFT_OUT, PACKAGES, ForeignObject, from_agentevolver
 from trainer_hooks.replay.outcomes import outcome_of
+from trajstore._core.base.settings import Whole
 from trajstore._core.columns.limits import shown
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.folders import publish_folder
@@ -46,6 +48,8 @@ from trajstore.trajectory import AgentTrajectory, Reward
 logger = logging.getLogger(__name__)
 
 TRAJECTORIES_FILE, BUCKETS_FILE, SKIP_FILE = POOL_FILES
+
+T = TypeVar("T")
 
 _STEP = re.compile(r"step_(\d+)")
 
@@ -117,9 +121,7 @@ def read_pool(directory: Path) -> PoolContents:
     if not check_path(directory).is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
     buckets = _read_buckets(directory)
-    skip = _json(directory / SKIP_FILE)
-    if not isinstance(skip, list) or not all(isinstance(task, str) for task in skip):
-        raise CorruptStoreError(f"{directory / SKIP_FILE}: must be a list of task ids")
+    skip = _json(directory / SKIP_FILE, list[str])
     path = directory / TRAJECTORIES_FILE
     value = safe_loads(
         _bytes(path), packages=dict.fromkeys(PACKAGES, ForeignObject), left_out=LEFT_OUT, source=str(path)
@@ -166,11 +168,11 @@ def _bytes(path: Path) -> bytes:
         raise IncompleteCheckpointError(f"{path}: absent; a saved pool has {', '.join(POOL_FILES)}") from None
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path, kind: type[T]) -> T:
     try:
-        return orjson.loads(_bytes(path))
-    except orjson.JSONDecodeError as error:
-        raise CorruptStoreError(f"{path}: not JSON: {error}") from error
+        return msgspec.json.decode(_bytes(path), type=kind)
+    except msgspec.DecodeError as error:
+        raise CorruptStoreError(f"{path}: {error}") from error
 
 
 def _read_buckets(directory: Path) -> dict[int, list[str]]:
@@ -181,25 +183,18 @@ def _read_buckets(directory: Path) -> dict[int, list[str]]:
         CorruptStoreError: the file has invalid contents.
     """
     path = directory / BUCKETS_FILE
-    value = _json(path)
     buckets: dict[int, list[str]] = {}
     place: dict[str, int] = {}
     twice: list[str] = []
-    if not isinstance(value, dict):
-        raise CorruptStoreError(f"{path}: must be an object of lists of task ids by difficulty")
-    for key, tasks in value.items():
-        if not key.isascii() or not key.isdigit() or not isinstance(tasks, list):
-            raise CorruptStoreError(f"{path}: {key!r} must be a number of successes with a list of task ids")
-        if not all(isinstance(task, str) for task in tasks):
-            raise CorruptStoreError(f"{path}: difficulty {key}: task ids must be strings")
+    for difficulty, tasks in _json(path, dict[Whole, list[str]]).items():
         for task in tasks:
             earlier = place.get(task)
-            if earlier is not None and earlier != int(key):
+            if earlier is not None and earlier != difficulty:
                 twice.append(task)
                 buckets[earlier].remove(task)
-            if earlier != int(key):
-                place[task] = int(key)
-                buckets.setdefault(int(key), []).append(task)
+            if earlier != difficulty:
+                place[task] = difficulty
+                buckets.setdefault(difficulty, []).append(task)
     if twice:
         logger.warning(
             "%s: %s in two buckets, as AgentEvolver leaves them (%s): the later one in the file counts",
