@@ -1,7 +1,7 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
-Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` → ``summary`` → ``maker``,
-``experience`` → ``context``. ``docs/design/experience.md`` has a diagram of the data flow.
+Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` → ``summary`` → ``maker``
+→ ``context``. ``docs/design/experience.md`` has a diagram of the data flow.
 """
 
 from trainer_hooks.guidance.client import EMClient, EndpointSummarizer
@@ -17,9 +17,8 @@ from trainer_hooks.guidance.context import (
     take_out,
     with_guidance,
 )
-from trainer_hooks.guidance.experience import Experience
 from trainer_hooks.guidance.local import LocalMaker, as_text
-from trainer_hooks.guidance.maker import ExperienceMaker, MakerError, Retrieved
+from trainer_hooks.guidance.maker import Experience, ExperienceMaker, MakerError, Retrieved
 from trainer_hooks.guidance.manager import (
     AllocationRules,
     GuidanceManager,

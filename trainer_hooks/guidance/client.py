@@ -17,8 +17,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, Literal, get_args
 
-from trainer_hooks.guidance.experience import Experience
-from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
+from trainer_hooks.guidance.maker import NOTHING, Experience, MakerError, Retrieved
 from trainer_hooks.guidance.summary import query_of, text_of, unicode_of
 from trainer_hooks.replay.outcomes import known_outcome
 from trajstore._core.base import locks

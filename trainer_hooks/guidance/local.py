@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from trainer_hooks.guidance.experience import Experience
-from trainer_hooks.guidance.maker import NOTHING, MakerError, Retrieved
+from trainer_hooks.guidance.maker import NOTHING, Experience, MakerError, Retrieved
 from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer, by_task
 from trainer_hooks.replay import BufferStore
 from trainer_hooks.retrieval import RetrievalIndex

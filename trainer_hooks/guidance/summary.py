@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
-from trainer_hooks.guidance.experience import Experience
+from trainer_hooks.guidance.maker import Experience
 from trainer_hooks.replay import is_success
 from trainer_hooks.replay.outcomes import known_outcome
 from trajstore._core.base.arguments import finite

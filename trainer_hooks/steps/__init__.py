@@ -1,7 +1,6 @@
 """Rebuilds and recomputes recorded training steps (``trajstore replay-step``, ``docs/design/ledger.md``)."""
 
-from trainer_hooks.steps.bundle import read_bundle, write_bundle
-from trainer_hooks.steps.inputs import TOLERANCES, StepInputs, step_inputs
+from trainer_hooks.steps.inputs import TOLERANCES, StepInputs, read_bundle, step_inputs, write_bundle
 from trainer_hooks.steps.recompute import Check, Policy, Report, recompute, with_log_probs
 
 __all__ = [

@@ -6,18 +6,33 @@ The data plane has one value per row and column. It silently drops a requested c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import transfer_queue as tq
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transfer_queue import KVBatchMeta
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
+from trainer_hooks.hook import ReplayHook
+from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.transfer_queue.rows import Row, column_values
+from trainer_hooks.verl.loss import EXP_MASK
+from trainer_hooks.verl.offers import is_exchanged
+from trainer_hooks.verl.rows import recorded_log_probs, session_of
+from trainer_hooks.verl.trained import WEIGHTS
 from trajstore.errors import ConfigurationError
+from trajstore.trajectory import AgentTrajectory
+
+logger = logging.getLogger(__name__)
+
+_COUNTS_SESSIONS = ("grpo", "gae", "remax", "reinforce_plus_plus")
+"""Estimators that count sessions, or have no statistics of a group."""
 
 
 def read_rows(batch: KVBatchMeta, needed: Sequence[str], welcome: Sequence[str] = ()) -> list[Row]:
@@ -95,3 +110,80 @@ def without_padding(batch: KVBatchMeta) -> KVBatchMeta:
     """Return the batch without verl's padding rows."""
     real = [place for place, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
     return batch if len(real) == len(batch.keys) else part_of(batch, real)
+
+
+def replace_log_probs(
+    hook: ReplayHook[str], rows: Sequence[Row], histories: Mapping[str, AgentTrajectory], partition_id: str
+) -> None:
+    """Replace the actor's log-probs of replayed rows with the recorded ones.
+
+    Args:
+        hook: chooses the tokens to replace.
+        rows: replayed rows, with ``old_log_probs``, ``exp_mask`` and ``response_mask``.
+        histories: history of each row, by key.
+        partition_id: partition of the rows.
+    """
+    if not rows:
+        return
+    lengths = [row.columns["old_log_probs"].numel() for row in rows]
+    recorded = [recorded_log_probs(histories[row.key], length) for row, length in zip(rows, lengths, strict=True)]
+    current, exp_mask, response_mask = (
+        pad_sequence([row.columns[name] for row in rows], batch_first=True)
+        for name in ("old_log_probs", EXP_MASK, "response_mask")
+    )
+    values, known = (pad_sequence([row[part] for row in recorded], batch_first=True) for part in (0, 1))
+    replaced = hook.replace_log_probs(current, values, known, exp_mask, response_mask)
+    rows_of = [row[:length] for row, length in zip(replaced.to(current.dtype), lengths, strict=True)]
+    write_column([row.key for row in rows], partition_id, "old_log_probs", rows_of)
+    demonstrations = [row for row in rows if is_demonstration(histories[row.key])]
+    if demonstrations and "rollout_log_probs" in demonstrations[0].columns:
+        # Not sampled by the engine: with the actor's log-probs, verl's rollout correction weighs them 1.
+        actors = [row.columns["old_log_probs"] for row in demonstrations]
+        write_column([row.key for row in demonstrations], partition_id, "rollout_log_probs", actors)
+
+
+def forget_log_probs(rows: Sequence[Row], partition_id: str) -> None:
+    """Replace the engine's log-probs with the actor's in rows with an exchanged prompt, so that the ratio is 1."""
+    keys = [row.key for row in rows if is_exchanged(row.columns.get("extra_fields"))]
+    exchanged = KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys])
+    read = read_rows(exchanged, ("old_log_probs",), ("rollout_log_probs",))
+    changed = [row for row in read if "rollout_log_probs" in row.columns]
+    values = [row.columns["old_log_probs"].float() for row in changed]
+    write_column([row.key for row in changed], partition_id, "rollout_log_probs", values)
+
+
+def weigh_sessions(batch: KVBatchMeta, config: Any, warned: set[str]) -> None:
+    """Make a session with several rows one sequence of verl's policy loss.
+
+    ``loss_agg_mode=seq-mean-token-mean`` is the mean over sequences of the mean over their tokens. verl takes the mean
+    of each row, with its T_r tokens. The column ``rollout_is_weights``, by which verl multiplies the losses of tokens,
+    gets the factor T_r / T_s, with the T_s tokens of all rows of the session: the rows of a session sum up to the mean
+    over its tokens. In verl's other modes a token weighs the same in any row. Without sessions of several rows nothing
+    is written. (Mean of a sequence: GRPO, arXiv 2402.03300.)
+
+    Args:
+        batch: rows with ``response_mask`` and advantages; padding too. Gets the column among its fields.
+        config: verl's configuration.
+        warned: estimators that a warning has named; changed.
+    """
+    if max(Counter(map(session_of, batch.keys)).values(), default=1) == 1:
+        return
+    estimator = config.algorithm.adv_estimator
+    name = str(getattr(estimator, "value", estimator))
+    if name not in _COUNTS_SESSIONS and name not in warned:
+        warned.add(name)
+        logger.warning("adv_estimator=%s counts each row of a session as a rollout of its group; grpo does not", name)
+    if config.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-mean":
+        return
+    rows = read_rows(batch, ("response_mask",), (WEIGHTS,))
+    masks = [row.columns["response_mask"] != 0 for row in rows]
+    tokens: Counter[str] = Counter()
+    for row, mask in zip(rows, masks, strict=True):
+        tokens[session_of(row.key)] += int(mask.sum())
+    weights = [
+        row.columns.get(WEIGHTS, torch.ones(len(mask))) * (mask.sum() / max(tokens[session_of(row.key)], 1))
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+    write_column(batch.keys, batch.partition_id, WEIGHTS, weights)
+    if batch.fields is not None:  # those that the workers read
+        batch.fields = [*dict.fromkeys((*batch.fields, WEIGHTS))]

@@ -34,9 +34,9 @@ from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
+from trainer_hooks.verl.dataplane import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
-from trainer_hooks.verl.log_probs import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.reading import RunTokenizer
 from trainer_hooks.verl.reuse import Reuse
 from trainer_hooks.verl.rows import (

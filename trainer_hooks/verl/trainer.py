@@ -30,6 +30,7 @@ from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
+from trainer_hooks.verl.dataplane import weigh_sessions
 from trainer_hooks.verl.guided import GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
@@ -38,7 +39,6 @@ from trainer_hooks.verl.session import ReplaySession
 from trainer_hooks.verl.tasks import ROLLOUTS_WANTED, TaskTable, rollout_counts, task_name
 from trainer_hooks.verl.trained import loss_terms, options_of
 from trainer_hooks.verl.versions import check_verl
-from trainer_hooks.verl.weights import weigh_sessions
 from trajstore.errors import ConfigurationError
 
 

@@ -23,9 +23,8 @@ from trajstore._core.files.base import Directory, EncodedFile, ReaderLease
 from trajstore._core.files.opening import nested, open_directory
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError, trajectories
-from trajstore.remote.mirror.ledger import as_text
 from trajstore.remote.mirror.options import MIRRORED_NAME, Mirror, MirrorState
-from trajstore.remote.mirror.replica import Replica
+from trajstore.remote.mirror.replica import Replica, as_text
 from trajstore.remote.mirror.source import Line, Picture, Tail
 
 logger = logging.getLogger(__name__)
