@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import programs
 from tests.remote.test_remote import around
 from tests.support.directory import DirectoryConformance
 from tests.support.faults import FaultPlan, failing_disk
@@ -61,7 +60,8 @@ def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> Non
 
 
 def test_a_reader_that_is_not_closed_leaves_no_lease_when_its_program_ends(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+    store = tmp_path / "store"
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as buffer:
         buffer.add_trajectories([Trajectory(rewards=torch.zeros(2, 1, 1))])
     program = (
         "import os, sys\n"
@@ -71,8 +71,9 @@ def test_a_reader_that_is_not_closed_leaves_no_lease_when_its_program_ends(tmp_p
         "sys.exit() if child == 0 else os.waitpid(child, 0)\n"
         "assert len(os.listdir(f'{sys.argv[1]}/readers')) == 1\n"  # a child does not end its parent's lease
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True)
-    assert os.listdir(tmp_path / "readers") == []
+    done = programs.run(tmp_path, program, store)
+    assert done.returncode == 0, done.stderr
+    assert os.listdir(store / "readers") == []
 
 
 def test_readers_are_seen_while_they_live(tmp_path: Path) -> None:

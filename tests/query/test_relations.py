@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import programs
 from tests.forging import spoil_document
 from tests.query.test_query import read  # noqa: F401
 from tests.stores import in_memory, stored, writer_to
@@ -511,8 +510,8 @@ assert found == [{"content": "said"}], found
 """
 
 
-def test_a_program_ends_while_polars_reads_more_than_it_was_asked_for() -> None:
-    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, check=False)
+def test_a_program_ends_while_polars_reads_more_than_it_was_asked_for(tmp_path: Path) -> None:
+    done = programs.run(tmp_path, ENDS_EARLY)
     assert (done.returncode, done.stderr) == (0, "")
 
 

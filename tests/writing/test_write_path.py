@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from tests import programs
 from tests.stores import add_each, contents_of, opened
 from tests.support.waiting import wait_until
 from tests.support.witness import check_trajectory, witness
@@ -230,8 +229,7 @@ if how == "thread":
     "how", ["thread", *(pytest.param(how, marks=pytest.mark.campaign) for how in ("exit", "raise", "end"))]
 )
 def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-c", EXIT, f"{tmp_path}/", how]
-    ended = subprocess.run(command, timeout=600, capture_output=True, text=True)
+    ended = programs.run(tmp_path, EXIT, f"{tmp_path}/", how)
     assert ended.returncode == {"exit": 3, "raise": 1}.get(how, 0)
     for kind in (*FORMATS, *(["zstd"] if how != "thread" else [])):
         assert contents_of(tmp_path / kind) == list(range(20 if how == "thread" else 10)), ended.stderr
