@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart, t31_tokens
+from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
+from tools.crash.forked import forking
 
 # Not run, as they start servers.
 NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29", "t33")
@@ -28,6 +30,7 @@ LONG = ("t15", "t21", "t22", "t23", "convert")
 def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
+    monkeypatch.setattr(t35_run, "in_child", _in_fork)
     for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
         monkeypatch.setattr(t31_tokens, tokens, 8)
     monkeypatch.setattr(space, "_SECONDS", 0.1)  # with so little data, it never falls below the target
@@ -43,6 +46,12 @@ def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(line["ratio"] if figure.unit == "ratio" else line["value"], float)
         assert line["ok"] is None if line["target"] is None else isinstance(line["ok"], bool)
         assert not set(figure.details) & {"id", "name", "ratio", "value", "unit", "target", "ok"}
+
+
+def _in_fork(work: Callable[..., dict[str, float]], *arguments: object) -> dict[str, float]:
+    """Call a function in a process whose memory can be measured."""
+    with forking().Pool(1) as pool:
+        return pool.apply(work, arguments)
 
 
 def test_targets_are_bounds_in_their_direction() -> None:
