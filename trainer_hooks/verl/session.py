@@ -34,7 +34,6 @@ from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.arrival import VerlRollouts, steps_since
 from trainer_hooks.verl.config import SECTION, ReplayBlock, guides_training, naming
 from trainer_hooks.verl.cuts import Cut, find_cut, read_cut, restorable_cuts, write_cut
-from trainer_hooks.verl.dataplane import forget_log_probs, replace_log_probs
 from trainer_hooks.verl.guided import GuidedRollouts
 from trainer_hooks.verl.histories import FirstTold, Histories, spread
 from trainer_hooks.verl.reading import RunTokenizer
@@ -280,7 +279,7 @@ class ReplaySession:
         again = dataplane.read_rows(dataplane.part_of(real, replayed), REPLAYED, ("rollout_log_probs",))
         made = self._finished(rows, step)
         self._scored = self._scored_rows(rows, again, made)
-        forget_log_probs(rows, batch.partition_id)
+        dataplane.forget_log_probs(rows, batch.partition_id)
         figures = self._report(made, TRAINED_STEP, step)
         figures["recording/dropped"] = float(self._dropped)
         figures["recording/dropped_successes"] = float(self._dropped_successes)
@@ -294,7 +293,7 @@ class ReplaySession:
         figures |= self.guided.step_done(whole, step)
         if not self.replays:
             return figures
-        replace_log_probs(self._hook, again, joined, batch.partition_id)
+        dataplane.replace_log_probs(self._hook, again, joined, batch.partition_id)
         scored = self._scored.values()  # metrics of the batch count rows, and a rollout may have several
         asked: Counter[str] = Counter()
         for uid, task in {

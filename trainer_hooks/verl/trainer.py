@@ -28,9 +28,9 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.contract import fingerprint_of
+from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock
 from trainer_hooks.verl.cuts import check_tracker, checkpoint_folder
-from trainer_hooks.verl.dataplane import weigh_sessions
 from trainer_hooks.verl.guided import GuidedManager
 from trainer_hooks.verl.loss import LOSS_MODE, het_ppo_loss, take_figures
 from trainer_hooks.verl.reading import RunTokenizer, name_of
@@ -196,7 +196,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
         batch = super()._compute_advantage(batch, metrics)
-        weigh_sessions(batch, self.config, self._told)
+        dataplane.weigh_sessions(batch, self.config, self._told)
         return batch
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict[str, Any]) -> KVBatchMeta:
