@@ -15,6 +15,7 @@ from tests.stores import writer_to
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.interop.convert import convert_from, convert_to
 from trajstore.interop.gymnasium import VectorSteps
 from trajstore.operations.inspect import inspect
 from trajstore.samplers import EpochSampler
@@ -147,6 +148,21 @@ def _in_time(witness: Witness, mode: AutoresetMode) -> list[int]:
 
 def _has_ended(witness: Witness) -> bool:
     return bool(witness.episodes[-1]) and (witness.episodes[-1][-1][3] or len(witness.episodes[-1]) == 9)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_episodes_in_many_blocks_are_converted_as_the_environments_saw_them(
+    tmp_path: Path, mode: AutoresetMode
+) -> None:
+    """Also those whose end and reset are the last two steps of a block."""
+    with writer_to(tmp_path / "store") as buffer:
+        witnesses = collected(mode, "dict", buffer, blocks=16, steps=5)
+    convert_to(tmp_path / "store", tmp_path / "set-v0", "minari", check=True)
+    convert_from(tmp_path / "set-v0", tmp_path / "episodes", "minari")
+    with TrajectoryReplayBuffer.open(tmp_path / "episodes") as reader:
+        codes = [code_of(reader.get(number).curr_obs).flatten().tolist() for number in reader.trajectory_ids.tolist()]
+    seen = [[step[0] for step in episode] for witness in witnesses for episode in witness.episodes if episode]
+    assert sorted(codes) == sorted(seen)
 
 
 class WithoutFinal(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):

@@ -67,12 +67,12 @@ def _joined(before: Any, after: Any, name: str) -> Any:
         InvalidTrajectoryError: the observation after a step is not the one before the next.
     """
     if isinstance(before, dict) and isinstance(after, dict) and before.keys() == after.keys():
-        return {key: _joined(item, after[key], f"{name}.{key}") for key, item in before.items()}
+        return {key: _joined(item, after[key], f"{name}.{key}".lstrip(".")) for key, item in before.items()}
     if isinstance(before, list) and isinstance(after, list):
         same, joined = before[1:] == after[:-1], [*before, *after[-1:]]
         return joined if same else _break(name)
     if isinstance(before, dict | list) or isinstance(after, dict | list) or before.shape != after.shape:
-        raise InvalidTrajectoryError(f"curr_obs and next_obs differ in {name}")
+        raise InvalidTrajectoryError(f"curr_obs and next_obs differ in {name or 'their keys'}")
     same = np.array_equal(before[1:], after[:-1], equal_nan=before.dtype.kind == "f")
     return np.concatenate([before, after[-1:]]) if same else _break(name)
 

@@ -161,7 +161,7 @@ def border_of(schema: Schema, extent: Extent, rows: Rows, dones: torch.Tensor | 
     Args:
         schema: its columns.
         extent: its rows.
-        rows: reads rows of its observations.
+        rows: reads rows of its observations, and of ``valid``.
         dones: ``[T (+ E), B, C]``.
 
     Returns:
@@ -172,8 +172,11 @@ def border_of(schema: Schema, extent: Extent, rows: Rows, dones: torch.Tensor | 
     seam = _seam(0, schema, extent, rows)
     if seam is None:
         return None
-    counts, ended = Counter(seam.last), dones[-1].reshape(extent.batch, -1).any(dim=1).tolist()
-    is_open = [counts[key] == 1 and not end for key, end in zip(seam.last, ended, strict=True)]  # unless ambiguous
+    counts, ended = Counter(seam.last), dones[-1].reshape(extent.batch, -1).any(dim=1)
+    last = (extent.steps - 1) * extent.batch
+    if (valid := rows(VALID, last, last + extent.batch)) is not None:
+        ended = ended | ~valid.reshape(-1).bool()  # a last step that only resets is no part of an episode
+    is_open = [counts[key] == 1 and not end for key, end in zip(seam.last, ended.tolist(), strict=True)]  # if unique
     return Border(
         {key: number for number, key in reversed([*enumerate(seam.first)])},
         {key: number for number, key in enumerate(seam.last) if is_open[number]},
