@@ -241,10 +241,7 @@ def _read_verl(path: Path, **options: Any) -> Source:
             with suppress(TrajstoreError):  # named when it is converted
                 item.load()
         ambiguous = {task for task, prompts in tasks.items() if len(prompts) > 1}
-        for count, what in (
-            (unnamed, "rows have no extra_info.index"),
-            (len(ambiguous), "tasks have several prompts"),
-        ):
+        for count, what in ((unnamed, "rows have no extra_info.index"), (len(ambiguous), "tasks have several prompts")):
             if count:
                 logger.warning("convert: %s: %d %s; a digest of the prompt is in their names", path, count, what)
         yield from read_parquet(path, partial(_of_verl, ambiguous=ambiguous), plain=True, **options).items

@@ -47,17 +47,7 @@ from trajstore.errors import (
 )
 from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import Joiner, Part
-from trajstore.interop.formats import (
-    UNREADABLE,
-    Format,
-    Item,
-    Kind,
-    Second,
-    Selection,
-    Source,
-    Writer,
-    damaged,
-)
+from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory

@@ -20,12 +20,7 @@ import numpy as np
 import orjson
 import torch
 
-from trajstore.errors import (
-    CorruptStoreError,
-    InvalidTrajectoryError,
-    StoreNotFoundError,
-    listed,
-)
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, StoreNotFoundError, listed
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
     UNREADABLE,

@@ -19,12 +19,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    InvalidTrajectoryError,
-    StoreNotFoundError,
-)
+from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
     UNREADABLE,

@@ -238,10 +238,7 @@ def _sizes(directory: Directory) -> dict[str, int]:
 
 
 def _report(
-    catalog: Catalog,
-    damage: Sequence[Damage],
-    readers: Sequence[Reader] | None,
-    sizes: dict[str, int],
+    catalog: Catalog, damage: Sequence[Damage], readers: Sequence[Reader] | None, sizes: dict[str, int]
 ) -> Report:
     """Return the report derived from the index and the file sizes."""
     directory, index = catalog.directory, catalog.index

@@ -136,12 +136,7 @@ def whole_numbers(name: str, value: Any) -> npt.NDArray[np.int64]:
     """
     try:
         array = np.asarray(list(value) if isinstance(value, Set | KeysView) else value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-    ):  # ragged, on another device, or numbers out of range
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged, on another device, or numbers out of range
         array = np.zeros((), np.object_)
     fits = array.ndim == 1 and (not array.size or array.dtype.kind == "i")
     if array.dtype.kind == "u" and array.ndim == 1:

@@ -63,13 +63,7 @@ class Reader(Closing):
         storage_options: passed on to the fsspec file system.
     """
 
-    def __init__(
-        self,
-        live: View,
-        draws: Draws,
-        sample_window_size: int,
-        storage_options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, live: View, draws: Draws, sample_window_size: int, storage_options: Mapping[str, Any]) -> None:
         self._live = live
         self._sampling = Sampling(live, draws)
         self._uniform: dict[Any, Selection] = {}

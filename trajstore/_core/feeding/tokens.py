@@ -294,10 +294,7 @@ class TokenSource(Source[tuple[Drawn, ...]]):
 
     def figures(self) -> dict[str, float]:
         """Return ``skipped_trajectories`` (``long="skip"``) and ``waiting_trajectories`` (drawn, in no pack yet)."""
-        return {
-            "skipped_trajectories": float(self._skipped),
-            "waiting_trajectories": float(len(self._waiting)),
-        }
+        return {"skipped_trajectories": float(self._skipped), "waiting_trajectories": float(len(self._waiting))}
 
 
 def _joined(first: Drawn, second: Drawn) -> Drawn:

@@ -7,11 +7,7 @@ that RLinf's workers and tools call. See ``docs/howto/rlinf.md``.
 
 from __future__ import annotations
 
-from trajstore._core.feeding.datasets import (
-    PreloadReplayBufferDataset,
-    ReplayBufferDataset,
-    replay_buffer_collate_fn,
-)
+from trajstore._core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
 from trajstore.interop.rlinf.priority_store import PriorityStore
