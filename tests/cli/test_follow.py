@@ -18,6 +18,7 @@ from tests.cli.stores import Run
 from tests.stores import filled, opened, stored
 from tests.support.witness import witness
 from tools.crash.forked import forking
+from trajstore import AgentTrajectory
 from trajstore.cli import FAILED, INTERRUPTED, main
 from trajstore.cli.output import Output
 
@@ -124,7 +125,7 @@ def test_the_cursor_stays_where_a_condition_is_refused(tmp_path: Path, run: Run)
     filled(path, range(4, 6))
     assert f"--since {cursor}" in run.out("list", path, "--since", cursor, "--where", "rewards > 0", code=FAILED)
     complaint = run.err("list", path, "--since", cursor, "--where", "rewards > 0")
-    assert "there is no column 'rewards'" in complaint
+    assert "rewards: in the table steps, not a fact of trajectories" in complaint
     assert "_at" not in complaint
     assert after(run, path, "--since", cursor)[0] == [4, 5]
 
@@ -155,3 +156,12 @@ def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path
         assert b"trajectory_id 1" in follower.stdout.readline()
         follower.stdout.close()
         assert follower.wait() == 0
+
+
+def test_values_of_metadata_are_columns(tmp_path: Path, run: Run) -> None:
+    costs = [0.5, None, 2]
+    stored(tmp_path / "store", [AgentTrajectory(task_id="t", metadata={"cost": cost}) for cost in costs])
+    words = ("list", tmp_path / "store", "--since", START, "--columns", "task,metadata.cost")
+    shown = [json.loads(line) for line in run.out(*words, "--json").splitlines()]
+    assert [(row["task"], row["metadata.cost"]) for row in shown] == [("t", cost) for cost in costs]
+    assert run.out(*words, "--where", "metadata.cost = 2").splitlines()[0] == "task t  metadata.cost 2"

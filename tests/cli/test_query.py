@@ -83,6 +83,9 @@ def test_query_answers_in_three_forms(run: Run, store: Path) -> None:
     ]
     _, out, _ = run("query", store, text, "--json", "--pin", "before")
     assert json.loads(out) == [{"task": "t0", "n": 4, "mean": 0.5}, {"task": "t1", "n": 4, "mean": 0.25}]
+    days = "select cast(committed as date) as day, cast('01:02:03' as time) as hour, count(*) as n from trajectories"
+    answer = run.json("query", store, f"{days} group by day, hour")
+    assert [(len(row["day"]), row["hour"], row["n"]) for row in answer] == [(10, "01:02:03", 9)]
     _, out, _ = run("query", store, "select task, committed from trajectories order by trajectory_id", "--csv")
     rows = list(csv.DictReader(io.StringIO(out)))
     assert [row["task"] for row in rows[:2]] == ["t0", "t1"]
@@ -100,7 +103,8 @@ def test_query_answers_about_messages_and_tokens(run: Run, tmp_path: Path, caplo
     assert run.json("list", tmp_path / "store", *where) == [{"trajectory_id": 3, "metadata.source.name": "web"}]
     caplog.clear()
     run.out("list", tmp_path / "store", "--columns", "task,metadata.nosuch", "--limit", 1)
-    assert caplog.messages == ["metadata.nosuch: none of the 4 rollouts that were read has it"]  # once
+    run.out("prune", tmp_path / "store", "--where", "metadata.nosuch = 1")
+    assert caplog.messages == ["metadata.nosuch: none of the 4 rollouts that were read has it"] * 2  # once each
     text = "select role, count(*) as n from messages group by role order by n desc, role"
     _, out, _ = run("query", tmp_path / "store", text)
     assert [line.split() for line in out.splitlines()] == [

@@ -24,6 +24,7 @@ TO_A_NEW_PATH = (
 WRONG = [
     ("", "error:"),
     ("no-such-command", "error:"),
+    ("annotate store 0 --where a", "trajstore annotate: error: unrecognized arguments: --where a"),
     ("inspect absent", "absent"),
     ("inspect taken", "taken"),
     ("verify absent", "absent"),
@@ -58,6 +59,7 @@ WRONG = [
     ("copy store ''", "the path is empty"),
     ("query store 'select from'", "sql: 'select from'"),
     ("query store 'select foo from trajectories'", "there is no column 'foo'"),
+    ("query store 'select array_agg(task) as tasks from trajectories' --csv", "--csv: tasks: lists and objects"),
     ("query store 'select foo from messages'", "there is no column 'foo'"),
     ("query store 'select foo from message'", "there is trajectories, messages, calls, tokens, steps"),
     ("list store --columns task,task", "--columns: name each fact"),

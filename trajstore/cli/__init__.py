@@ -102,13 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
         prog="trajstore", description="Look into, check and try out stores of reinforcement learning trajectories."
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.set_defaults(run=None, continues=False)
+    parser.set_defaults(run=None, continues=False, parser=parser)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in commands():
         child = subparsers.add_parser(command.name, help=command.summary, description=command.description)
         child.register("action", None, _Once)
         command.configure(child)
-        child.set_defaults(run=command.run, continues=command.continues)
+        child.set_defaults(run=command.run, continues=command.continues, parser=child)
     return parser
 
 
@@ -127,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = 0
     try:
         parser = build_parser()
-        options = parser.parse_args(arguments)
+        options, unknown = parser.parse_known_args(arguments)
+        if unknown:  # with the usage of the command, which lists its options
+            options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if options.version:
             out.line(version("trajstore"))
             return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output
-from trajstore.errors import counted, trajectories
+from trajstore.errors import StoreNotFoundError, counted, trajectories
 
 if TYPE_CHECKING:
     from trajstore.ledger import Audit
@@ -32,7 +32,6 @@ def _run(options: Namespace, out: Output) -> int:
     from dataclasses import asdict
 
     from trajstore._core.store.run_ids import ALONE
-    from trajstore.errors import StoreNotFoundError
     from trajstore.ledger import audit, read
     from trajstore.operations.training import audit_store, difference_of
 

@@ -9,7 +9,7 @@ from typing import Any
 from trajstore.cli.command import REMOVE, Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_number
 from trajstore.cli.report import cell, write, write_table, write_trajectory
-from trajstore.errors import counted, listed
+from trajstore.errors import ConfigurationError, counted, listed
 
 KINDS = {
     "store": "trajectory store",
@@ -41,7 +41,6 @@ _FEW_IDS = 1_000_000_000
 def _id(text: str) -> int:
     """Parse a trajectory id as displayed."""
     from trajstore._core.store.run_ids import id_from
-    from trajstore.errors import ConfigurationError
 
     try:
         return id_from("ID", text)
@@ -76,7 +75,6 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    from trajstore.errors import ConfigurationError
     from trajstore.operations.inspect import MEASURED_AT_MOST, inspect
     from trajstore.operations.trajectory_report import inspect_trajectory
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import os
@@ -193,14 +194,14 @@ def _cut(cell: str, width: int) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Return ``value`` with numbers that JSON lacks (nan, infinities, complex ones) as strings."""
+    """Return ``value`` with times, and numbers that JSON lacks (nan, infinities, complex ones), as strings."""
     if isinstance(value, dict):
         return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_json_value(item) for item in value]
-    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+    if isinstance(value, complex | dt.timedelta) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
-    return value
+    return value.isoformat() if isinstance(value, dt.date | dt.time) else value
 
 
 def format_bytes(count: float) -> str:

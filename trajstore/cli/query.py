@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, shortened
-from trajstore.errors import trajectories
+from trajstore.errors import ConfigurationError, StoreError, listed, trajectories
 
 if TYPE_CHECKING:
     from polars import DataFrame
@@ -112,7 +112,7 @@ def _run_query(options: Namespace, out: Output) -> int:
     query, code = _query(options)
     if options.csv:
         for number, part in enumerate(query.stream(options.sql)):
-            out.data(spelled(part, id_columns(options.sql, part.columns)).write_csv(include_header=number == 0))
+            out.data(_csv(spelled(part, id_columns(options.sql, part.columns)), header=number == 0))
     else:
         answer = query.sql(options.sql)
         _write(answer, id_columns(options.sql, answer.columns), options, out)
@@ -120,8 +120,6 @@ def _run_query(options: Namespace, out: Output) -> int:
 
 
 def _run_list(options: Namespace, out: Output) -> int:
-    from trajstore.errors import ConfigurationError
-
     following = options.follow or options.since is not None
     shown_otherwise = {"--pin": options.pin, "--sort": options.sort, "--offset": options.offset, "--csv": options.csv}
     shown_otherwise |= {"--facts": options.facts, "--open": options.open, "--limit": options.since and options.limit}
@@ -150,7 +148,6 @@ def _run_list(options: Namespace, out: Output) -> int:
         below = [(f"{name}.{column}", meaning) for name, own in relations for column, meaning in own.items()]
         out.table([*((name, FACTS.get(name, _OWN)) for name in names), _METADATA, *below])
         return code()
-    from trajstore._core.base.arguments import whole
     from trajstore.query.texts import keys_in, split
 
     question = query.order_by(*split(_SORT if options.sort is None else options.sort))
@@ -159,8 +156,8 @@ def _run_list(options: Namespace, out: Output) -> int:
     names = _names(options)
     if keys := keys_in(names):
         question = question.select(*query.facts().columns, *keys)
-    found, passed = question.table(), whole("--offset", options.offset or 0, 0)
-    answer, total = found.slice(passed, _limit(options) or None), len(found)
+    found, passed = question.table(), _whole("--offset", options.offset, 0)
+    answer, total = found.slice(passed, _whole("--limit", options.limit, _LIMIT) or None), len(found)
     if options.columns is not None:
         answer = answer.select(*_known(names, answer))
     else:
@@ -174,24 +171,24 @@ def _run_list(options: Namespace, out: Output) -> int:
     return code()
 
 
-def _limit(options: Namespace) -> int:
+def _whole(name: str, value: int | None, default: int) -> int:
     from trajstore._core.base.arguments import whole
 
-    return whole("--limit", _LIMIT if options.limit is None else options.limit, 0)
+    return whole(name, default if value is None else value, 0)
 
 
 def _follow(options: Namespace, out: Output) -> int:
     """Write the trajectories after a cursor, or the newest, in the order of their commits; then wait for more."""
-    from trajstore.errors import StoreError
     from trajstore.operations.following import Cursor, Follower
+    from trajstore.query.texts import keys_in
 
-    skip_before = None if options.since is not None else _limit(options) or None
+    skip_before = None if options.since is not None else _whole("--limit", options.limit, _LIMIT) or None
     since = None if options.since is None else Cursor.parse(options.since)
     with closing(Follower(options.path, since)) as follower:
         trouble, cursor = "", follower.cursor
         try:
             while True:
-                for cursor in _show(follower.news(options.where), options, out, skip_before):  # noqa: B007
+                for cursor in _show(follower.news(options.where, keys_in(_names(options))), options, out, skip_before):  # noqa: B007
                     pass
                 cursor, skip_before = follower.cursor, None
                 if not options.follow:
@@ -222,7 +219,7 @@ def _show(news: News, options: Namespace, out: Output, newest: int | None) -> It
     for row, cursor in zip(table.iter_rows(named=True), news.cursors[skipped:], strict=True):
         if options.json:
             named = row if options.columns is None else {name: row[name] for name in names}
-            out.json({**{name: plain(value) for name, value in named.items()}, "cursor": str(cursor)}, indent=None)
+            out.json({**named, "cursor": str(cursor)}, indent=None)
         else:
             out.line("  ".join(f"{name} {shown_fact(row[name])}" for name in names if row[name] is not None))
         yield cursor
@@ -257,8 +254,6 @@ def _list_open(options: Namespace, out: Output) -> int:
 
 
 def _known(names: list[str], table: DataFrame) -> list[str]:
-    from trajstore.errors import ConfigurationError, listed
-
     unknown = [name for name in names if name not in table.columns]
     if unknown:
         raise ConfigurationError(f"--columns: there is no fact {unknown[0]!r}; there are {listed(table.columns, 40)}")
@@ -273,18 +268,18 @@ def _write(table: DataFrame, ids: set[str], options: Namespace, out: Output) -> 
     numbers = [at for at, kind in enumerate(table.dtypes) if kind.is_numeric()]
     table = spelled(table, ids)
     if options.json:
-        out.json([{name: plain(value) for name, value in row.items()} for row in table.to_dicts()])
-        return
-    if options.csv:
-        out.data(table.write_csv())
-        return
-    rows = [[shown_fact(value) for value in row] for row in table.iter_rows()]
-    out.table([table.columns, *([shortened(cell, _WIDTH) for cell in row] for row in rows)], numbers, fitted=True)
+        out.json(table.to_dicts())
+    elif options.csv:
+        out.data(_csv(table))
+    else:
+        rows = ([shortened(shown_fact(value), _WIDTH) for value in row] for row in table.iter_rows())
+        out.table([table.columns, *rows], numbers, fitted=True)
 
 
-def plain(value: Any) -> Any:
-    """Return a fact as a JSON value."""
-    return value.isoformat() if isinstance(value, datetime) else value
+def _csv(table: DataFrame, *, header: bool = True) -> str:
+    if nested := [name for name, kind in table.schema.items() if kind.is_nested()]:
+        raise ConfigurationError(f"--csv: {nested[0]}: lists and objects have no place in CSV; --json has them")
+    return table.write_csv(include_header=header)
 
 
 def shown_fact(value: Any) -> str:
@@ -314,7 +309,7 @@ QUERY = Command(
     summary="answer a question in SQL about trajectories, their contents and training",
     description=(
         "Run an SQL statement on the tables 'trajectories' (one row each, with facts as columns), 'messages', "
-        "'calls' (of agent sessions) and 'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer "
+        "'calls' of models and 'tokens' of rollouts, 'steps' of blocks, and 'trained', the rows of optimizer "
         "steps in the training ledger PATH/ledger. All have the facts of their trajectory (trajstore list PATH "
         "--facts). Unreadable trajectories are named and left out. The table cuts long texts; --json and --csv do not. "
         "Needs Polars (extra 'query')."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from trajstore.cli.command import Command, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_bytes
-from trajstore.errors import ConfigurationError, trajectories
+from trajstore.errors import ConfigurationError, MissingDependencyError, trajectories
 
 if TYPE_CHECKING:
     from trajstore.view.living import Living
@@ -73,8 +73,6 @@ def _bundle(options: Namespace, out: Output) -> int:
 
 
 def _serve(options: Namespace, out: Output) -> int:
-    from trajstore.errors import MissingDependencyError
-
     if options.who is not None and not options.write:
         raise ConfigurationError("view: --who has no effect without --write")
     if options.write and options.pin is not None:

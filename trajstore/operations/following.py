@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,14 +110,15 @@ class Follower:
         """
         self._source.refresh()
 
-    def news(self, where: str | None = None) -> News:
+    def news(self, where: str | None = None, keys: Iterable[str] = ()) -> News:
         """Return the trajectories committed after the cursor, and advance it.
 
         Args:
             where: SQL condition on facts; the cursor also passes trajectories that do not match.
+            keys: values of metadata that become columns too: ``metadata.KEY``.
 
         Raises:
-            ConfigurationError: the condition is invalid; the cursor stays.
+            ConfigurationError: the condition is invalid, or a value of a key is a list or an object; the cursor stays.
             StoreUnreachableError: a store of the handle does not answer.
         """
         source, query = self._source, self._source.query()
@@ -142,9 +143,12 @@ class Follower:
             store_id, last, visit = shown[rank]
             shown = {**shown, rank: (store_id, max(number, last), visit)}
             cursors.append(Cursor(shown))
-        self.cursor = Cursor(shown)
         cursors = [cursor for cursor, keep in zip(cursors, matching[fresh].tolist(), strict=True) if keep]
-        return News(table.filter(polars().Series(fresh & matching)), cursors, warnings)
+        facts = table.filter(polars().Series(fresh & matching))
+        if columns := list(keys):
+            facts = facts.hstack(replace(query, facts=lambda: facts).select(*columns).table())
+        self.cursor = Cursor(shown)
+        return News(facts, cursors, warnings)
 
     def _is_known(self, rank: int, store_id: str) -> bool:
         return rank in self.cursor.stores and self.cursor.stores[rank][0] == store_id

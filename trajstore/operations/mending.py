@@ -101,8 +101,8 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
             writers[ranks[store.url]] = held.enter_context(_written(store))
         reader, damage = open_readable(path)
         with reader:
-            leaving = reader.query().where(where)
-            ids, nbytes, total = leaving.ids(), int(leaving.table()["bytes"].sum()), len(reader)
+            leaving, total = reader.query().where(where).table(), len(reader)
+            ids, nbytes = leaving["trajectory_id"].to_numpy(), int(leaving["bytes"].sum())
             by_points = _held_by_points(
                 (open_leniently(source.directory)[0], own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
                 for source in reader._live.contents.sources

@@ -455,7 +455,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
             raise StoreError(
                 f"{self._path}: a buffer with a writer cannot be sent to another process, because a store "
                 f"has one writer; make a buffer there, load_checkpoint({self._path!r}), and refresh() to "
-                "follow"
+                "follow, or record to a directory per process: rank_0, rank_1, ... in one folder"
             )
         if self._live.locked(lambda contents: bool(contents.snapshot().memory)):
             raise StoreError(

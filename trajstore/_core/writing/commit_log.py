@@ -594,4 +594,5 @@ def check_process(pid: int, url: str) -> None:
         StoreClosedError: this is not the process ``pid``.
     """
     if os.getpid() != pid:
-        raise StoreClosedError(f"{url}: this writer belongs to the parent process; open a reader here")
+        remedy = "open a reader here, or record to a directory per process: rank_0, rank_1, ..."
+        raise StoreClosedError(f"{url}: this writer belongs to the parent process; {remedy}")
