@@ -23,6 +23,7 @@ from trajstore._core.columns.fields import join_name, walk
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats import FORMATS
+from trajstore._core.store.index import TrajectoryIndex
 
 
 def uncached(path: Path, fmt: str = "pt") -> TrajectoryReplayBuffer:
@@ -225,3 +226,34 @@ def test_agent_trajectories(tmp_path: Path, fmt: str) -> None:
         assert buffer.total_samples == 3
         with pytest.raises(errors.InvalidTrajectoryError, match="old_log_probs"):
             buffer.add_trajectories([replace(agent_witness(3), old_log_probs=torch.zeros(2))])
+
+
+def test_rollouts_are_added_and_read_while_an_eviction_copies_the_others(tmp_path: Path) -> None:
+    copy_others = TrajectoryIndex.remainder
+    with uncached(tmp_path) as buffer:
+        add_each(buffer, range(6))
+
+        def beside() -> None:
+            buffer.add_trajectories([witness(6)])
+            assert difference(buffer.get(6), witness(6)) is None
+            check_batch(buffer.sample(4))
+            ended.set()
+
+        def remainder(index: TrajectoryIndex, *args: Any) -> Any:
+            copied = copy_others(index, *args)
+            threading.Thread(target=beside).start()
+            assert ended.wait(60)  # for ever if the copying holds the lock of the contents
+            return copied
+
+        ended = threading.Event()
+        with mock.patch.object(TrajectoryIndex, "remainder", remainder):
+            buffer.evict([1, 4])
+        assert buffer.trajectory_ids.tolist() == [0, 2, 3, 5, 6]
+        for key in (0, 2, 3, 5, 6):
+            assert difference(buffer.get(key), witness(key)) is None
+        buffer.add_trajectories([witness(7)])
+        buffer.flush()
+    with opened(tmp_path) as buffer:
+        assert buffer.trajectory_ids.tolist() == [0, 2, 3, 5, 6, 7]
+        for key in (0, 2, 3, 5, 6, 7):
+            assert difference(buffer.get(key), witness(key)) is None

@@ -150,7 +150,9 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
 
     def drop(index: TrajectoryIndex, ids: list[int]) -> None:
         positions = index.find_many(ids)
-        index.drop(positions[positions >= 0])
+        positions = positions[positions >= 0]
+        copied_before = len(ids) > 1 and index is not twin  # as contents do, to copy without their lock
+        index.drop(positions, index.shared().remainder(positions) if copied_before else None)
 
     for _ in range(data.draw(st.integers(1, 12))):
         for _ in range(data.draw(st.integers(0, 40))):
@@ -181,7 +183,7 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
             tags = StringTable()
             values = {"text:tag": np.array([tags.add(f"{key} {number}") for key in ids[::2]], np.int32)}
             for index in (store, twin, view):
-                index.note(np.array(ids[::2], np.int64), values, tags)
+                index.note(index.find_many(ids[::2]), values, tags)
         if not ids:  # as contents have after a load: the store's index still has the column
             view.forget_notes()
         gone = data.draw(st.sampled_from([[], ids[:1], ids[: len(ids) // 2], ids[::3], ids]))

@@ -109,7 +109,7 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
                 if isinstance(source, StoreSource)
             )
         for rank, writer in writers.items():
-            writer.evict(own_id(ids[rank_of_id(ids) == rank]).tolist())
+            writer.evict(own_id(ids[rank_of_id(ids) == rank]))
     return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points)
 
 

@@ -135,6 +135,8 @@ def whole_numbers(name: str, value: Any) -> npt.NDArray[np.int64]:
         ConfigurationError: it is something else, a single number, or has more than one dimension.
     """
     try:
+        if isinstance(value, range):  # numpy would make an object of each number
+            value = np.arange(value.start, value.stop, value.step)
         array = np.asarray(list(value) if isinstance(value, Set | KeysView) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # ragged, on another device, or numbers out of range
         array = np.zeros((), np.object_)

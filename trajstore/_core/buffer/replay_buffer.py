@@ -251,10 +251,9 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
                 written, and all others were deleted.
         """
         wanted = ids_from("ids", ids)
-        if not wanted:
-            return
-        self._live.check_shown(wanted)
-        self._sink.evict(wanted)
+        if len(wanted):
+            self._live.check_shown(wanted)
+            self._sink.evict(wanted)
 
     def clear(self) -> None:
         """Delete all trajectories. Their ids are never given again."""

@@ -16,6 +16,7 @@ from trajstore._core.base import locks
 from trajstore._core.base.exits import forget, remember
 from trajstore._core.base.extensions import extension
 from trajstore._core.base.interrupts import uninterrupted
+from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.adding_again import add_with_values, has_late_values
 from trajstore._core.buffer.content_watch import ColumnWatch, ContentWatch, as_list, flatten_all
 from trajstore._core.buffer.retention import Retention
@@ -177,7 +178,7 @@ class Sink:
         if newest is not None:
             self._view.forget(self._view.to_evict(newest))
 
-    def evict(self, ids: Sequence[int]) -> None:
+    def evict(self, ids: IntArray) -> None:
         """Delete trajectories, all of which are shown."""
         self._view.forget(ids)
 
@@ -186,7 +187,7 @@ class Sink:
         """Highest id up to which everything survives a crash; -1 before the first."""
         return -1
 
-    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
+    def wait(self, ids: IntArray, timeout: float | None) -> bool:
         """Wait until trajectories are committed; return False on timeout."""
         return False
 
@@ -376,32 +377,33 @@ class StoreSink(Sink):
     def _retain(self) -> None:
         self.writer.retain()
 
-    def evict(self, ids: Sequence[int]) -> None:
-        loaded = self._view.not_own(ids)
-        mine = [*ids] if not loaded else [number for number in ids if self._view.is_own(number)]
-        if mine:
-            contents = self._view.contents
-            waiting = contents.pending_in(mine)
+    def evict(self, ids: IntArray) -> None:
+        own = self._view.are_own(ids)
+        mine = ids[own]
+        if len(mine):
+            waiting = self._view.contents.pending_in(mine)
             self.take_in_sessions()  # after a crash, evicted rollouts would come back of sessions that are not over
             # First those that need no space: on a full disk, pending writes are possible only afterwards.
             if len(waiting) < len(mine):
-                uninterrupted(partial(self.writer.log.evict, [number for number in mine if number not in waiting]))
-            if waiting:
+                uninterrupted(partial(self.writer.log.evict, mine[~np.isin(mine, waiting)]))
+            if len(waiting):
                 with self.lock:  # as in _flush_pending
                     pass
                 self.flush()
-                uninterrupted(partial(self.writer.log.evict, list(waiting)))
+                uninterrupted(partial(self.writer.log.evict, waiting))
             self.writer.rewriter.note()
-        self._view.forget(loaded)
+        self._view.forget(ids[~own])
 
     @property
     def committed(self) -> int:
         return self.writer.queue.committed
 
-    def wait(self, ids: Sequence[int], timeout: float | None) -> bool:
-        if ids and min(ids) < 0:
-            raise TrajectoryUnavailableError(f"{self.writer.log.directory.url}: no trajectory has the id {min(ids)}")
-        return self.writer.queue.wait(max(ids), timeout) if ids else False
+    def wait(self, ids: IntArray, timeout: float | None) -> bool:
+        if not len(ids):
+            return False
+        if (lowest := int(ids.min())) < 0:
+            raise TrajectoryUnavailableError(f"{self.writer.log.directory.url}: no trajectory has the id {lowest}")
+        return self.writer.queue.wait(int(ids.max()), timeout)
 
     def flush(self, timeout: float | None = None) -> None:
         self.take_in_sessions()
@@ -459,16 +461,18 @@ class StoreSink(Sink):
         return len(self.writer.rewriter.damaged)
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
-        if others := self._view.not_own(update.ids):
+        ids = np.array(update.ids, np.int64)
+        others = ids[~self._view.are_own(ids)]
+        if len(others):
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
-        self._flush_pending(update.ids)
+        self._flush_pending(ids)
         uninterrupted(partial(self.writer.annotate, update, rows))
 
-    def _flush_pending(self, ids: Sequence[int]) -> None:
+    def _flush_pending(self, ids: Sequence[int] | IntArray) -> None:
         """Flush if one of these is not committed yet."""
-        if self._view.contents.pending_in(ids):
+        if len(self._view.contents.pending_in(ids)):
             with self.lock:  # another thread's addition is shown, and a moment later queued, under this lock
                 pass
             self.writer.flush()
@@ -480,7 +484,7 @@ class StoreSink(Sink):
             check_late_values(update, catalog.notes.kinds)
 
     def history(self, trajectory_id: int) -> list[Note]:
-        if self._view.contents.pending_in([trajectory_id]):  # annotate flushes first
+        if len(self._view.contents.pending_in([trajectory_id])):  # annotate flushes first
             return []
         with self.writer.log.standing_still() as catalog:
             catalog.check_known([trajectory_id])

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from trajstore._core.base import locks
 from trajstore._core.base.heap import return_freed
+from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
 from trajstore._core.files.base import Directory, ReaderLease
@@ -343,9 +344,15 @@ class View(CommitListener):
                 except Exception:  # they can still be read from memory
                     logger.exception("a commit that is on disk could not be shown")
                 continue
-            if isinstance(change, Evicted) and self._own_lost:
-                lost = np.array([*self._own_lost], np.int64)
-                self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
+            if isinstance(change, Evicted):
+                if self._own_lost:
+                    lost = np.array([*self._own_lost], np.int64)
+                    self._own_lost = frozenset(lost[~lie_in(lost, change.ranges)].tolist())
+                contents = None
+                while contents is not self.contents:  # a load may replace them meanwhile
+                    contents = self.contents
+                    contents.evict(change, self.own_first)
+                continue
             self.locked(partial(Contents.follow, source=OWN_SOURCE, change=change, first_id=self.own_first))
 
     def replaced(self) -> None:
@@ -360,20 +367,14 @@ class View(CommitListener):
 
     # -- leaving ----------------------------------------------------------------------------------
 
-    def is_own(self, number: int) -> bool:
-        """Return whether an id was given by this buffer, not loaded."""
-        return self.own_first <= number < ID_LIMIT
+    def are_own(self, ids: IntArray) -> Flags:
+        """Return whether ids were given by this buffer, not loaded."""
+        return (ids >= self.own_first) & (ids < ID_LIMIT)
 
-    def not_own(self, ids: Sequence[int]) -> list[int]:
-        """Return the ids that were not given by this buffer."""
-        numbers = np.array(ids, np.int64)
-        others: list[int] = numbers[(numbers < self.own_first) | (numbers >= ID_LIMIT)].tolist()
-        return others
-
-    def _own_or_loaded(self, ids: npt.NDArray[np.int64], at: int) -> int:
+    def _own_or_loaded(self, ids: IntArray, at: int) -> int:
         """Return the id at a position, -1 for a loaded one."""
         number = int(ids[at])
-        return number if self.is_own(number) else -1
+        return number if self.own_first <= number < ID_LIMIT else -1
 
     def newest_id(self) -> int | None:
         """Return the highest shown id; None if the buffer is empty."""
@@ -381,23 +382,22 @@ class View(CommitListener):
             ids = self.contents.index["trajectory_id"]
             return int(ids.max()) if len(ids) else None
 
-    def check_shown(self, ids: Sequence[int]) -> None:
+    def check_shown(self, ids: IntArray) -> None:
         """Refuse ids that are neither shown nor lost with a file of the buffer's own store.
 
         Raises:
             TrajectoryUnavailableError: names the first such id.
         """
         with self.contents.lock:
-            unknown = np.array(ids, np.int64)[self.contents.index.find_many(ids) < 0]
-            for number in unknown.tolist():
+            for number in ids[self.contents.index.find_many(ids) < 0].tolist():
                 if number not in self._own_lost or number < self.own_first:
                     self.contents.index.position_of(number)
 
-    def forget(self, ids: Sequence[int]) -> None:
+    def forget(self, ids: Sequence[int] | IntArray) -> None:
         """Hide these trajectories; unknown ids are ignored."""
         if not len(ids):
             return
-        self._own_lost -= set(ids)
+        self._own_lost -= set(ids) if self._own_lost else set()
 
         def drop(contents: Contents) -> None:
             positions = contents.index.find_many(ids)
@@ -405,7 +405,7 @@ class View(CommitListener):
 
         self.locked(drop)
 
-    def to_evict(self, newest: int | None = None) -> Sequence[int]:
+    def to_evict(self, newest: int | None = None) -> IntArray:
         """Return the ids beyond the retention limits, oldest first; with a store, loaded trajectories are only hidden.
 
         Args:
@@ -413,11 +413,11 @@ class View(CommitListener):
                 the trajectories after it with the older ones evicted already.
         """
         if self.retention == _UNLIMITED:
-            return []
+            return np.zeros(0, np.int64)
         if newest is None:
             newest = -1 if self._own is None else self._own.next_id - 1
 
-        def beyond_limits(contents: Contents) -> list[int]:
+        def beyond_limits(contents: Contents) -> IntArray:
             index = contents.index
             shown = index["trajectory_id"]
             # Own trajectories come last, by id; loaded ones are on disk elsewhere.
@@ -442,10 +442,10 @@ class View(CommitListener):
                     "count stay until the new one passes theirs; let the trainer continue its count",
                     *reversed(versions),
                 )
-            ids = index.at("trajectory_id", positions).tolist()
-            if loaded := self.not_own(ids):
-                self.forget(loaded)
-            pending = contents.pending_in(ids)
-            return [number for number in ids if self.own_first <= number < self.kept_from and number not in pending]
+            ids: IntArray = index.at("trajectory_id", positions)
+            mine = self.are_own(ids)
+            self.forget(ids[~mine])
+            ids = ids[mine & (ids < self.kept_from)]
+            return ids[~np.isin(ids, contents.pending_in(ids))]
 
         return self.locked(beyond_limits)

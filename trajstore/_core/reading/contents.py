@@ -7,7 +7,7 @@ without it, on addresses that stay valid until they end.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -40,7 +40,7 @@ from trajstore._core.reading.valid_rows import Valid, ValidRows
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.committed import Change, Evicted
 from trajstore._core.store.facts import NOTE_ROWS
-from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.index import Remainder, TrajectoryIndex
 from trajstore._core.store.moves import Moved
 from trajstore._core.store.notes import Noted
 from trajstore._core.store.row_location import STARTS, RowLocation
@@ -115,8 +115,7 @@ class Contents:
             first_id: lower ids belong to other sources.
         """
         if isinstance(change, Evicted):
-            positions = self.index.positions_in(change.ranges)
-            self.drop(positions[self.index.at("trajectory_id", positions) >= first_id])
+            self.evict(change, first_id)
         elif isinstance(change, Moved):
             self._move(source, change, first_id)
         elif isinstance(change, Noted):
@@ -154,7 +153,7 @@ class Contents:
             if name.removeprefix(NOTE_ROWS) in self.index.row_notes:
                 left.append(self.index.at(name, positions))
             columns[name] = self._slots_of(source, columns[name])
-        self.index.note(noted.ids[mine], columns, noted.texts)
+        self.index.note(positions, columns, noted.texts)
         for slots in left:
             self.addresses.leave(slots[slots != UNAVAILABLE])
 
@@ -285,24 +284,38 @@ class Contents:
                 self.cache.discard(number)
             self._send_home(going)
 
-    def drop(self, positions: npt.NDArray[np.intp]) -> None:
-        """Remove trajectories from the index."""
+    def evict(self, evicted: Evicted, first_id: int = 0) -> None:
+        """Remove trajectories; ids below ``first_id`` belong to other sources.
+
+        The entries that stay are copied without ``lock``, so that others add and read meanwhile.
+        """
+        with self.lock:
+            shared = self.index.shared()
+        positions = _positions_in(shared, evicted, first_id)
+        remainder = shared.remainder(positions)
+        with self.lock:
+            index = self.index
+            if (index.first, index.revision, index.noted) != (shared.first, shared.revision, shared.noted):
+                positions, remainder = _positions_in(index, evicted, first_id), None
+            self.drop(positions, remainder)
+
+    def drop(self, positions: npt.NDArray[np.intp], remainder: Remainder | None = None) -> None:
+        """Remove trajectories from the index; see :meth:`TrajectoryIndex.drop`."""
         with self.lock:
             slots = self.index.at("slot", positions)
             of_rows = [self.index.at(NOTE_ROWS + name, positions) for name in self.index.row_notes]
             in_memory, locations = self.addresses.are_memory(slots), []
-            numbers = self.index.at("trajectory_id", positions)
-            for number in numbers[in_memory].tolist():
+            numbers = self.index.at("trajectory_id", positions[in_memory]).tolist()
+            for number in numbers:
                 location = self._on_disk.pop(number, None)
                 if location is not None:
                     locations.append(location.table)
                 if self.cache is not None:
                     self.cache.discard(number)
-            if self._pending:
-                self._pending.difference_update(numbers.tolist())
+            self._pending.difference_update(numbers)
             listed = max(self.start - self.index.first, 0)
             listed -= int(np.count_nonzero(positions < self.start)) if listed else 0
-            self.index.drop(positions)
+            self.index.drop(positions, remainder)
             self.start = self.index.first + listed
             if self.unavailable:
                 lost = self.start + np.flatnonzero(self.index["slot"][listed:] == UNAVAILABLE)
@@ -310,9 +323,10 @@ class Contents:
             left = np.concatenate([slots, np.array(locations, np.int32), *of_rows])
             self.addresses.leave(left[left != UNAVAILABLE])
 
-    def pending_in(self, ids: Iterable[int]) -> set[int]:
+    def pending_in(self, ids: Sequence[int] | IntArray) -> IntArray:
         """Return the ids of uncommitted trajectories among some."""
-        return self._pending.intersection(ids)
+        pending = np.array([*self._pending], np.int64)
+        return pending[np.isin(pending, ids)]
 
     def snapshot(self) -> ReadSnapshot:
         """Return a snapshot of everything that can be saved; fast, with ``lock`` held."""
@@ -547,6 +561,12 @@ class Contents:
         raise TrajectoryUnavailableError(
             f"trajectory {number} was in memory only and has been dropped; use auto_save=True to keep all"
         )
+
+
+def _positions_in(index: TrajectoryIndex, evicted: Evicted, first_id: int) -> npt.NDArray[np.intp]:
+    positions = index.positions_in(evicted.ranges)
+    mine: Flags = index.at("trajectory_id", positions) >= first_id
+    return positions[mine]
 
 
 def _starts_in(blocks: Sequence[Block], extents: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:

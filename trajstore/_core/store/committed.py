@@ -312,7 +312,7 @@ class Committed:
         else:
             noted = self.notes.add(update, generation, len(self.shards))
             self._add_shard(update.rows.number, update.rows.manifest, generation)
-        self.index.note(noted.ids, noted.columns, noted.texts)
+        self.index.note(self.index.find_many(noted.ids), noted.columns, noted.texts)
         return noted
 
     def unknown(self, ids: Sequence[int]) -> set[int]:

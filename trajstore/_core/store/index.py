@@ -111,6 +111,21 @@ class TrajectoryEntry:
     versions: tuple[int, int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """What is left of an index without some entries, see :meth:`TrajectoryIndex.remainder`.
+
+    Attributes:
+        index: the remaining entries, with room for more.
+        kept: their positions in the original.
+        end: of the original when they were copied.
+    """
+
+    index: TrajectoryIndex
+    kept: npt.NDArray[np.intp]
+    end: int
+
+
 class TrajectoryIndex:
     """Growable arrays of entries; positions run from ``first`` (oldest kept) to ``end`` (exclusive).
 
@@ -302,6 +317,10 @@ class TrajectoryIndex:
         ids, wanted = self["trajectory_id"], np.asarray(trajectory_ids, np.int64)
         if not len(ids):
             return np.full(len(wanted), -1, np.int64)
+        if self._ascending and len(wanted):  # consecutive entries, as of a commit or of all
+            first = int(np.searchsorted(ids, wanted[0]))
+            if np.array_equal(ids[first : first + len(wanted)], wanted):
+                return np.arange(self.first + first, self.first + first + len(wanted))
         if self._order is None and not self._ascending:
             self._order = np.argsort(ids, kind="stable")
         at = np.minimum(np.searchsorted(ids, wanted, sorter=self._order), len(ids) - 1)
@@ -409,33 +428,30 @@ class TrajectoryIndex:
                 values[name.removeprefix(NOTE)] = float(array[position])
         return values
 
-    def note(self, ids: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
-        """Set late values; the last one wins for a repeated id. Unknown ids are ignored.
+    def note(self, positions: IntArray, columns: Mapping[str, npt.NDArray[Any]], texts: StringTable) -> None:
+        """Set late values; the last one wins for a repeated position. Score names beyond the limit are ignored.
 
         Args:
-            ids: of the trajectories.
+            positions: of the trajectories, from :meth:`find_many`; -1 is ignored.
             columns: a value for each.
             texts: string table of the text columns.
         """
-        positions = self.find_many(ids)
         known = positions >= 0
         if not known.any():
             return
         chosen = self.translated({name: column[known] for name, column in columns.items()}, texts)
-        self._set(positions[known], chosen)
+        self.noted += 1
+        before = self._arrays.copy()
+        self._have_facts(chosen)
+        for name in chosen.keys() & self._arrays.keys():
+            if name in before:
+                self._arrays[name] = before[name].copy()  # slices that share it must not change
+            self._arrays[name][positions[known]] = chosen[name]
 
     def forget_notes(self) -> None:
         """Remove all late values."""
         self.noted += 1
         self._arrays = {name: array for name, array in self._arrays.items() if not is_note(name)}
-
-    def _set(self, positions: npt.NDArray[np.int64], columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Set facts of some entries; score names beyond the limit are ignored."""
-        self.noted += 1
-        self._have_facts(columns)
-        for name in columns.keys() & self._arrays.keys():
-            self._arrays[name] = self._arrays[name].copy()  # slices that share it must not change
-            self._arrays[name][positions] = columns[name]
 
     def _have_facts(self, columns: Mapping[str, npt.ArrayLike]) -> None:
         """Create missing fact columns; the number of score names is limited."""
@@ -487,16 +503,53 @@ class TrajectoryIndex:
         self._order = None
         self._shed_texts()
 
-    def drop(self, positions: npt.NDArray[np.intp]) -> None:
-        """Drop any entries; the positions of later ones change."""
-        if len(positions) and np.array_equal(positions, np.arange(self.first, self.first + len(positions))):
+    def drop(self, positions: npt.NDArray[np.intp], remainder: Remainder | None = None) -> None:
+        """Drop any entries; the positions of later ones change.
+
+        Args:
+            positions: of the entries.
+            remainder: the others, if they were copied before, and no entry was dropped or got a late value since.
+        """
+        if self._are_oldest(positions):
             self.drop_oldest(len(positions))
-            return
+        elif remainder is None:
+            self.adopt(self.take(self._others(positions)))
+            self._shed_texts()
+        else:
+            others = remainder.index
+            for name in (self.table, *_HOMES, "committed"):  # changed in place, perhaps since
+                others._arrays[name][: len(others)] = self._arrays[name][remainder.kept]
+            others.append(self.take(slice(remainder.end, self.end)))
+            vars(self).update(vars(others) | {"revision": self.revision + 1})
+            self._shed_texts()
+
+    def _are_oldest(self, positions: npt.NDArray[np.intp]) -> bool:
+        return len(positions) > 0 and np.array_equal(positions, np.arange(self.first, self.first + len(positions)))
+
+    def _others(self, positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+        """Return the positions of all kept entries but some."""
         keep = np.ones(self.end, np.bool_)
         keep[: self.first] = False
         keep[positions] = False
-        self.adopt(self.take(np.flatnonzero(keep)))
-        self._shed_texts()
+        return np.flatnonzero(keep)
+
+    def shared(self) -> TrajectoryIndex:
+        """Return an index of the same entries at the same positions; arrays are shared until either side adds."""
+        other = copy(self)
+        other._arrays, other._waiting = dict(self._arrays), dict(self._waiting)
+        return other
+
+    def remainder(self, positions: npt.NDArray[np.intp]) -> Remainder | None:
+        """Copy all entries but some, for :meth:`drop`; None if these are the oldest, whose drop copies nothing.
+
+        Call it on a :meth:`shared` index, without the lock of the original.
+        """
+        if self._are_oldest(positions):
+            return None
+        kept, others = self._others(positions), self.shared()
+        others.adopt(self.take(kept))
+        others.reserve(len(kept))
+        return Remainder(others, kept, self.end)
 
     def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
         """Return an index of the other entries; later changes are not shared."""

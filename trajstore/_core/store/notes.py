@@ -314,7 +314,7 @@ class Notes:
         for number, name in enumerate(self._kinds):
             of_name = np.flatnonzero(all_columns["names"] == number)
             columns = {column: all_columns[of][of_name] for column, of in self._columns_of(name).items()}
-            index.note(all_columns["ids"][of_name], columns, self._words)
+            index.note(index.find_many(all_columns["ids"][of_name]), columns, self._words)
 
     def rows_needed(self, ids: npt.NDArray[np.int64], shards: Collection[int] | None = None) -> npt.NDArray[np.bool_]:
         """Return which values need their rows: the latest ones.

@@ -107,16 +107,15 @@ def id_from(field: str, value: Any) -> int:
     return number
 
 
-def ids_from(field: str, values: Any) -> list[int]:
-    """Return the numbers of a user's ids, see :func:`id_from`.
+def ids_from(field: str, values: Any) -> npt.NDArray[np.int64]:
+    """Return the numbers of a user's ids, see :func:`id_from`, ``[n]``.
 
     Raises:
         ConfigurationError: one is not an id.
     """
     if isinstance(values, list | tuple) and any(issubclass(kind, str) for kind in {*map(type, values)}):
-        return [id_from(field, value) for value in values]
-    numbers: list[int] = whole_numbers(field, values).tolist()
-    return numbers
+        values = [id_from(field, value) for value in values]
+    return whole_numbers(field, values)
 
 
 def no_rank(path: str | Path, number: int, ranks: Collection[int]) -> TrajectoryUnavailableError:

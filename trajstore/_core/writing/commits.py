@@ -37,9 +37,9 @@ class CommitListener:
     def changed(self, changes: Sequence[Change]) -> None:
         """These changes are durable, as the log's catalog has applied them."""
 
-    def to_evict(self, newest: int | None = None) -> Sequence[int]:
+    def to_evict(self, newest: int | None = None) -> IntArray:
         """Return the ids that the retention policy evicts now, or once all ids up to ``newest`` are committed."""
-        return ()
+        return np.zeros(0, np.int64)
 
     def forget(self, ids: Sequence[int]) -> None:
         """These trajectories are invalid and will never become durable."""

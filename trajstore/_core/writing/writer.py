@@ -152,7 +152,7 @@ class StoreWriter:
             raise StoreWriteError(f"{error}; what was flushed before is where the directory is now") from error
         if self.log.unwritten:
             uninterrupted(self.log.write_values)
-        if self.log.must_keep_house or self._listener.to_evict():
+        if self.log.must_keep_house or len(self._listener.to_evict()):
             uninterrupted(self.log.keep_house)
         if self.log.renewal_due:
             uninterrupted(self.log.renew_metadata)
