@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.stores import add_each, opened, reader_of, writer_to
+from tests.stores import add_each, filled, opened, reader_of, writer_to
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
-from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore import Reader, Retention, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.columns.fields import walk
@@ -84,6 +84,30 @@ def test_what_is_new_is_followed_without_opening_the_store_again(tmp_path: Path,
         assert openings == []
         assert reader._live.contents is contents
         reader.close()
+
+
+def test_an_idle_refresh_of_a_run_reads_no_file_of_its_ranks_and_misses_no_commit(tmp_path: Path) -> None:
+    for rank in range(3):
+        filled(tmp_path / f"rank_{rank}", [rank])
+    with Reader.open(tmp_path) as reader:
+        assert not reader.refresh()
+        with patch.object(LocalDirectory, "read", side_effect=AssertionError("a file is read")):
+            assert not reader.refresh()
+        filled(tmp_path / "rank_1", [3])  # opened and closed meanwhile: the log is empty again
+        assert reader.refresh()
+        with writer_to(tmp_path / "rank_2") as writer:
+            for key in (4, 5):  # begins a segment of the log; goes on in it
+                assert not reader.refresh()
+                add_each(writer, [key])
+                assert reader.refresh()
+            assert not reader.refresh()
+            writer.points.save(1)
+            add_each(writer, [6])
+            assert reader.refresh()
+            assert not reader.refresh()
+            writer.points.rollback(1)
+            assert reader.refresh()
+        assert sorted(check_trajectory(reader.get(number)) for number in reader.trajectory_ids.tolist()) == [*range(6)]
 
 
 @patch("trajstore._core.writing.commit_log.LOG_BYTES", 1 << 12)

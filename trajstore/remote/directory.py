@@ -153,8 +153,9 @@ class RemoteDirectory(Directory):
     def listing(self, below: str = "") -> tuple[list[str], list[str]]:
         return self._objects.listing(check_name(below) if below else "")
 
-    def following(self, name: str) -> list[tuple[str, str]] | None:
-        return self._objects.following(check_name(name))
+    def version(self, files: Sequence[str], after: str) -> Any:
+        following = self._objects.following(check_name(after))
+        return following[0] if following and following[0][0] == files[-1] else None
 
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         url = self._objects.url_of(check_name(name))

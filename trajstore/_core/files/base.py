@@ -202,10 +202,11 @@ class Directory(ABC):
         Both are empty if the folder is absent.
         """
 
-    def following(self, name: str) -> list[tuple[str, str]] | None:
-        """Return names and versions of the two files that follow a name in the order of all names below, or fewer.
+    def version(self, files: Sequence[str], after: str) -> Any:
+        """Return a value that changes when one of these files changes, appears or vanishes; None if unknown.
 
-        None where that takes more than one request, or versions are unknown.
+        Takes one request in an object store, for the version of the last file: known if that follows ``after`` in the
+        order of all names, so that none of the others exists between the two.
         """
         return None
 

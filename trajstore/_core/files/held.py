@@ -224,6 +224,16 @@ class HeldFolder:
             raise self._no_file(name, _KINDS.get(stat.S_IFMT(status.st_mode), "no file"))
         return status
 
+    def version(self, name: str) -> tuple[int, int, int] | None:
+        """Return values that change when a file is written or replaced; None if it cannot be opened."""
+        try:  # NFS compares with its server when a file is opened; a status may be a minute old
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, dir_fd=self.number)
+        except OSError:
+            return None
+        status = os.fstat(descriptor)
+        os.close(descriptor)
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
     def sizes(self, names: Sequence[str]) -> npt.NDArray[np.int64]:
         """Return the sizes of these files, -1 for absent ones; symbolic links are followed."""
         sizes = np.full(len(names), -1, np.int64)

@@ -115,6 +115,9 @@ class LocalDirectory(Directory):
     def size(self, name: str) -> int:
         return self.root.stat(check_name(name)).st_size
 
+    def version(self, files: Sequence[str], after: str) -> Any:
+        return [self.root.version(name) for name in files]
+
     def names(self, below: str = "") -> list[str]:
         return sorted(name for name, _ in self._files(below))
 

@@ -85,8 +85,8 @@ class Catalog(Committed):
         self.segment_torn = 0
         self.index_damage = ""
         """Damage of the index file, where its copy was read; empty if there is none."""
-        self._seen_metadata = ""
-        """Version of a ``metadata.json`` that reports no commits beyond those loaded."""
+        self._seen: Any = None
+        """Version of the files that have no commits beyond those loaded, see :meth:`behind`."""
         self.shares: int | None = None
         """Number of ranks whose shares are checkpoints beside this one; None if it is no checkpoint of a share."""
         self.told_ids = 0
@@ -154,15 +154,15 @@ class Catalog(Committed):
     def behind(self) -> bool:
         """Return whether there are new commits; changes nothing, so other threads may keep reading.
 
-        In an object store one listing shows whether a log segment is newer, or ``metadata.json`` another one, as after
-        a snapshot.
+        A commit is appended to the segment that was read or begins the next one, and a snapshot replaces
+        ``metadata.json``.
         """
-        after = self.directory.following(segment_name(self.generation))
-        if after and after[0] == (METADATA_NAME, self._seen_metadata):
+        files = (self.segment, segment_name(self.generation + 1), METADATA_NAME)
+        version = self.directory.version(files, segment_name(self.generation))
+        if version is not None and version == self._seen:
             return False
         behind = self._is_behind()
-        if after and not behind and after[0][0] == METADATA_NAME:
-            self._seen_metadata = after[0][1]
+        self._seen = None if behind else version
         return behind
 
     def _is_behind(self) -> bool:
