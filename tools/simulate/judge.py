@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class BrokenPromiseError(Exception):
@@ -21,6 +22,27 @@ class Given:
     ended: int | None = None
 
 
+Line = dict[int, tuple[frozenset[int], int]]
+"""The saved points of a line, by step: ids that each holds, and the moment at which it was saved."""
+
+
+@dataclass
+class Going:
+    """A change to a snapshot that is under way.
+
+    Attributes:
+        ids: of the snapshot.
+        line: the saved points that led to it, with its own.
+        aside: whether the contents before it are kept.
+        before: contents and line before it.
+    """
+
+    ids: frozenset[int]
+    line: Line
+    aside: bool
+    before: tuple[frozenset[int], Line]
+
+
 @dataclass
 class Model:
     """Calls that were begun and acknowledged, in the order of the world.
@@ -33,15 +55,18 @@ class Model:
         evicted: ids whose eviction returned.
         given: late values.
         used: ids that were given out, and are not to be given out again.
-        points: ids that each saved point holds, by step.
-        saving: the step of a point that is being saved, and its contents, for each attempt since one succeeded.
+        points: saved points of the current line.
+        saving: a point that is being saved, by step, for each attempt since one succeeded.
         pins: ids that each pin holds, by name.
         pinning: names of pins that are being set or removed.
+        asides: ids that each head that was left holds, by name.
+        lines: saved points that led to a pin or a head that was left, by name, where they are known.
         limit: of retention; older trajectories may be evicted at any moment.
         mirrored: ids that were evicted, and those that were not, of which it is known that the mirror knows.
         ever: keys of all trajectories so far, by id.
         begun: keys of all additions so far.
-        going: the step that a rollback under way goes back to, and its ids.
+        going: the change to a snapshot that is under way.
+        gone: the newest one that is over, until the saved points are listed; and whether it has happened, if known.
         is_restored: from a mirror; what saved points and pins it has is not known until they are listed.
         values_are_known: until a rollback, which brings back earlier late values.
     """
@@ -52,16 +77,19 @@ class Model:
     evicting: set[int] = field(default_factory=set)
     evicted: set[int] = field(default_factory=set)
     given: list[Given] = field(default_factory=list)
-    points: dict[int, frozenset[int]] = field(default_factory=dict)
-    saving: list[tuple[int, frozenset[int]]] = field(default_factory=list)
+    points: Line = field(default_factory=dict)
+    saving: list[Line] = field(default_factory=list)
     pins: dict[str, frozenset[int]] = field(default_factory=dict)
     pinning: set[str] = field(default_factory=set)
+    asides: dict[str, frozenset[int]] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
     limit: int | None = None
     mirrored: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
     used: set[int] = field(default_factory=set)
     ever: dict[int, int] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
-    going: tuple[int, frozenset[int]] | None = None
+    going: Going | None = None
+    gone: tuple[Going, bool | None] | None = None
     values_are_known: bool = True
     is_restored: bool = False
     _before: tuple[set[int], set[int], set[int]] = field(default_factory=lambda: (set(), set(), set()))
@@ -89,28 +117,33 @@ class Model:
             gone |= set(sorted(self.keys)[: max(len(self.keys) + len(self.adding) - self.limit, 0)])
         return not gone.isdisjoint(ids)
 
-    def go_back(self, step: int) -> None:
-        """A rollback begins; until it is done, readers see the old contents or the point's."""
-        self.going = step, self.points[step]
+    def go_to(self, target: int | str, *, aside: bool) -> None:
+        """The store begins to go to a snapshot; until it is done, readers see the old contents or the snapshot's."""
+        if isinstance(target, int):
+            (ids, _), line = self.points[target], {one: held for one, held in self.points.items() if one <= target}
+        else:
+            ids, line = {**self.pins, **self.asides}[target], self.lines[target]
+        self.going = Going(ids, line, aside, (self.head, dict(self.points)))
         self._before = self.durable, self.evicting, self.evicted
         self.durable, self.evicting, self.evicted = set(), self.evicting | self.keys.keys(), set()
 
     def arrived(self, seen: Collection[int], *, crashed: bool = False) -> None:
-        """A rollback is over: later trajectories are gone, and those evicted since are back; or nothing has changed.
+        """The change is over: the contents are the snapshot's, or nothing has changed.
 
         After a crash, what came later may never have been committed; then its ids may be given out again.
         """
         if self.going is None:
             return
-        (step, ids), self.going = self.going, None
+        going, self.going = self.going, None
         self.durable, self.evicting, self.evicted = self._before
-        if set(seen) == ids:
-            later = (self.keys.keys() & self.durable if crashed else self.keys.keys()) - ids
-            self.keys = {number: self.ever[number] for number in ids}
-            self.durable = set(ids)
-            self.evicted = (self.evicted | later) - ids
-            self.evicting = (self.evicting | later) - ids
-            self.points = {one: held for one, held in self.points.items() if one <= step}
+        has_happened = set(seen) == going.ids
+        self.gone = going, None if has_happened and going.ids == going.before[0] else has_happened
+        if has_happened:
+            later = (self.keys.keys() & self.durable if crashed else self.keys.keys()) - going.ids
+            self.keys = {number: self.ever[number] for number in going.ids}
+            self.durable = set(going.ids)
+            self.evicted = (self.evicted | later) - going.ids
+            self.evicting = (self.evicting | later) - going.ids
             self.values_are_known = False
 
     @property
@@ -122,6 +155,7 @@ class Model:
         """The store is gone with its machine; the mirror's contents are restored."""
         self.evicted, self.durable = set(self.mirrored[0]), set(self.mirrored[1]) & self.keys.keys()
         self.points, self.saving, self.going, self.pins, self.pinning = {}, [], None, {}, set()
+        self.asides, self.lines, self.gone = {}, {}, None
         self.values_are_known, self.is_restored = False, True
 
     def check_read(self, number: int, key: int) -> None:
@@ -138,9 +172,21 @@ class Model:
         lost = sorted(set(must) - set(seen) - self.evicting)
         if lost:
             raise BrokenPromiseError(f"acknowledged trajectories are there: {lost} are not among {sorted(seen)}")
-        back = sorted(set(gone) & set(seen))
+        back = sorted(set(gone) & set(seen) & self.evicted)  # else the store went to a snapshot meanwhile
         if back:
             raise BrokenPromiseError(f"evicted trajectories stay away: {back}")
+
+    def check_merged(self, keys: Collection[int], must: Mapping[int, int]) -> None:
+        """Stores were merged; ``must`` are keys of trajectories that were durable before, by id."""
+        if len(set(keys)) < len(keys):
+            raise BrokenPromiseError(f"nothing is there twice: {sorted(keys)}")
+        lost = {key for number, key in must.items() if number not in self.evicting} - set(keys)
+        if lost:
+            raise BrokenPromiseError(
+                f"acknowledged trajectories are there: {sorted(lost)} are not among {sorted(keys)}"
+            )
+        if set(keys) - self.begun:
+            raise BrokenPromiseError(f"nothing is there that was not added: {sorted(set(keys) - self.begun)}")
 
     def check_values(self, values: Mapping[int, int | None]) -> None:
         """Late values were read when no call was under way but those that a crash has ended."""
@@ -180,34 +226,61 @@ class Model:
         unknown = found.keys() if self.is_restored else self.pinning & found.keys()
         self.pins |= {name: frozenset(found[name]) for name in unknown}
         self.pinning.clear()
-        for name, ids in self.pins.items():
-            if name not in found:
-                raise BrokenPromiseError(f"a pin is there: {name} is not among {sorted(found)}")
-            if set(found[name]) != ids:
-                raise BrokenPromiseError(f"a pin does not change: {name} has {sorted(found[name])}, not {sorted(ids)}")
+        _compare("a pin", self.pins, found)
         if found.keys() - self.pins.keys():
             raise BrokenPromiseError(f"a removed pin stays away: {sorted(found.keys() - self.pins.keys())}")
 
-    def check_points(self, found: Mapping[int, Iterable[int]]) -> None:
-        """Saved points were listed when no call was under way but one that a crash has ended."""
+    def check_points(self, found: Mapping[int, Iterable[int]], asides: Mapping[str, Iterable[int]]) -> None:
+        """Saved points and heads that were left were listed when no call was under way but one that a crash has ended.
+
+        Args:
+            found: ids of each saved point of the current line, by step.
+            asides: ids of each head that was left, by name.
+        """
         if self.is_restored:
-            self.points = {step: frozenset(ids) for step, ids in found.items()}
+            self.points = {step: (frozenset(ids), self.tick()) for step, ids in found.items()}
+            self.asides = {name: frozenset(ids) for name, ids in asides.items()}
+        self._check_gone(found, asides)
         self._check_saving(found)
-        for step, ids in self.points.items():
-            if step not in found:
-                raise BrokenPromiseError(f"a saved point is there: {step} is not among {sorted(found)}")
-            if set(found[step]) != ids:
-                raise BrokenPromiseError(
-                    f"a saved point does not change: {step} has {sorted(found[step])}, not {sorted(ids)}"
-                )
+        _compare("a saved point", {step: ids for step, (ids, _) in self.points.items()}, found)
+        _compare("a head that was left", self.asides, asides)
+        if asides.keys() - self.asides.keys():
+            raise BrokenPromiseError(
+                f"no head is there that was not left: {sorted(asides.keys() - self.asides.keys())}"
+            )
+
+    def _check_gone(self, found: Mapping[int, Iterable[int]], asides: Mapping[str, Iterable[int]]) -> None:
+        """Decide whether the store has gone to a snapshot, and take over the snapshot's line without removed points."""
+        if self.gone is None:
+            return
+        (going, has_happened), self.gone = self.gone, None
+        contents, line = going.before
+        if has_happened is None:
+            has_happened = found.keys() <= going.line.keys()
+        self.asides |= dict.fromkeys(asides.keys() - self.asides.keys(), contents)
+        self.lines |= dict.fromkeys(self.asides.keys() & asides.keys() - self.lines.keys(), line)
+        if not has_happened:
+            return
+        shared = {step for step, point in going.line.items() if line.get(step) == point}
+        if not shared <= found.keys() <= going.line.keys():
+            raise BrokenPromiseError(
+                f"a snapshot has the saved points that led to it: {sorted(found)}, not {sorted(going.line)}"
+            )
+        self.points = {step: going.line[step] for step in found}
+        if not going.aside:  # the contents before may have had a name
+            self.asides = {name: ids for name, ids in self.asides.items() if name in asides or ids != contents}
 
     def _check_saving(self, found: Mapping[int, Iterable[int]]) -> None:
         """Decide whether the point that was being saved is there, and the older ones that it replaces."""
-        for step, ids in self.saving:
+        for step, (ids, moment) in (item for saved in self.saving for item in saved.items()):
             if step in found and (step not in self.points or set(found[step]) == ids):
-                self.points[step] = ids
+                self.points[step] = ids, moment
                 self.points = {one: held for one, held in self.points.items() if one in found or one > step - 2}
         self.saving.clear()
+
+    def targets(self) -> list[int | str]:
+        """Return the snapshots to which the store can go, with contents that are known."""
+        return [*sorted(self.points), *sorted(self.lines.keys() & (self.pins.keys() | self.asides.keys()))]
 
     def copy(self) -> dict[str, object]:
         """Return what is known of the store's contents, for :meth:`restore`."""
@@ -216,6 +289,14 @@ class Model:
     def restore(self, known: Mapping[str, object]) -> None:
         """What was seen since :meth:`copy` was never durable."""
         vars(self).update(known)
+
+
+def _compare(what: str, known: Mapping[Any, Iterable[int]], found: Mapping[Any, Iterable[int]]) -> None:
+    for name, ids in known.items():
+        if name not in found:
+            raise BrokenPromiseError(f"{what} is there: {name} is not among {sorted(found)}")
+        if set(found[name]) != set(ids):
+            raise BrokenPromiseError(f"{what} does not change: {name} has {sorted(found[name])}, not {sorted(ids)}")
 
 
 _OF_THE_WORLD = {"given", "begun", "moment", "used", "ever"}

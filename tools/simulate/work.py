@@ -9,27 +9,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.support.witness import check_batch, check_trajectory, witness
 from tools.simulate.judge import BrokenPromiseError, Given, Model
 from trajstore import Mirror, Retention, TrajectoryReplayBuffer, WriterOptions, annotate
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import EmptyBufferError, StoreNotFoundError, StoreWriteError, TrajectoryUnavailableError
 from trajstore.loader import ReplayLoader
-from trajstore.operations.copying import copy_store
+from trajstore.operations.copying import copy_store, repair_store
+from trajstore.operations.moving import convert, merge
 from trajstore.samplers import EpochSampler, Recency, WeightedSampler
 from trajstore.trajectory import AnyTrajectory
 
 WRITES = {"add": 30, "add_many": 8, "flush": 15, "evict": 8, "get": 10, "sample": 8, "listed": 6, "give": 8}
 WRITES |= {"compact": 3, "save_point": 4, "back": 2, "checkpoint": 2, "stats": 2, "pin": 3, "unpin": 3}
-WRITES |= {"whole": 3, "load": 3, "mirrored": 8, "copy": 1}
+WRITES |= {"whole": 3, "load": 3, "mirrored": 8, "copy": 1, "merged": 1}
 THEMES = (
-    *(("give", "evict"), ("pin", "unpin"), ("save_point", "back"), ("compact", "get", "sample")),
-    *(("load", "whole", "evict"), ("copy", "evict", "compact")),
+    *(("give", "evict"), ("pin", "unpin"), ("save_point", "pin", "back"), ("compact", "get", "sample")),
+    *(("load", "whole", "evict"), ("copy", "merged", "evict", "compact")),
 )
 """Calls that narrow worlds consist of, beside adding."""
-READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2, "copy": 1}
+READS = {"get": 20, "sample": 10, "listed": 20, "reopen": 3, "whole": 3, "load": 2, "copy": 1, "merged": 1}
 
 
 _LONG = 0.9
@@ -135,7 +140,7 @@ def _plan(chance: random.Random) -> Plan:
         writers=chance.choice((2, 3) if "give" in theme else (1, 1, 2, 3)),
         readers=chance.choice((0, 0, 1, 2)),
         annotators=chance.choice((1, 2) if "give" in theme else (0, 0, 1, 2)),
-        calls=12 if "give" in theme else chance.choice((4, 8, 12)),
+        calls=12 if {"give", "back"} & {*theme} else chance.choice((4, 8, 12)),
         lives=lives,
         crashes=ends,
         moments=(*moments, ""),
@@ -243,17 +248,33 @@ class Client:
                 self._drawn(read, ahead=True)
 
     def copy(self) -> None:
-        """Copy the store, beside its writer; what is there is one moment."""
-        if not (self.folder / "store" / "metadata.json").exists():
+        """Make a second directory of the store, beside its writer; what is there is one moment."""
+        store, path = self.folder / "store", self.folder / f"copy-{next(self.keys)}"
+        if not (store / "metadata.json").exists():
             return
         must, gone = set(self.model.durable), set(self.model.evicted)
-        path = self.folder / f"copy-{next(self.keys)}"
+        form = self.chance.choice(("pt", "pkl"))
+        make = self.chance.choice((copy_store, repair_store, merge_one, partial(convert, trajectory_format=form)))
         with self.may_fail():
-            copy_store(self.folder / "store", path)
+            make(store, path)
             with TrajectoryReplayBuffer.open(path) as reader:
                 self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)
                 for number in reader.trajectory_ids.tolist()[:1]:
                     self.model.check_read(number, check(reader.get(number)))
+
+    def merged(self) -> None:
+        """Merge the store with earlier copies, beside its writer: each trajectory is there once."""
+        store, path = self.folder / "store", self.folder / f"merged-{next(self.keys)}"
+        whole = [one for one in sorted(self.folder.glob("copy-*")) if (one / "metadata.json").exists()]
+        if not whole or not (store / "metadata.json").exists():
+            return
+        sources = [store, *self.chance.sample(whole, min(len(whole), 2))]
+        must = {number: self.model.keys[number] for number in self.model.durable}
+        with self.may_fail():
+            merge(self.chance.sample(sources, len(sources)), path)
+            with TrajectoryReplayBuffer.open(path) as reader:
+                keys = [check(reader.get(number)) for number in reader.trajectory_ids.tolist()]
+            self.model.check_merged(keys, must)
 
     def _drawn(self, read: Callable[[], Iterable[int]], *, ahead: bool = False) -> None:
         """Compare keys that were drawn; ``ahead``: before some of them were evicted."""
@@ -270,6 +291,26 @@ class Client:
 
     is_current = True
     """Whether the buffer shows every eviction at once."""
+
+
+def merge_one(source: Path, target: Path) -> None:
+    """Merge a store alone, which keeps its ids."""
+    merge([source], target)
+
+
+def points_in(catalog: Catalog) -> dict[int, list[int]]:
+    """Return the ids in each saved point of the current line, by step."""
+    return {head.step or 0: ids_in(head) for head in catalog.points()}
+
+
+def heads_in(catalog: Catalog, kind: str) -> dict[str, list[int]]:
+    """Return the ids in each snapshot of a kind, by name."""
+    return {head.name: ids_in(head) for head in catalog.pins.heads.values() if head.kind == kind}
+
+
+def ids_in(head: Snapshot) -> list[int]:
+    """Return the ids that a snapshot names."""
+    return [number for begin, end in head.ids.tolist() for number in range(begin, end + 1)]
 
 
 class Writer(Client):
@@ -342,25 +383,29 @@ class Writer(Client):
             ids = self.model.head
             if self.model.evicting - self.model.evicted:
                 return  # its contents would not be certain
-            self.model.saving.append((step, ids))
+            self.model.saving.append({step: (ids, self.model.tick())})
             self.buffer.points.save(step, state, keep=2)
             self.model.durable |= ids
+            self.model.points |= self.model.saving.pop()
             self.model.saving.clear()
-            self.model.points[step] = ids
             for old in sorted(self.model.points)[:-2]:
                 del self.model.points[old]
 
     def back(self, to: int | None = None) -> Any:
-        """Go back to a saved point, and return its state; other clients wait."""
+        """Go to a saved point, a pin, or a head that was left, and return its state; other clients wait."""
         with self.alone():
-            if not self.model.points or self.model.evicting - self.model.evicted:
+            targets = self.model.targets()
+            if not targets or self.model.evicting - self.model.evicted:
                 return None
-            step = self.chance.choice(sorted(self.model.points)) if to is None else to
-            self.model.go_back(step)
+            target, aside = self.chance.choice(targets) if to is None else to, self.chance.random() < 0.5
+            self.note(f"GO TO {target} {aside}")
+            self.model.go_to(target, aside=aside)
             try:
-                return self.buffer.points.rollback(step, aside=self.chance.random() < 0.5)
+                return self.buffer.points.go_to(target, aside=aside)
             finally:  # a failed one has changed all or nothing
                 self.model.arrived(self.buffer.trajectory_ids.tolist())
+                catalog = Catalog.open(open_directory(self.folder / "store"))
+                self.model.check_points(points_in(catalog), heads_in(catalog, "aside"))
 
     def pin(self) -> None:
         """Pin the store; other clients wait, so its contents are certain."""
@@ -370,7 +415,7 @@ class Writer(Client):
                 self.model.pinning.add(name)
                 self.buffer.points.pin(name)
                 self.model.durable |= ids
-                self.model.pins[name] = ids
+                self.model.pins[name], self.model.lines[name] = ids, dict(self.model.points)
                 self.model.pinning.remove(name)
 
     def unpin(self) -> None:

@@ -39,13 +39,12 @@ from tools.simulate.released import released_is_unreadable
 from tools.simulate.schedule import Choice, Given, strategy
 from tools.simulate.tasks import Task, Tasks, entered
 from tools.simulate.training import Trained, Trainer, check_training
-from tools.simulate.work import Annotator, Plan, Writer, check, opened, plan
+from tools.simulate.work import Annotator, Plan, Writer, check, heads_in, opened, plan, points_in
 from trajstore import Reader, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.opening import open_directory
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.saved_points import Snapshot
 from trajstore._core.writing.inbox import waiting
 from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError
 from trajstore.mirror import restore
@@ -335,13 +334,12 @@ class World:
                     for number in self.model.keys
                 }
             )
-        points = {head.step or 0: ids_in(head) for head in catalog.points()}
+        points = points_in(catalog)
         for step in points if last else ():
             with TrajectoryReplayBuffer.open(store, pin=f"step-{step}") as reader:
                 points[step] = reader.trajectory_ids.tolist()
-        self.model.check_points(points)
-        pins = {head.name: ids_in(head) for head in catalog.pins.heads.values() if head.kind == "pin"}
-        self.model.check_pins(pins)
+        self.model.check_points(points, heads_in(catalog, "aside"))
+        self.model.check_pins(heads_in(catalog, "pin"))
         self.model.is_restored = False
         limit = self.plan.limit
         if (
@@ -515,11 +513,6 @@ def zarr_in_thread() -> Iterator[None]:
         mock.patch.object(asyncio, "to_thread", in_thread),
     ):
         yield
-
-
-def ids_in(head: Snapshot) -> list[int]:
-    """Return the ids that a snapshot names."""
-    return [number for begin, end in head.ids.tolist() for number in range(begin, end + 1)]
 
 
 class Gate:
