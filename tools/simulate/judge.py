@@ -209,7 +209,8 @@ class Model:
         self.check_seen(present, self.durable, self.evicted)
         self.used = self.used & (self.durable | self.evicted) | present.keys()
         self.keys = dict(present)
-        self.ever = {number: key for number, key in self.ever.items() if number in self.used} | present
+        kept = self.used.union(*self.pins.values(), *self.asides.values(), self.gone[0].before[0] if self.gone else ())
+        self.ever = {number: key for number, key in self.ever.items() if number in kept} | present
         committed, self.durable = self.durable, set(present)
         self.adding.clear()
         self.evicted |= self.evicting & committed - present.keys()

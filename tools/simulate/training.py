@@ -102,10 +102,10 @@ def check_training(folder: Path, trained: Trained, plan: Plan) -> None:
     Raises:
         BrokenPromiseError: a step differs.
     """
-    twin = Trainer(folder, Model(), random.Random(0), lambda: False, lambda text: None)
+    twin = Trainer(folder, folder / "store", Model(), random.Random(0), lambda: False, lambda text: None)
     twin.trained = Trained(digests=trained.digests)
     twin.alone = contextlib.nullcontext
-    with opened(folder, plan) as twin.buffer:
+    with opened(folder, folder / "store", plan) as twin.buffer:
         for _ in trained.digests:
             twin.step({})
         twin.close()

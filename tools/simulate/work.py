@@ -6,7 +6,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +18,15 @@ from tools.simulate.judge import BrokenPromiseError, Given, Model
 from trajstore import Mirror, Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.run_ids import own_id, rank_of_id
 from trajstore._core.store.saved_points import Snapshot
-from trajstore.errors import EmptyBufferError, StoreNotFoundError, StoreWriteError, TrajectoryUnavailableError
+from trajstore.errors import (
+    EmptyBufferError,
+    IncompleteCheckpointError,
+    StoreNotFoundError,
+    StoreWriteError,
+    TrajectoryUnavailableError,
+)
 from trajstore.loader import ReplayLoader
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.moving import convert, merge
@@ -72,6 +79,7 @@ class Plan:
         unreadable: whether memory that was given back cannot be read.
         sessions: whether clients record sessions of agents, and nothing else.
         trains: whether the writer is a training loop (``training.py``).
+        ranks: whether the store is rank 0 of a run, whose rank 1 another process writes; readers read both.
         limit: of retention, in trajectories; None for none.
         pauses: seconds between the calls of readers and annotators, of which one is chosen each time.
     """
@@ -96,13 +104,14 @@ class Plan:
     sessions: bool
     limit: int | None
     pauses: tuple[float, ...]
+    ranks: bool
     trains: bool = False
 
 
 def plan(chance: random.Random, training: random.Random) -> Plan:
     """Return the choices of a seed; each call and fault exists in a part of the seeds only."""
     chosen = _plan(chance)
-    if chosen.mirror or chosen.sessions or chosen.faults or training.random() >= 0.2:
+    if chosen.mirror or chosen.sessions or chosen.faults or chosen.ranks or training.random() >= 0.2:
         return chosen
     crashes = *(training.choice(("kill", "kill all", "power")) for _ in range(2)), "none"
     return replace(chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", "", ""))
@@ -159,6 +168,7 @@ def _plan(chance: random.Random) -> Plan:
         unreadable=chance.random() < 0.3,
         sessions=sessions,
         limit=chance.choice((2, 6)) if not mirror and chance.random() < 0.15 else None,
+        ranks=not (mirror or sessions or faults or "power" in ends) and chance.random() < 0.25,
         pauses=chance.choice(((0.0,), (0.0, 0.0002), (0.0002, 0.001, 0.003))),
     )
 
@@ -173,10 +183,11 @@ def check(trajectory: AnyTrajectory) -> int:
 
 
 class Client:
-    """Uses the store ``folder/store`` from one thread.
+    """Uses a store from one thread.
 
     Args:
         folder: of the world's disk.
+        store: its path.
         model: of all clients.
         chance: random numbers, which choose the calls.
         faulty: whether the disk may fail now.
@@ -187,13 +198,14 @@ class Client:
     def __init__(
         self,
         folder: Path,
+        store: Path,
         model: Model,
         chance: random.Random,
         faulty: Callable[[], bool],
         note: Callable[[str], None],
         calling: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        self.folder, self.model, self.chance = folder, model, chance
+        self.folder, self.store, self.model, self.chance = folder, store, model, chance
         self.faulty, self.note, self.calling = faulty, note, calling
 
     buffer: TrajectoryReplayBuffer
@@ -221,11 +233,16 @@ class Client:
     def get(self) -> None:
         """Read a trajectory."""
         for number in self.some(1):
+            model, own = self.known(number)
             try:
-                self.model.check_read(number, check(self.buffer.get(number)))
+                model.check_read(own, check(self.buffer.get(number)))
             except TrajectoryUnavailableError:
-                if not self.model.may_be_gone([number]):
+                if not model.may_be_gone([own]):
                     raise
+
+    def known(self, number: int) -> tuple[Model, int]:
+        """Return the model of a shown trajectory's store, and its id there."""
+        return self.model, number
 
     def sample(self) -> None:
         """Draw rows."""
@@ -249,7 +266,7 @@ class Client:
 
     def copy(self) -> None:
         """Make a second directory of the store, beside its writer; what is there is one moment."""
-        store, path = self.folder / "store", self.folder / f"copy-{next(self.keys)}"
+        store, path = self.store, self.folder / f"copy-{next(self.keys)}"
         if not (store / "metadata.json").exists():
             return
         must, gone = set(self.model.durable), set(self.model.evicted)
@@ -264,7 +281,7 @@ class Client:
 
     def merged(self) -> None:
         """Merge the store with earlier copies, beside its writer: each trajectory is there once."""
-        store, path = self.folder / "store", self.folder / f"merged-{next(self.keys)}"
+        store, path = self.store, self.folder / f"merged-{next(self.keys)}"
         whole = [one for one in sorted(self.folder.glob("copy-*")) if (one / "metadata.json").exists()]
         if not whole or not (store / "metadata.json").exists():
             return
@@ -404,7 +421,7 @@ class Writer(Client):
                 return self.buffer.points.go_to(target, aside=aside)
             finally:  # a failed one has changed all or nothing
                 self.model.arrived(self.buffer.trajectory_ids.tolist())
-                catalog = Catalog.open(open_directory(self.folder / "store"))
+                catalog = Catalog.open(open_directory(self.store))
                 self.model.check_points(points_in(catalog), heads_in(catalog, "aside"))
 
     def pin(self) -> None:
@@ -473,6 +490,8 @@ class Reader(Client):
 
     is_current = False
     pauses: tuple[float, ...]
+    others: Collection[int] | None = None
+    """Durable ids of the other store of a run."""
 
     def run(self, calls: int, reads: dict[str, int]) -> None:
         """Open, and make ``calls`` calls."""
@@ -493,11 +512,11 @@ class Reader(Client):
         if hasattr(self, "buffer"):
             self.buffer.close()
             del self.buffer
-        durable = set(self.model.durable)
+        must_be_there = bool(self.model.durable) and bool(self.others is None or self.others)
         try:
-            self.buffer = TrajectoryReplayBuffer.open(self.folder / "store")
-        except StoreNotFoundError:
-            if durable:
+            self.buffer = TrajectoryReplayBuffer.open(self.store)
+        except (StoreNotFoundError, IncompleteCheckpointError):
+            if must_be_there:
                 raise
 
     def listed(self) -> None:
@@ -505,6 +524,22 @@ class Reader(Client):
         must, gone = set(self.model.durable), set(self.model.evicted)
         self.buffer.refresh()
         self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
+
+
+class RunReader(Reader):
+    """Reads a run of two ranks from a process of its own; ``model`` is the one of rank 0."""
+
+    sibling: Model
+
+    def known(self, number: int) -> tuple[Model, int]:
+        return (self.model, self.sibling)[rank_of_id(number)], own_id(number)
+
+    def listed(self) -> None:
+        known = [(model, set(model.durable), set(model.evicted)) for model in (self.model, self.sibling)]
+        self.buffer.refresh()
+        ids = self.buffer.trajectory_ids
+        for rank, (model, must, gone) in enumerate(known):
+            model.check_seen(own_id(ids[rank_of_id(ids) == rank]).tolist(), must, gone)
 
 
 class Annotator(Client):
@@ -522,14 +557,14 @@ class Annotator(Client):
             if durable:
                 chosen = self.chance.sample(durable, min(len(durable), 2))
                 with self.may_fail():
-                    give(self.model, next(self.keys), chosen, self.folder / "store")
+                    give(self.model, next(self.keys), chosen, self.store)
 
 
-def opened(folder: Path, chosen: Plan) -> TrajectoryReplayBuffer:
-    """Return the writing buffer."""
+def opened(folder: Path, store: Path, chosen: Plan) -> TrajectoryReplayBuffer:
+    """Return a writing buffer."""
     return TrajectoryReplayBuffer(
         auto_save=True,
-        auto_save_path=folder / "store",
+        auto_save_path=store,
         trajectory_format=chosen.form,
         sample_window_size=0,
         seed=1,

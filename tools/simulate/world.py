@@ -103,6 +103,9 @@ class World:
         self.tasks = Tasks(choosing, self._at_step, self.end)
         base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=base))
+        self.store = self.folder / "run" / "rank_0" if self.plan.ranks else self.folder / "store"
+        self.sibling = Model(begun=self.model.begun)
+        """Of rank 1, in a run."""
         self.ops: list[Op] = []
         self._faults = random.Random(f"faults/{seed}")
         self.disk = Disk(self.folder, self.ops, self.tasks, self._fails)
@@ -286,7 +289,7 @@ class World:
 
     def _lose_node(self) -> None:
         """Remove the store, and restore it from its mirror, where there is one yet; the first restore may be killed."""
-        store, mirror = self.folder / "store", self.folder / "mirror"
+        store, mirror = self.store, self.folder / "mirror"
         for folder, _, files in sorted(
             os.walk(store), reverse=True
         ):  # rmtree makes other calls on each version of Python
@@ -313,7 +316,9 @@ class World:
         Args:
             last: read everything; else only some of the trajectories that were read before, unless power was lost.
         """
-        store = self.folder / "store"
+        store = self.store
+        if self.plan.ranks and not self._living:
+            self._look_at_sibling()
         if not (store / "metadata.json").exists() and not self.model.durable:
             self.model.found({})
             return
@@ -396,18 +401,19 @@ class World:
     def _chance(self) -> random.Random:
         return random.Random(self.chance.getrandbits(64))
 
-    def _client(self, kind: type[C]) -> C:
-        return kind(
-            self.folder, self.model, self._chance(), lambda: self.is_faulty, self.tasks.note, self.tasks.calling
-        )
+    def _client(self, kind: type[C], store: Path | None = None, model: Model | None = None) -> C:
+        model, note, calling = model or self.model, self.tasks.note, self.tasks.calling
+        return kind(self.folder, store or self.store, model, self._chance(), lambda: self.is_faulty, note, calling)
 
     def _start_others(self) -> None:
         if self.plan.sessions:
             for _ in range(self.plan.readers + self.plan.annotators):
                 self._start_recorder()
             return
+        if self.plan.ranks:
+            self._start_sibling()
         for _ in range(self.plan.readers):
-            reader = self._client(work.Reader)
+            reader = self._reader()
             reader.keys, reader.pauses = self.keys, self.plan.pauses
             self._process(lambda reader=reader: reader.run(self.plan.calls, self.plan.reads), "reader")  # type: ignore[misc]
         for _ in range(self.plan.annotators):
@@ -415,11 +421,36 @@ class World:
             annotator.keys, annotator.fresh, annotator.pauses = self.keys, self.plan.fresh, self.plan.pauses
             self._process(lambda one=annotator: one.run(self.plan.calls), "annotator")  # type: ignore[misc]
 
+    def _reader(self) -> work.Reader:
+        if not self.plan.ranks:
+            return self._client(work.Reader)
+        reader = self._client(work.RunReader, self.store.parent)
+        reader.sibling, reader.others = self.sibling, self.sibling.durable
+        return reader
+
+    def _start_sibling(self) -> None:
+        """Start the writer of rank 1."""
+
+        def run() -> None:
+            with opened(self.folder, self.store.with_name("rank_1"), self.plan) as sibling.buffer:
+                for _ in range(self.plan.calls):
+                    sibling.step({"add": 4, "flush": 3, "evict": 2, "listed": 1})
+
+        sibling = self._client(Writer, self.store.with_name("rank_1"), self.sibling)
+        sibling.keys, sibling.fresh = self.keys, self.plan.fresh
+        self._process(run, "sibling")
+
+    def _look_at_sibling(self) -> None:
+        store = self.store.with_name("rank_1")
+        if (store / "metadata.json").exists() or self.sibling.durable:
+            with TrajectoryReplayBuffer.open(store) as reader:
+                self.sibling.found({number: check(reader.get(number)) for number in reader.trajectory_ids.tolist()})
+
     def _start_recorder(self) -> None:
         chance = self._chance()
 
         def run() -> None:
-            recorder = self._recorder(self.folder / "store", chance)
+            recorder = self._recorder(self.store, chance)
             for _ in range(self.plan.calls):
                 time.sleep(chance.choice((0.0, 0.0002, 0.001)))  # a step takes 1 µs
                 recorder.step()
@@ -434,7 +465,7 @@ class World:
     def _opened(self) -> TrajectoryReplayBuffer:
         while True:
             try:
-                return opened(self.folder, self.plan)
+                return opened(self.folder, self.store, self.plan)
             except (StoreWriteError, OSError):
                 if not self.is_faulty:
                     raise
