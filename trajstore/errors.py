@@ -201,7 +201,7 @@ class CorruptStoreError(StoreError):
 
 
 class IncompleteCheckpointError(CorruptStoreError, FileNotFoundError):
-    """The index names trajectories whose files are absent."""
+    """Files of trajectories that the index names are absent, or ranks of a run."""
 
     __str__ = Exception.__str__
 

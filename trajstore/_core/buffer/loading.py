@@ -213,10 +213,12 @@ def _open_all(
 
 
 def _all_of(errors: Sequence[Exception], path: str | Path) -> Exception:
-    """Merge errors into one, of their class if they share one."""
+    """Merge errors into one, of their class if they share one; several of absent files are no damage."""
     if len(errors) == 1:
         return errors[0]
+    absent = all(isinstance(error, FileNotFoundError) for error in errors)
     kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else CorruptStoreError
+    kind = IncompleteCheckpointError if absent and kind is CorruptStoreError else kind
     return kind(
         f"{path}: {len(errors)} things are wrong: {'; '.join(str(error) for error in errors)}; "
         "load with strict=False to read the rest without them"
