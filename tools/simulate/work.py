@@ -114,7 +114,10 @@ def plan(chance: random.Random, training: random.Random) -> Plan:
     if chosen.mirror or chosen.sessions or chosen.faults or chosen.ranks or training.random() >= 0.2:
         return chosen
     crashes = *(training.choice(("kill", "kill all", "power")) for _ in range(2)), "none"
-    return replace(chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", "", ""))
+    reads = {name: weight for name, weight in chosen.reads.items() if name != "merged"}  # it adds again what it lost
+    return replace(
+        chosen, trains=True, writers=1, limit=None, lives=3, crashes=crashes, moments=("", "", ""), reads=reads
+    )
 
 
 def _plan(chance: random.Random) -> Plan:
