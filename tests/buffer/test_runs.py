@@ -244,6 +244,7 @@ def test_another_number_of_ranks_does_not_begin_anew_in_an_old_run(
     for ranks, point in ((1, "step-"), (3, "step-20")):  # one alone cannot know what the other one has
         refusal = str(newest(tmp_path, ranks))
         assert all(part in refusal for part in ("2 ranks saved", f"{ranks} now", "start a new run", point))
+        assert ("rank_2 and above are not part of it: delete them if they are empty" in refusal) == (ranks == 3)
     assert [point.lacking for point in points_at(tmp_path).saved] == [(), (), (1,)], "rank_2 is not part of the points"
     with TrajectoryReplayBuffer.open(tmp_path, pin="step-20") as reader:
         assert len(reader) == 2

@@ -78,14 +78,11 @@ def _run(options: Namespace, out: Output) -> int:
     from trajstore.operations.inspect import MEASURED_AT_MOST, inspect
     from trajstore.operations.trajectory_report import inspect_trajectory
 
-    if options.sample is not None and options.trajectory is None:
-        raise ConfigurationError("--sample needs --trajectory: samples are counted within their trajectory")
-    if options.tokenizer is not None and options.trajectory is None:
-        raise ConfigurationError("--tokenizer needs --trajectory: it shows the tokens of one rollout")
-    if options.tokens and (options.trajectory is None or options.sample is not None):
-        raise ConfigurationError("--tokens needs --trajectory, and no --sample: it shows all tokens of one rollout")
-    if options.full and options.trajectory is None:
-        raise ConfigurationError("--full needs --trajectory: it shows all of the texts of one trajectory")
+    detail = [name for name in ("sample", "tokenizer", "tokens", "full") if vars(options)[name] not in (None, False)]
+    if detail and options.trajectory is None:
+        raise ConfigurationError(f"--{detail[0]} needs --trajectory: it is about one trajectory")
+    if options.tokens and options.sample is not None:
+        raise ConfigurationError("--tokens shows all tokens of a rollout: without --sample")
     if options.each and (options.trajectory is not None or options.json):
         raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.measure is not None and options.measure < 0:

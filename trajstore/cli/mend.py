@@ -38,10 +38,9 @@ def _prune(options: Namespace, out: Output) -> int:
     if not pruned.trajectories:
         out.line(f"{pruned.path}: nothing to evict: the condition holds for none of {trajectories(pruned.kept)}")
         return int(pruned.damage is not None)
-    summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)})"
-    was = "was" if pruned.trajectories == 1 else "were"
-    would = f"{was} evicted" if options.yes else "would be evicted"
-    out.line(f"{pruned.path}: {summary} {would}, {pruned.kept:,} stay")
+    would = "would be" if not options.yes else "was" if pruned.trajectories == 1 else "were"
+    summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)}) {would} evicted"
+    out.line(f"{pruned.path}: {summary}, {pruned.kept:,} stay")
     _write_held(pruned.held_by_points, out)
     if not options.yes:
         out.line("  nothing was changed; --yes does it")

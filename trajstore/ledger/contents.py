@@ -203,7 +203,9 @@ def read_directory(
     """Read the ledger in a directory; see :func:`read`."""
     segments = segments_of(directory)
     if not segments:
-        raise StoreNotFoundError(f"{directory.url}: there is no ledger: no trainer has recorded its steps here")
+        raise StoreNotFoundError(
+            f"{directory.url}: there is no ledger: no trainer has recorded its steps here, or the path is wrong"
+        )
     return contents_of(directory, segments, first, last, strict=strict)
 
 

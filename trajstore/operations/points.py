@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
@@ -17,8 +16,6 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.errors import StoreError
-
-logger = logging.getLogger(__name__)
 
 
 def run_points_report(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -41,14 +38,11 @@ def incomplete_points(place: Place) -> list[str]:
     """
     points = {}
     unread = set()
-    for part in place.parts:
-        if part.kind == "store" and is_of_rank(part.name):
-            try:
-                catalog = Catalog.open(part.directory)
-            except (StoreError, OSError):  # reported already
-                unread.add(rank_of(part.directory))
-            else:
-                points[rank_of(part.directory)] = [SavedPoint.of(head) for head in catalog.points()]
+    for rank, catalog in _catalogs(place):
+        if catalog is None:
+            unread.add(rank)
+        else:
+            points[rank] = [SavedPoint.of(head) for head in catalog.points()]
     known = [
         replace(point, lacking=tuple(rank for rank in point.lacking if rank not in unread)) for point in united(points)
     ]
@@ -66,12 +60,17 @@ def numbers_absent(place: Place) -> range:
 
 
 def _said_of_ranks(place: Place) -> list[int | None]:
-    rank_counts: list[int | None] = []
+    return [catalog.ranks for _, catalog in _catalogs(place) if catalog is not None]
+
+
+def _catalogs(place: Place) -> Iterator[tuple[int, Catalog | None]]:
+    """Yield the ranks of a run with their catalogs; None for an unreadable one, which is reported elsewhere."""
     for part in place.parts:
         if part.kind == "store" and is_of_rank(part.name):
-            with suppress(StoreError, OSError):  # reported already
-                rank_counts.append(Catalog.open(part.directory).ranks)
-    return rank_counts
+            catalog = None
+            with suppress(StoreError, OSError):
+                catalog = Catalog.open(part.directory)
+            yield rank_of(part.directory), catalog
 
 
 def points_report(catalog: Catalog) -> dict[str, Any]:
@@ -105,12 +104,10 @@ def kept_on_disk(catalog: Catalog, ids: IntArray, nbytes: IntArray) -> list[dict
     heads = catalog.snapshots()
     if not heads:
         return []
-    masks = np.packbits([lie_in(ids, head.ids) for head in heads], axis=0)
-    sets, group = np.unique(masks, axis=1, return_inverse=True)
-    groups = []
-    for number, named in enumerate(np.unpackbits(sets, axis=0, count=len(heads)).T):
-        if named.any():
-            of_group = nbytes[group == number]
-            names = [head.name for head, names_them in zip(heads, named, strict=True) if names_them]
-            groups.append({"names": names, "trajectories": len(of_group), "bytes": int(of_group.sum())})
-    return sorted(groups, key=lambda one: one["bytes"], reverse=True)
+    sets, group = np.unique(np.stack([lie_in(ids, head.ids) for head in heads], axis=1), axis=0, return_inverse=True)
+    rows = []
+    for number, named in enumerate(sets):
+        inside = nbytes[group.ravel() == number]
+        names = [head.name for head, is_named in zip(heads, named, strict=True) if is_named]
+        rows += [{"names": names, "trajectories": len(inside), "bytes": int(inside.sum())}] if names else []
+    return sorted(rows, key=lambda row: row["bytes"], reverse=True)

@@ -267,7 +267,7 @@ class Snapshots:
         Raises:
             StoreWriteError: writing failed; the log still has everything.
         """
-        with written(": the index could not be written; the log still has everything"):
+        with written(": the index could not be written; nothing is lost, since the log has every change"):
             damaged = bool(catalog.index_damage)  # and so its bytes are not those of RLinf
             rlinf_files = {} if damaged else files_of_rlinf(self._directory, catalog.snapshot_bytes)
             if rlinf_files:
