@@ -226,7 +226,7 @@ def sample_in_child(buffer: TrajectoryReplayBuffer, results: Any) -> None:
             buffer.add_trajectories([witness(1)])
             results.put("adding in a child was possible")
         except errors.StoreClosedError as error:
-            results.put("parent process" in str(error) and len(keys) == 32)
+            results.put("a reader here, or record to a directory per process" in str(error) and len(keys) == 32)
         buffer.close()
     except BaseException as error:  # report any error to the parent
         results.put(repr(error))
