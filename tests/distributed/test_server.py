@@ -21,9 +21,8 @@ from trajstore._core.columns.memory import Arena
 from trajstore._core.store.late_values import LateValues
 from trajstore.distributed.add_request import AddRequest, Piece, new_key, pack, unpack
 from trajstore.distributed.hold import Hold
-from trajstore.distributed.known import Known
 from trajstore.distributed.run_index import RunIndex
-from trajstore.distributed.server import MOST_STORES, StoreServer
+from trajstore.distributed.server import MOST_STORES, Known, StoreServer
 from trajstore.distributed.sessions import RemoteSession
 from trajstore.errors import (
     CallConflictError,

@@ -1,20 +1,20 @@
 """Stores on many machines: Ray actors that own them, a handle for producers and learners, a channel, Ray Data.
 
-Needs the extra ``ray``. Names are imported lazily, so that Ray is imported only when it is used.
+Needs the extra ``ray``, which is imported only when it is used.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from trajstore.distributed.channel import Channel, receive
+from trajstore.distributed.handle import DistributedReplayBuffer
+from trajstore.distributed.receipts import Receipt
+from trajstore.distributed.rows import trajectory_of
+from trajstore.distributed.sessions import RemoteSession
+
 if TYPE_CHECKING:
-    from trajstore.distributed.channel import Channel, receive
     from trajstore.distributed.dataset import StoreDatasource, read_store
-    from trajstore.distributed.handle import DistributedReplayBuffer
-    from trajstore.distributed.receipts import Receipt
-    from trajstore.distributed.rows import trajectory_of
-    from trajstore.distributed.sessions import RemoteSession
 
 __all__ = [
     "Channel",
@@ -27,23 +27,14 @@ __all__ = [
     "trajectory_of",
 ]
 
-_MODULES = {
-    "Channel": "channel",
-    "DistributedReplayBuffer": "handle",
-    "Receipt": "receipts",
-    "RemoteSession": "sessions",
-    "StoreDatasource": "dataset",
-    "read_store": "dataset",
-    "receive": "channel",
-    "trajectory_of": "rows",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"trajstore.distributed.{_MODULES[name]}"), name)
+    if name in ("StoreDatasource", "read_store"):  # their module imports Ray Data, which takes seconds
+        from trajstore.distributed import dataset
+
+        return getattr(dataset, name)
     raise AttributeError(f"module 'trajstore.distributed' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return __all__

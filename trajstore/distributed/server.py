@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +34,6 @@ from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.add_request import AddRequest, unpack, uuids_of
 from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
-from trajstore.distributed.known import REMEMBERED, Known
 from trajstore.distributed.packed import Block, pack, requested
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
@@ -53,6 +53,9 @@ _MOST_PATHS = 1 << 12
 
 _MOST_SESSIONS = 1_000
 """Sessions in memory beyond which those that are over are forgotten."""
+
+REMEMBERED = 1_000_000
+"""Trajectories whose UUIDs are remembered."""
 
 _GIVEN = frozenset({"auto_save", "auto_save_path", "sample_window_size", "seed", "on_commit"})
 
@@ -78,6 +81,40 @@ class ServedStore:
     node: str
     began: str
     store_id: str = ""
+
+
+class Known:
+    """Ids of the newest trajectories of a store, by UUID, so that a resent request is stored once.
+
+    Guarded by ``StoreServer._adding``.
+
+    Args:
+        limit: number of trajectories remembered. A request resent after more than ``limit`` others would be stored
+            twice; resends happen within minutes.
+    """
+
+    def __init__(self, limit: int = REMEMBERED) -> None:
+        self._limit = limit
+        self._ids: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def note(self, uuids: bytes, ids: Sequence[int]) -> None:
+        """Remember trajectories.
+
+        Args:
+            uuids: 16 bytes for each.
+            ids: their ids.
+        """
+        for place, number in enumerate(ids):
+            self._ids[uuids[16 * place : 16 * place + 16]] = number
+        while len(self._ids) > self._limit:
+            self._ids.popitem(last=False)
+
+    def ids(self, uuids: bytes) -> list[int | None]:
+        """Return the id of each trajectory; None if unknown."""
+        return [self._ids.get(uuids[at : at + 16]) for at in range(0, len(uuids), 16)]
 
 
 class StoreServer:
