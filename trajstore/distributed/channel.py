@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any, Protocol, Self
 
+from trajstore._core.base.arguments import whole
 from trajstore.distributed.actors import NAMESPACE, ray
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError, StoreNotFoundError
+from trajstore.errors import InvalidTrajectoryError, StoreNotFoundError
 from trajstore.trajectory import AnyTrajectory
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,8 @@ class Channel:
         from ray.util.queue import Queue
 
         ray()
-        if maxsize < 0:
-            raise ConfigurationError(f"maxsize: {maxsize}, must be at least 0")
         options = {"name": f"{name}/channel", "namespace": namespace, "get_if_exists": True, "num_cpus": 0}
-        return cls(name, Queue(maxsize, actor_options=options))
+        return cls(name, Queue(whole("maxsize", maxsize, 0), actor_options=options))
 
     @classmethod
     def connect(cls, name: str, *, namespace: str = NAMESPACE) -> Self:

@@ -15,13 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+from trajstore._core.base.arguments import finite, truth, whole
 from trajstore._core.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
 from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.partial import PartialMaps, Range
 from trajstore._core.files.read_cache import ReadCache
 from trajstore._core.store.sealed import INDEX_NAME
-from trajstore.errors import ConfigurationError, CorruptStoreError
+from trajstore.errors import CorruptStoreError
 from trajstore.remote.answers import ConflictError
 from trajstore.remote.leases import RemoteReaderLease, RemoteReaders
 from trajstore.remote.lock import RemoteWriterLock, holder_of, is_held
@@ -78,20 +79,13 @@ class RemoteDirectory(Directory):
         lease_ttl: float = 600.0,
         **options: Any,
     ) -> None:
-        if cache_bytes < 0:
-            raise ConfigurationError(f"cache_bytes is {cache_bytes}, must be at least 0")
-        if not lock_ttl > 0:
-            raise ConfigurationError(f"lock_ttl is {lock_ttl}, must be more than 0 seconds")
-        if not isinstance(range_reads, bool):
-            raise ConfigurationError(f"range_reads is {range_reads!r}, must be True or False")
-        if not lease_ttl > 0:
-            raise ConfigurationError(f"lease_ttl is {lease_ttl}, must be more than 0 seconds")
         self._objects = ObjectStore(url, options)
-        self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), cache_bytes)
-        self._range_reads, self._cache_bytes = range_reads, cache_bytes
+        self._cache_bytes = whole("cache_bytes", cache_bytes, 0)
+        self._cache = ReadCache(None if cache_dir is None else Path(cache_dir).absolute(), self._cache_bytes)
+        self._range_reads = truth("range_reads", range_reads)
         self._partial = self._make_partial()
-        self._lock_ttl = lock_ttl
-        self._lease_ttl = lease_ttl
+        self._lock_ttl = finite("lock_ttl", lock_ttl, 0, above=True)
+        self._lease_ttl = finite("lease_ttl", lease_ttl, 0, above=True)
         self._lock: RemoteWriterLock | None = None
         self._versions: dict[str, str | None] = {}  # of objects that this writer replaces, seen while it held the lock
         self._readers = RemoteReaders(self._objects)

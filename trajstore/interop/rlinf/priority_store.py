@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trajstore.errors import ConfigurationError
+from trajstore._core.base.arguments import whole
 from trajstore.trajectory import Trajectory
 
 Priority = tuple[float, float]
@@ -18,7 +18,7 @@ Priority = tuple[float, float]
 class PriorityStore:
     """Keeps the ``maxsize`` trajectories of highest priority; of equal ones, the oldest is dropped first.
 
-    They are stored unchanged given, not copied.
+    They are kept as given, not copied.
 
     Args:
         maxsize: maximum number of trajectories.
@@ -28,9 +28,7 @@ class PriorityStore:
     """
 
     def __init__(self, maxsize: int) -> None:
-        if maxsize < 1:
-            raise ConfigurationError(f"maxsize: {maxsize}, must be positive")
-        self.maxsize = maxsize
+        self.maxsize = whole("maxsize", maxsize, 1)
         self._entries: list[tuple[Priority, int, Trajectory]] = []
         self._added = 0
         self._used: set[int] = set()
