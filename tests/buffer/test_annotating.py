@@ -408,6 +408,22 @@ def test_numbers_of_numpy_and_torch_may_be_in_a_list(path: Path, kind: Callable[
     assert [notes_of(path, number)[-1].value for number in (0, 1)] == [0.5, 2.0]
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("live", [False, True])
+def test_an_array_of_floats_is_recorded_as_their_list_is(path: Path, dtype: Any, live: bool) -> None:
+    values = np.array([0.1, -2.5], dtype)
+    wanted = values.tolist()
+    with writer_to(path) if live else nullcontext(path) as store:
+        annotate(store, [0, 1], {"judge": values, "same": wanted})
+        values[:] = 7
+        with pytest.raises(ConfigurationError, match="judge: nan, must be a finite number"):
+            annotate(store, [0, 1], {"judge": np.array([1, np.nan], dtype)})
+    notes = [note for number in (0, 1) for note in notes_of(path, number)]
+    assert [(note.name, note.value) for note in notes] == [
+        (name, value) for value in wanted for name in ("judge", "same")
+    ]
+
+
 def test_a_buffer_without_a_store_says_so(path: Path) -> None:
     with TrajectoryReplayBuffer() as buffer, pytest.raises(StoreError, match="give the path"):
         annotate(buffer, 0, {"score": 1})

@@ -13,6 +13,7 @@ import torch
 
 from trajstore._core.base.arguments import path_or_url, text
 from trajstore._core.base.clock import microseconds
+from trajstore._core.base.types import FloatArray
 from trajstore._core.columns.facts import OVER_FACTS
 from trajstore._core.columns.limits import shown
 from trajstore._core.columns.values import as_tensor
@@ -235,7 +236,7 @@ def _checked_values(ids: Any, values: Any, who: str | None) -> tuple[LateValues,
         raise ConfigurationError("values: must be a dict of values by name")
     rows = {name: _rows(name, some, len(wanted)) for name, some in values.items() if _is_rows(some)}
     listed = {name: _listed(some, len(wanted)) for name, some in values.items() if name not in rows}
-    update = LateValues(tuple(wanted), listed, "" if who is None else text("who", who), microseconds())
+    update = LateValues(tuple(wanted.tolist()), listed, "" if who is None else text("who", who), microseconds())
     update.check()
     check_names(values, FACTS)
     check_row_names(rows)
@@ -275,7 +276,9 @@ def _rows(name: str, values: Sequence[Any], count: int) -> list[torch.Tensor]:
     return tensors
 
 
-def _listed(value: Any, count: int) -> list[Any]:
+def _listed(value: Any, count: int) -> list[Any] | FloatArray:
+    if isinstance(value, np.ndarray) and value.ndim == 1 and value.dtype in (np.float32, np.float64):
+        return value.astype(np.float64)  # a copy: the caller may change its array
     plain = _plain(value)
     if plain is value and isinstance(value, list | tuple):
         return list(map(_plain, value))

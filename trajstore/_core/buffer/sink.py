@@ -461,13 +461,12 @@ class StoreSink(Sink):
         return len(self.writer.rewriter.damaged)
 
     def annotate(self, update: LateValues, rows: Rows) -> None:
-        ids = np.array(update.ids, np.int64)
-        others = ids[~self._view.are_own(ids)]
+        others = update.numbers[~self._view.are_own(update.numbers)]
         if len(others):
             raise StoreError(
                 f"annotate: trajectories {ids_in_words(others)} were loaded from elsewhere; give the path of that store"
             )
-        self._flush_pending(ids)
+        self._flush_pending(update.numbers)
         uninterrupted(partial(self.writer.annotate, update, rows))
 
     def _flush_pending(self, ids: Sequence[int] | IntArray) -> None:

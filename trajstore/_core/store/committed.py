@@ -244,7 +244,7 @@ class Committed:
         rows = RowShard.from_json(row_record, schemas, len(update.ids))
         update = replace(update, rows=rows)
         update.check()
-        self._check_given(np.array(update.ids, np.int64), rows.extents)
+        self._check_given(update.numbers, rows.extents)
         noted = self.annotate(update, record["generation"])
         self._schemas = schemas
         return noted
@@ -315,7 +315,7 @@ class Committed:
         self.index.note(self.index.find_many(noted.ids), noted.columns, noted.texts)
         return noted
 
-    def unknown(self, ids: Sequence[int]) -> set[int]:
+    def unknown(self, ids: Sequence[int] | IntArray) -> set[int]:
         """Return the ids without a live trajectory."""
         wanted = np.array(ids, np.int64)
         return set(wanted[self.index.find_many(wanted) < 0].tolist())
@@ -335,7 +335,7 @@ class Committed:
         ]
         return extents, kinds
 
-    def check_known(self, ids: Sequence[int]) -> None:
+    def check_known(self, ids: Sequence[int] | IntArray) -> None:
         """Raise unless all ids are live.
 
         Raises:

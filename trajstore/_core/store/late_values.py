@@ -6,12 +6,13 @@ import math
 import re
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any
 
 import numpy as np
 
+from trajstore._core.base.types import FloatArray, IntArray
 from trajstore._core.columns.facts import OVER_FACTS, SCORE
 from trajstore._core.columns.limits import RANGES, shown
 from trajstore._core.store.log_records import natural
@@ -49,17 +50,21 @@ class LateValues:
     """
 
     ids: tuple[int, ...]
-    values: Mapping[str, Sequence[Value]]
+    values: Mapping[str, Sequence[Value] | FloatArray]
     who: str
     time: int
     source: str = ""
     refused: str = ""
     rows: RowShard | None = None
+    numbers: IntArray = field(init=False, repr=False, compare=False)
+    """The ids as an array."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numbers", np.array(self.ids, np.int64))
 
     def to_json(self) -> dict[str, Any]:
         """Return the values as JSON for a record or a file, without values by row."""
-        values = {name: list(items) for name, items in self.values.items()}
-        body = {"time": self.time, "who": self.who, "ids": list(self.ids), "values": values}
+        body = {"time": self.time, "who": self.who, "ids": self.ids, "values": self.values}
         return body | {name: text for name, text in (("source", self.source), ("refused", self.refused)) if text}
 
     @classmethod
@@ -103,7 +108,7 @@ class LateValues:
         Raises:
             ConfigurationError: names the value.
         """
-        if len(set(self.ids)) != len(self.ids):
+        if (np.diff(np.sort(self.numbers, kind="stable")) == 0).any():
             raise ConfigurationError("annotate: an id is there twice")
         _check_unicode("who", self.who)
         for name, values in self.values.items():
@@ -168,8 +173,12 @@ def check_names(names: Iterable[str], facts: Collection[str]) -> None:
             )
 
 
-def _kinds(name: str, values: Sequence[Value]) -> set[str]:
+def _kinds(name: str, values: Sequence[Value] | FloatArray) -> set[str]:
     """Return the kinds of values that are not None, see :func:`_kind`; many numbers are checked as an array."""
+    if isinstance(values, np.ndarray):
+        if not np.isfinite(values).all():
+            return _kinds(name, values.tolist())  # refuses one
+        return {"number"} if len(values) else set()
     types = {*map(type, values)}
     if types <= {float, int, bool, NoneType}:
         with suppress(OverflowError):  # of an integer

@@ -55,7 +55,7 @@ def encode_line(record: dict[str, Any]) -> bytes:
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
-def in_pieces(values: Sequence[Any] | npt.NDArray[np.int64]) -> orjson.Fragment:
+def in_pieces(values: Sequence[Any] | npt.NDArray[Any]) -> orjson.Fragment:
     """Return a long list as JSON, encoded in pieces: while orjson encodes one, no other thread runs."""
     parts = (values[at : at + _PIECE] for at in range(0, len(values), _PIECE))
     encoded = (orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1] for part in parts)

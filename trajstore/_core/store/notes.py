@@ -256,7 +256,7 @@ class Notes:
         """
         check_kinds(update, self._kinds)
         columns: dict[str, npt.NDArray[Any]] = {}
-        ids = np.array(update.ids, np.int64)
+        ids = update.numbers
         self._kinds |= {name: kind for name, kind in update.kinds.items() if kind is not None}
         for name, values in update.values.items():
             if self._kinds[name] == "text":

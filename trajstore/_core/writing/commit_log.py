@@ -364,7 +364,7 @@ class CommitLog:
         with self.changing():
             catalog = self.catalog
             check_late_values(update, catalog.notes.foreseen(self.unwritten)[0])
-            catalog.check_known(update.ids)
+            catalog.check_known(update.numbers)
             kept = update.rows is None and not update.source
             try:
                 self._write_values()

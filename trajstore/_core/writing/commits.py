@@ -94,7 +94,7 @@ def annotate_line(catalog: Catalog, update: LateValues) -> bytes:
         schema = catalog.shards.next_number_of(update.rows.manifest.schema, new)
         rows["rows"] = update.rows.to_json(_to_json(new), schema)
     values = {name: in_pieces(items) for name, items in update.values.items()}
-    record = {**update.to_json(), "ids": in_pieces(update.ids), "values": values, **rows}
+    record = {**update.to_json(), "ids": in_pieces(update.numbers), "values": values, **rows}
     return encode_line({"generation": catalog.generation + 1, "operation": "annotate", **record})
 
 
