@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -379,13 +377,6 @@ def test_a_run_is_one_table(run: Run, tmp_path: Path, caplog: pytest.LogCaptureF
     verdicts = {line.split(": ")[0]: line for line in out.splitlines() if "checked" in line}
     assert (code, "sound" in verdicts[str(tmp_path / "rank_0")]) == (DAMAGED, True)
     assert "DAMAGED" in verdicts[str(tmp_path / "rank_2")]
-
-
-def test_the_command_line_is_a_module(project_root: Path) -> None:
-    words = [sys.executable, "-m", "trajstore.cli", "--help"]
-    done = subprocess.run(words, cwd=project_root, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"inspect" in done.stdout
 
 
 @pytest.mark.parametrize("layout", ["trajstore", "rlinf"])

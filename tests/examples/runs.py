@@ -18,7 +18,7 @@ Train = Callable[..., ReferenceTrainer]
 
 SORT = TrainerConfig(
     environment="sort",
-    steps=12,
+    steps=8,
     tasks_per_step=6,
     n_rollout=4,
     evaluate_every=4,
@@ -26,7 +26,7 @@ SORT = TrainerConfig(
     warm_start_steps=120,
     model=ModelConfig(hidden_size=32, layers=1, heads=2),
 )
-HOUSEHOLD = replace(SORT, environment="household", steps=8)
+HOUSEHOLD = replace(SORT, environment="household")
 
 
 def replay(**changes: Any) -> ExperienceReplayConfig:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
 from trajstore.errors import StoreWriteError
 from trajstore.trajectory import AgentTrajectory
-
-CONFIG = replace(SORT, steps=8)
 
 
 @pytest.mark.parametrize(
@@ -38,15 +35,15 @@ def test_a_run_with_histories_drawn_in_the_background_equals_one_without(
     make: Train, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     options = {"experience_rbound": None, "offpolicy_trajectories_per_task": 2, **options}
-    whole = make(CONFIG, **options)
+    whole = make(SORT, **options)
     whole.train()
-    first = make(CONFIG, **options, prepare_in_background=True, store={"path": str(tmp_path / "pool")})
-    half = CONFIG.steps // 2
+    first = make(SORT, **options, prepare_in_background=True, store={"path": str(tmp_path / "pool")})
+    half = SORT.steps // 2
     first.train(until=half)
     saved = save_checkpoint(first, tmp_path / "checkpoints")
     first.train(until=half + 1)
     first.close()
-    second = make(CONFIG, **options, prepare_in_background=True, store={"path": str(tmp_path / "pool")})
+    second = make(SORT, **options, prepare_in_background=True, store={"path": str(tmp_path / "pool")})
     load_checkpoint(second, saved)
     assert second.train() == whole.curve
     assert all(whole.model.state_dict()[name].equal(value) for name, value in second.model.state_dict().items())
