@@ -43,7 +43,7 @@ ROOT = f"shards/{SHARD}.zarr"
 
 
 class TestConformance(FormatConformance):
-    @pytest.fixture(params=FORMATS)
+    @pytest.fixture(params=["raw", "blosc, small chunks", pytest.param("zstd", marks=pytest.mark.campaign)])
     def format(self, request: pytest.FixtureRequest) -> TrajectoryFormat:
         return FORMATS[request.param]
 

@@ -58,39 +58,6 @@ def nothing(slot: int, extent: Extent) -> None:
     """Receive an extent."""
 
 
-def test_a_shard_is_mapped_once_and_what_cannot_be_is_told() -> None:
-    addresses, slots, shards = shown([3, 9, 4])
-    extents: list[tuple[int, Extent]] = []
-    for _ in range(2):
-        assert addresses.ensure(slots, lambda *said: extents.append(said)) == [1]
-    assert shards.opened == addresses.mapped == 2
-    assert extents == [(0, EXTENT), (2, EXTENT)]
-    assert HeldRows(addresses, slots).first[slots[[0, 2]], 0].tolist() == [3000, 4000]
-    assert addresses.partial_maps(slots) == ["file 3", "file 4"]
-    assert addresses.signature[slots].tolist() == [0, -1, 0]
-
-
-def test_shards_that_a_batch_does_not_need_are_unmapped_and_mapped_again() -> None:
-    addresses, slots, shards = shown([1, 2, 3], map_limit=2)
-    addresses.ensure(slots[:2], nothing)
-    addresses.ensure(slots[1:], nothing)
-    assert addresses.signature[slots].tolist() == [-1, 0, 0]
-    addresses.ensure(slots, nothing)
-    assert (addresses.mapped, shards.opened) == (3, 4)
-
-
-def test_a_slot_is_given_out_again_when_its_last_entry_has_left_and_no_copy_runs() -> None:
-    addresses, slots, _ = shown([1, 2])
-    addresses.ensure(slots, nothing)
-    held = HeldRows(addresses, slots)
-    addresses.leave(slots[:1])
-    assert addresses.signature[slots[0]] == -1
-    assert addresses.add_shard(0, 5, 1) == 2
-    held.end()
-    assert addresses.add_shard(0, 6, 1) == slots[0]
-    assert addresses.mapped == 1
-
-
 def test_memory_whose_entries_nobody_has_seen_can_be_withdrawn() -> None:
     addresses, slots, _ = shown([0])
     kept, taken = MappedShard(SCHEMA, [77], keep=object()), MappedShard(SCHEMA, [78], keep=object())
