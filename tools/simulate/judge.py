@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class BrokenPromiseError(Exception):
@@ -43,6 +43,20 @@ class Going:
     before: tuple[frozenset[int], Line]
 
 
+class Known(NamedTuple):
+    """What is known before a listing begins.
+
+    Attributes:
+        must: ids that it shows.
+        gone: ids that it does not show.
+        visits: number of times that the store had begun to go to a snapshot; after another one, both are open.
+    """
+
+    must: set[int]
+    gone: set[int]
+    visits: int
+
+
 @dataclass
 class Model:
     """Calls that were begun and acknowledged, in the order of the world.
@@ -67,6 +81,7 @@ class Model:
         begun: keys of all additions so far.
         going: the change to a snapshot that is under way.
         gone: the newest one that is over, until the saved points are listed; and whether it has happened, if known.
+        visits: number of times that the store has begun to go to a snapshot.
         is_restored: from a mirror; what saved points and pins it has is not known until they are listed.
         values_are_known: until a rollback, which brings back earlier late values.
     """
@@ -92,6 +107,7 @@ class Model:
     gone: tuple[Going, bool | None] | None = None
     values_are_known: bool = True
     is_restored: bool = False
+    visits: int = 0
     _before: tuple[set[int], set[int], set[int]] = field(default_factory=lambda: (set(), set(), set()))
     moment: int = 0
 
@@ -123,6 +139,7 @@ class Model:
             (ids, _), line = self.points[target], {one: held for one, held in self.points.items() if one <= target}
         else:
             ids, line = {**self.pins, **self.asides}[target], self.lines[target]
+        self.visits += 1
         self.going = Going(ids, line, aside, (self.head, dict(self.points)))
         self._before = self.durable, self.evicting, self.evicted
         self.durable, self.evicting, self.evicted = set(), self.evicting | self.keys.keys(), set()
@@ -166,22 +183,28 @@ class Model:
         if expected not in (None, key):
             raise BrokenPromiseError(f"a trajectory does not change: {number} has the key {key}, not {expected}")
 
-    def check_seen(self, seen: Collection[int], must: Collection[int], gone: Collection[int]) -> None:
-        """Ids were listed; ``must`` and ``gone`` are those that were durable, and evicted, before the listing began."""
+    def known(self) -> Known:
+        """Return what a listing that begins now shows, of any process."""
+        return Known(set(self.durable), set(self.evicted), self.visits)
+
+    def check_seen(self, seen: Collection[int], known: Known) -> None:
+        """Ids were listed."""
         self._retain(seen)  # also of additions that have not returned yet
-        lost = sorted(set(must) - set(seen) - self.evicting)
+        if known.visits != self.visits:
+            return
+        lost = sorted(known.must - set(seen) - self.evicting)
         if lost:
             raise BrokenPromiseError(f"acknowledged trajectories are there: {lost} are not among {sorted(seen)}")
-        back = sorted(set(gone) & set(seen) & self.evicted)  # else the store went to a snapshot meanwhile
+        back = sorted(known.gone & set(seen))
         if back:
             raise BrokenPromiseError(f"evicted trajectories stay away: {back}")
 
-    def check_merged(self, keys: Collection[int], must: Mapping[int, int]) -> None:
-        """Stores were merged; ``must`` are keys of trajectories that were durable before, by id."""
+    def check_merged(self, keys: Collection[int], known: Known) -> None:
+        """Stores were merged."""
         if len(set(keys)) < len(keys):
             raise BrokenPromiseError(f"nothing is there twice: {sorted(keys)}")
-        lost = {key for number, key in must.items() if number not in self.evicting} - set(keys)
-        if lost:
+        lost = {self.keys[number] for number in known.must - self.evicting} - set(keys)
+        if lost and known.visits == self.visits:
             raise BrokenPromiseError(
                 f"acknowledged trajectories are there: {sorted(lost)} are not among {sorted(keys)}"
             )
@@ -206,7 +229,7 @@ class Model:
             self.check_read(number, key)
         if len(set(present.values())) < len(present):
             raise BrokenPromiseError(f"nothing is there twice: {sorted(present.values())}")
-        self.check_seen(present, self.durable, self.evicted)
+        self.check_seen(present, self.known())
         self.used = self.used & (self.durable | self.evicted) | present.keys()
         self.keys = dict(present)
         kept = self.used.union(*self.pins.values(), *self.asides.values(), self.gone[0].before[0] if self.gone else ())
@@ -300,4 +323,4 @@ def _compare(what: str, known: Mapping[Any, Iterable[int]], found: Mapping[Any, 
             raise BrokenPromiseError(f"{what} does not change: {name} has {sorted(found[name])}, not {sorted(ids)}")
 
 
-_OF_THE_WORLD = {"given", "begun", "moment", "used", "ever"}
+_OF_THE_WORLD = {"given", "begun", "moment", "used", "ever", "visits"}

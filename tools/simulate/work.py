@@ -272,13 +272,13 @@ class Client:
         store, path = self.store, self.folder / f"copy-{next(self.keys)}"
         if not (store / "metadata.json").exists():
             return
-        must, gone = set(self.model.durable), set(self.model.evicted)
+        known = self.model.known()
         form = self.chance.choice(("pt", "pkl"))
         make = self.chance.choice((copy_store, repair_store, merge_one, partial(convert, trajectory_format=form)))
         with self.may_fail():
             make(store, path)
             with TrajectoryReplayBuffer.open(path) as reader:
-                self.model.check_seen(reader.trajectory_ids.tolist(), must, gone)
+                self.model.check_seen(reader.trajectory_ids.tolist(), known)
                 for number in reader.trajectory_ids.tolist()[:1]:
                     self.model.check_read(number, check(reader.get(number)))
 
@@ -289,12 +289,12 @@ class Client:
         if not whole or not (store / "metadata.json").exists():
             return
         sources = [store, *self.chance.sample(whole, min(len(whole), 2))]
-        must = {number: self.model.keys[number] for number in self.model.durable}
+        known = self.model.known()
         with self.may_fail():
             merge(self.chance.sample(sources, len(sources)), path)
             with TrajectoryReplayBuffer.open(path) as reader:
                 keys = [check(reader.get(number)) for number in reader.trajectory_ids.tolist()]
-            self.model.check_merged(keys, must)
+            self.model.check_merged(keys, known)
 
     def _drawn(self, read: Callable[[], Iterable[int]], *, ahead: bool = False) -> None:
         """Compare keys that were drawn; ``ahead``: before some of them were evicted."""
@@ -379,8 +379,8 @@ class Writer(Client):
 
     def listed(self) -> None:
         """List the shown ids."""
-        must, gone = set(self.model.keys), set(self.model.evicted)
-        self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
+        known = self.model.known()._replace(must={*self.model.keys})
+        self.model.check_seen(self.buffer.trajectory_ids.tolist(), known)
 
     def stats(self) -> None:
         """Read figures."""
@@ -456,13 +456,13 @@ class Writer(Client):
 
     def checkpoint(self) -> None:
         """Save a checkpoint and read it."""
-        must, gone = set(self.model.durable), set(self.model.evicted)
+        known = self.model.known()
         path = self.folder / f"checkpoint-{self.number}"
         self.buffer.save_checkpoint(path)
         with TrajectoryReplayBuffer.open(path) as reader:
             seen = reader.trajectory_ids.tolist()
-            must |= {number for number in self.model.keys if number < max(seen, default=0)}  # it is one moment
-            self.model.check_seen(seen, must, gone)
+            before = {number for number in self.model.keys if number < max(seen, default=0)}  # it is one moment
+            self.model.check_seen(seen, known._replace(must=known.must | before))
             for number in reader.trajectory_ids.tolist()[:1]:
                 self.model.check_read(number, check(reader.get(number)))
 
@@ -524,9 +524,9 @@ class Reader(Client):
 
     def listed(self) -> None:
         """Refresh, and list the shown ids."""
-        must, gone = set(self.model.durable), set(self.model.evicted)
+        known = self.model.known()
         self.buffer.refresh()
-        self.model.check_seen(self.buffer.trajectory_ids.tolist(), must, gone)
+        self.model.check_seen(self.buffer.trajectory_ids.tolist(), known)
 
 
 class RunReader(Reader):
@@ -538,11 +538,11 @@ class RunReader(Reader):
         return (self.model, self.sibling)[rank_of_id(number)], own_id(number)
 
     def listed(self) -> None:
-        known = [(model, set(model.durable), set(model.evicted)) for model in (self.model, self.sibling)]
+        known = [(model, model.known()) for model in (self.model, self.sibling)]
         self.buffer.refresh()
         ids = self.buffer.trajectory_ids
-        for rank, (model, must, gone) in enumerate(known):
-            model.check_seen(own_id(ids[rank_of_id(ids) == rank]).tolist(), must, gone)
+        for rank, (model, before) in enumerate(known):
+            model.check_seen(own_id(ids[rank_of_id(ids) == rank]).tolist(), before)
 
 
 class Annotator(Client):

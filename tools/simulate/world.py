@@ -104,7 +104,7 @@ class World:
         base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
         self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=base))
         self.store = self.folder / "run" / "rank_0" if self.plan.ranks else self.folder / "store"
-        self.sibling = Model(begun=self.model.begun)
+        self.sibling = Model(limit=self.plan.limit, begun=self.model.begun)
         """Of rank 1, in a run."""
         self.ops: list[Op] = []
         self._faults = random.Random(f"faults/{seed}")
