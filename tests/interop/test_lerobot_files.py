@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.interop.test_formats import ODD, read_all
 from trajstore import TrajectoryReplayBuffer
@@ -256,3 +257,20 @@ def test_odd_names_of_folders_are_taken_as_they_are(tmp_path: Path, name: str) -
     done = convert_from(tmp_path / name, tmp_path / "store", "lerobot", check=True)
     assert done.written == 2
     assert [len(states) for states in states_of(tmp_path / "store")] == [2, 2]
+
+
+def test_frames_a_second_may_be_a_column_with_one_value(tmp_path: Path) -> None:
+    """As ``VectorSteps.add(forward_inputs={"fps": ...})`` records them."""
+
+    def block(rates: torch.Tensor) -> Trajectory:
+        ones = torch.ones(4, 1, 1)
+        return Trajectory(rewards=ones, actions=ones, curr_obs={"states": ones}, forward_inputs={"fps": rates})
+
+    steady, uneven = torch.full((4, 1, 1), 50.0), torch.tensor([50.0, 50.0, 25.0, 50.0]).reshape(4, 1, 1)
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([block(steady), block(uneven)])
+    done = convert_to(tmp_path / "store", tmp_path / "set", "lerobot", check=True)
+    assert done.written == 1
+    assert [*done.problems.values()] == ["forward_inputs.fps: must be one number for the whole episode"]
+    assert "forward_inputs" not in done.lost
+    assert json.loads((tmp_path / "set/meta/info.json").read_text())["fps"] == 50

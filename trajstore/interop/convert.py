@@ -225,7 +225,7 @@ def convert_to(
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
         with closing(write(made, Selection(reader, query, stored))) as writer:
             counts.clear()  # of what is written alone
-            _write(Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+            _write(form, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
         result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
         changed = sum(written_counts, Counter[str]())
@@ -281,7 +281,7 @@ def convert_from(
     items = form.read(origin)
     with _staging(path) as made:
         with closing(_StoreWriter(made, trajectory_format, store_frames_once)) as writer:
-            _write(items, writer, result, progress)
+            _write(form, items, writer, result, progress)
         if not result.written:
             reasons = [f"{key}: {why}" for key, why in result.problems.items()]
             found = f"nothing could be converted: {listed(reasons, 3)}" if reasons else f"has no {form.kind}"
@@ -333,7 +333,7 @@ def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Count
 # -- writing ------------------------------------------------------------------------------------------
 
 
-def _write(source: Source, writer: Writer, result: Converted, progress: Progress) -> None:
+def _write(form: Format, source: Source, writer: Writer, result: Converted, progress: Progress) -> None:
     """Write the items in portions; record those that cannot be written."""
     lost: set[str] = set()
 
@@ -342,7 +342,8 @@ def _write(source: Source, writer: Writer, result: Converted, progress: Progress
             try:
                 trajectory = item.load()
                 for part in trajectory if isinstance(trajectory, tuple) else (trajectory,):
-                    lost.update(filter(None, (_field_of(name, result.cannot_carry) for name, _ in _leaves(part))))
+                    names = (name for name, _ in _leaves(part) if name not in form.carries)
+                    lost.update(filter(None, (_field_of(name, result.cannot_carry) for name in names)))
                 yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
             except (TrajstoreError, OSError) as error:
                 result.problems[item.key] = str(error)

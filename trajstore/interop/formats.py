@@ -158,6 +158,7 @@ class Format:
         choose: returns what is written of some rollouts, a row for each item, and the numbers of rollouts that are left
             out by reason; None writes each. Such files are not read; a check compares their rows.
         thoughts: rollouts are written in OpenAI's chat form, with what the model thought or without; None: as they are.
+        carries: leaves of the fields in ``cannot_carry`` that are in these files all the same.
     """
 
     name: str
@@ -169,6 +170,7 @@ class Format:
     second: Callable[[Path], Second] | None = None
     choose: Callable[[Iterable[Item]], tuple[list[Item], Mapping[str, int]]] | None = None
     thoughts: bool | None = None
+    carries: tuple[str, ...] = ()
 
     @property
     def one(self) -> str:

@@ -107,7 +107,7 @@ class _Writer(Writer):
         features = {name: _feature(value) for name, value in values.items()}
         shapes = {"features": features, "scalars": [name for name, value in values.items() if value.ndim == 1]}
         given = trajectory.forward_inputs.get("fps")
-        fps = _FPS if given is None else float(given) or _FPS
+        fps = _FPS if given is None else _frame_rate(given) or _FPS
         if not self._begun:
             if given is None:
                 logger.warning(
@@ -209,6 +209,19 @@ _PANDAS = orjson.dumps(
     }
 ).decode()
 """Says to pandas that the tasks are the index of ``tasks.parquet``, where LeRobot looks for them."""
+
+
+def _frame_rate(value: Any) -> float:
+    """Return frames a second that are given as one number, or as the same one for each step.
+
+    Raises:
+        InvalidTrajectoryError: they are not.
+    """
+    try:
+        (rate,) = set(np.asarray(value, np.float64).reshape(-1).tolist())
+    except (TypeError, ValueError) as error:
+        raise InvalidTrajectoryError("forward_inputs.fps: must be one number for the whole episode") from error
+    return float(rate)
 
 
 def _channels_last(value: Any) -> Any:
@@ -520,5 +533,6 @@ FORMATS = (
         _read,
         lambda path, _: _Writer(path),
         _by_lerobot,
+        carries=("forward_inputs.fps",),
     ),
 )
