@@ -347,7 +347,7 @@ def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: p
     with filled("store", "pt", tmp_path / "store", 1) as buffer:
         buffer.points.pin("kept")
         buffer.points.remove("kpet")
-        assert "no snapshot 'kpet' here (there are: kept)" in caplog.text
+        assert "no snapshot 'kpet' here, nothing is removed from it (there are: kept)" in caplog.text
         caplog.clear()
         buffer.points.remove("kept")
         assert not caplog.records

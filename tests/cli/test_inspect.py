@@ -248,6 +248,19 @@ def _write_until_stopped(path: Path, sent: signal.Signals) -> None:
         os.kill(os.getpid(), sent)
 
 
+def test_a_store_without_a_commit_for_long_is_a_problem_if_asked(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write_store(tmp_path / f"rank_{rank}", range(1))
+    with opened(tmp_path / "rank_2"):
+        pass
+    assert run("inspect", tmp_path, "--max-age", "inf")[0] == DAMAGED
+    *_, told = run.json("inspect", tmp_path, "--max-age", "0", code=DAMAGED)["integrity"]["problems"]
+    assert told == f"{tmp_path}/rank_2: no commit yet (--max-age)"
+    assert "rank_1: the last commit was" in run("inspect", tmp_path, "--max-age", "0")[1]
+    assert run("inspect", tmp_path / "rank_0", "--max-age", "3600")[0] == 0
+    assert "without --trajectory" in run.err("inspect", tmp_path, "--max-age", "1", "--trajectory", "0")
+
+
 def test_a_mirror_without_a_copy_is_a_problem(run: Run, store: Path) -> None:
     record = {"url": "s3://absent/run", "generation": -1, "newest_id": -1, "at": None, "error": None}
     for error, text in ((None, "the mirror has no copy yet"), ("no such bucket", "is not written: no such bucket")):

@@ -127,6 +127,24 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, run:
     assert len(loaded(tmp_path / "rank_0")) == 4
 
 
+def test_the_undo_of_a_run_names_each_rank_and_a_name_that_some_lack_is_removed_from_the_others(
+    tmp_path: Path, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rank in range(2):
+        _fill(tmp_path / f"rank_{rank}")
+    with make(tmp_path / "rank_0") as buffer:
+        add(buffer, [9])
+    done = run.out("rollback", tmp_path, "--step", 750)
+    names = [aside["name"] for rank in range(2) for aside in run.json("inspect", tmp_path / f"rank_{rank}")["aside"]]
+    for rank, name in enumerate(names):
+        assert f"`trajstore rollback {tmp_path}/rank_{rank} --to {name}` undoes this" in done
+    assert names[0] != names[1]
+    points_at(tmp_path).remove(names[0])
+    assert f"rank_1: remove: no snapshot {names[0]!r} here, nothing is removed from it" in caplog.text
+    left = [aside["name"] for rank in range(2) for aside in run.json("inspect", tmp_path / f"rank_{rank}")["aside"]]
+    assert left == names[1:]
+
+
 def test_a_store_that_is_being_written_is_not_rolled_back(path: Path, run: Run) -> None:
     with make(path):
         assert "wri" in run.err("rollback", path, "--step", 750)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -487,3 +489,23 @@ def test_the_package_that_is_lacking_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pl, "__version__", "1.44.2")
     with pytest.raises(MissingDependencyError, match=r"'polars>=2': .*trajstore\[query\]"):
         TrajectoryReplayBuffer().query().ids()
+
+
+@pytest.mark.parametrize("zone", ["EAST-9", "WEST+8"])  # 9 hours before UTC, 8 hours after
+def test_the_present_time_is_in_utc_wherever_the_machine_is(
+    zone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
+        buffer.add_trajectories([AgentTrajectory(task_id="now()", reward=Reward(outcome=0.0))])
+        buffer.flush()
+        at = "cast(committed as timestamp)"
+        for present in ("now()", "NOW( )", "current_timestamp", "current_timestamp()", "localtimestamp"):
+            old = buffer.query().where(f"{at} < {present} - interval '1 hour' or {at} > {present}")
+            assert old.count() == 0, present
+        assert buffer.query().where("task = 'now()' and cast(committed as date) = current_date").count() == 1
+        (row,) = buffer.query().sql(f"select now() - {at} as age from trajectories").rows()
+        assert timedelta() <= row[0] < timedelta(minutes=30)
+    monkeypatch.undo()
+    time.tzset()

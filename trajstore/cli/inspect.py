@@ -73,6 +73,13 @@ def _configure(parser: ArgumentParser) -> None:
         help="read rewards and episodes of the newest N step trajectories; 0 = all (default: 2000)",
     )
 
+    parser.add_argument(
+        "--max-age",
+        type=float,
+        metavar="SECONDS",
+        help="a last commit that is older is a problem (exit code 1), as when the writer is gone or stands still",
+    )
+
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.operations.inspect import MEASURED_AT_MOST, inspect
@@ -87,6 +94,8 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.measure is not None and options.measure < 0:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
+    if options.max_age is not None and options.trajectory is not None:
+        raise ConfigurationError("--max-age is about a store: without --trajectory")
     if options.trajectory is not None:
         report = inspect_trajectory(
             options.path, options.trajectory, options.sample, options.tokenizer, tokens=options.tokens
@@ -95,6 +104,7 @@ def _run(options: Namespace, out: Output) -> int:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
             report = inspect(options.path, measure, bar)
+        report["integrity"]["problems"] += _too_old(report, options.max_age)
     if options.json:
         out.json(report)
     elif options.trajectory is not None:
@@ -103,6 +113,16 @@ def _run(options: Namespace, out: Output) -> int:
     else:
         write_report(report, out, each=options.each)
     return int(bool(report["integrity"]["problems"]))
+
+
+def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
+    """Return a problem for each store without a commit in the last ``max_age`` seconds."""
+    ages = {part["path"]: (part.get("last_commit") or {}).get("age") for part in _leaves(report)}
+    return [
+        f"{path}: {'no commit yet' if age is None else f'the last commit was {_duration(age)} ago'} (--max-age)"
+        for path, age in ages.items()
+        if max_age is not None and (age is None or age > max_age)
+    ]
 
 
 def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> None:

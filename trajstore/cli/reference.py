@@ -53,7 +53,7 @@ def reference() -> str:
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
         f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; other commands name the parts that "
-        "they leave out (`copy` copies them as they are) and process the rest; if nothing can be read, they change "
+        "they leave out and process the rest; `copy` copies nothing, and if nothing can be read, they change "
         "nothing |",
         f"| {FAILED} | failed: no store at the path, a value out of range, a package that is not installed, a full "
         "disk |",

@@ -67,7 +67,8 @@ def _write(done: SnapshotChanges, options: Namespace, out: Output) -> None:
     if done.later_steps:
         out.line(f"  saved points not on its line: {', '.join(map(str, done.later_steps))}")
     if done.aside is not None:
-        out.line(f"  the state that was left is {done.aside}: `trajstore rollback PATH --to {done.aside}` undoes this")
+        undo = f"`trajstore rollback {done.path} --to {done.aside}`"
+        out.line(f"  the state that was left is {done.aside}: {undo} undoes this")
 
 
 COMMAND = Command(
@@ -76,7 +77,8 @@ COMMAND = Command(
     description=(
         "Return a store to a snapshot (trajectories, late values, saved points), in one commit. The state that is "
         "left becomes a snapshot itself, unless it is one already; going to it undoes the rollback. In a run "
-        "directory all stores are rolled back, or none. No writer may have the store open."
+        "directory all stores are rolled back, or none; each names the state that it leaves, so undo it rank by rank. "
+        "No writer may have the store open."
     ),
     configure=_configure,
     run=_run,

@@ -154,7 +154,7 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     return _each(find_place(source), str(target), repair, lenient=True)
 
 
-def _points_note(url: str) -> list[str]:
+def points_note(url: str) -> list[str]:
     """Return a remark if a store has saved points or pins."""
     points = [name for name in open_directory(url).listing(PINS_FOLDER)[0] if name.endswith(".json")]
     note = (
@@ -174,7 +174,7 @@ def _links_note(url: str, copy: str) -> list[str]:
     return [note] if shared else []
 
 
-def _left_out_notes(url: str) -> list[str]:
+def left_out_notes(url: str) -> list[str]:
     """Return remarks on the training ledger in a store's directory, and on its open sessions."""
     notes = []
     if open_directory(url).listing(LEDGER_FOLDER)[0]:
@@ -378,8 +378,8 @@ def _copy(place: Place, target: str, progress: Progress | None, found: Verificat
         copied.left_out = before - unwritten
         copied.problems.append(f"{trajectories(copied.left_out, 'was', 'were')} left out")
     if found is None:
-        copied.notes += _points_note(place.url) if source is None else [source.unwritten_in_words()] * bool(unwritten)
-    copied.notes += _left_out_notes(place.url) + _links_note(place.url, target)
+        copied.notes += points_note(place.url) if source is None else [source.unwritten_in_words()] * bool(unwritten)
+    copied.notes += left_out_notes(place.url) + _links_note(place.url, target)
     return copied
 
 

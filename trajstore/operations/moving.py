@@ -25,7 +25,7 @@ from trajstore._core.sampling.draws import Draws
 from trajstore._core.store.partition import share_of
 from trajstore._core.store.run_ids import ALONE, in_run
 from trajstore.errors import ConfigurationError, trajectories
-from trajstore.operations.copying import Copied, Part, forget_rows, write_stores
+from trajstore.operations.copying import Copied, Part, forget_rows, left_out_notes, points_note, write_stores
 from trajstore.operations.points import absent_ranks
 from trajstore.operations.verification import Progress
 from trajstore.operations.verify import verify_place
@@ -191,6 +191,7 @@ def _shown(stores: Mapping[int, Place], result: Copied, progress: Progress | Non
         part = Copied(store.url, result.target, verification.trajectories - verification.pinned, verification.nbytes)
         part.take(verification, store.url)
         lost += in_run(number, np.array(part.lost, np.int64)).tolist()
+        result.notes += [f"{store.url}: {note}" for note in points_note(store.url) + left_out_notes(store.url)]
         damaged[store.directory.url] = [problem.file for problem in verification.problems]
         result.parts.append(part)
     united = {number: store.directory for number, store in stores.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from trajstore.query.texts import (
     ID,
     checked_ids,
     for_polars,
+    in_utc,
     keys_in,
     named,
     named_columns,
@@ -216,7 +218,7 @@ class Query:
                 frames[TRAINED] = self._trained(shown, all_rows=not self._conditions and self._limit is None)
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
-        statement = for_polars("sql", with_columns(with_numbers(text)))
+        statement = for_polars("sql", _prepared(text))
         try:
             answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
             return named_columns(answer, text)
@@ -433,6 +435,10 @@ def _text(where: str, text: Any) -> str:
     return text
 
 
+def _prepared(text: str) -> str:
+    return with_columns(with_numbers(in_utc(text, datetime.now(UTC))))
+
+
 def _parsed(where: str, text: str) -> Expr:
     """Return an expression; for an incomplete one, the error names the missing part, unlike ``sql_expr``."""
     pl = polars()
@@ -440,7 +446,7 @@ def _parsed(where: str, text: str) -> Expr:
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: has several expressions; pass each as its own argument")
-    text = for_polars(where, with_columns(with_numbers(text)))
+    text = for_polars(where, _prepared(text))
     try:
         parsed: Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:

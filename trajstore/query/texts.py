@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,29 @@ def for_polars(where: str, text: str) -> str:
                 "content ~ '100% done'"
             )
     return "".join(f"{part}e0" if _DECIMAL.fullmatch(part) else part for part in parts(text))
+
+
+_CLOCKS = {"now": "timestamp", "current_timestamp": "timestamp", "localtimestamp": "timestamp", "current_date": "date"}
+
+
+def in_utc(text: str, now: datetime) -> str:
+    """Return a text with the present time in UTC, as times of facts are; Polars takes the local time.
+
+    Args:
+        text: an expression or a statement.
+        now: the present time in UTC.
+    """
+    cells = parts(text)
+    for at, word in enumerate(map(str.lower, cells)):
+        after = [place for place in range(at + 1, len(cells)) if not cells[place].isspace()][:2]
+        called = [cells[place] for place in after] == ["(", ")"]
+        if word not in _CLOCKS or cells[at - 1 : at] == ["."] or not (called or word != "now"):
+            continue
+        kind = _CLOCKS[word]
+        cells[at] = f"{kind} '{now:%Y-%m-%d}'" if kind == "date" else f"{kind} '{now:%Y-%m-%d %H:%M:%S.%f}'"
+        for place in after if called else ():
+            cells[place] = ""
+    return "".join(cells)
 
 
 # -- keys of metadata --------------------------------------------------------------------------------

@@ -252,7 +252,12 @@ class Points:
                 head = catalog.snapshot(name)
             except StoreNotFoundError:
                 names = listed([snapshot.name for snapshot in catalog.snapshots()]) or "none"
-                logger.warning("%s: remove: no snapshot %r here (there are: %s)", self._directory.url, name, names)
+                logger.warning(
+                    "%s: remove: no snapshot %r here, nothing is removed from it (there are: %s)",
+                    self._directory.url,
+                    name,
+                    names,
+                )
                 return
             if head.kind == "aside":
                 points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
