@@ -74,6 +74,7 @@ class Model:
         pins: ids that each pin holds, by name.
         pinning: names of pins that are being set or removed.
         asides: ids that each head that was left holds, by name.
+        unfinished: names of heads of changes that a crash ended before they happened; the next writer removes them.
         lines: saved points that led to a pin or a head that was left, by name, where they are known.
         limit: of retention; older trajectories may be evicted at any moment.
         mirrored: ids that were evicted, and those that were not, of which it is known that the mirror knows.
@@ -97,6 +98,7 @@ class Model:
     pins: dict[str, frozenset[int]] = field(default_factory=dict)
     pinning: set[str] = field(default_factory=set)
     asides: dict[str, frozenset[int]] = field(default_factory=dict)
+    unfinished: set[str] = field(default_factory=set)
     lines: dict[str, Line] = field(default_factory=dict)
     limit: int | None = None
     mirrored: tuple[frozenset[int], frozenset[int]] = (frozenset(), frozenset())
@@ -268,10 +270,8 @@ class Model:
         self._check_saving(found)
         _compare("a saved point", {step: ids for step, (ids, _) in self.points.items()}, found)
         _compare("a head that was left", self.asides, asides)
-        if asides.keys() - self.asides.keys():
-            raise BrokenPromiseError(
-                f"no head is there that was not left: {sorted(asides.keys() - self.asides.keys())}"
-            )
+        if unknown := asides.keys() - self.asides.keys() - self.unfinished:
+            raise BrokenPromiseError(f"no head is there that was not left: {sorted(unknown)}")
 
     def _check_gone(self, found: Mapping[int, Iterable[int]], asides: Mapping[str, Iterable[int]]) -> None:
         """Decide whether the store has gone to a snapshot, and take over the snapshot's line without removed points."""
@@ -281,10 +281,12 @@ class Model:
         contents, line = going.before
         if has_happened is None:
             has_happened = found.keys() <= going.line.keys()
-        self.asides |= dict.fromkeys(asides.keys() - self.asides.keys(), contents)
-        self.lines |= dict.fromkeys(self.asides.keys() & asides.keys() - self.lines.keys(), line)
+        fresh = asides.keys() - self.asides.keys() - self.unfinished
         if not has_happened:
+            self.unfinished |= fresh
             return
+        self.asides |= dict.fromkeys(fresh, contents)
+        self.lines |= dict.fromkeys(self.asides.keys() & asides.keys() - self.lines.keys(), line)
         shared = {step for step, point in going.line.items() if line.get(step) == point}
         if not shared <= found.keys() <= going.line.keys():
             raise BrokenPromiseError(
