@@ -72,7 +72,7 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
         {"role": "user", "name": "anna", "content": "thanks"},
     ]
     calls = [{"message": 0, "model": "big", "seconds": 2, "cost": 0.5, "usage": {"n": 1}}, {"model": 3, "cost": True}]
-    metadata: list[dict[str, Any]] = [{"calls": [*calls, "odd"]}, {"calls": 7}]
+    metadata: list[dict[str, Any]] = [{"calls": [*calls, "odd"], "prompt": "v1"}, {"calls": 7, "prompt": "v2"}]
     buffer = in_memory([AgentTrajectory(messages=said, metadata=metadata.pop(0)) for said in (openai, anthropic)])
     assert buffer.query("messages").select("tool").table()["tool"].to_list() == [
         None,
@@ -85,6 +85,11 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
     rows = buffer.query("calls").select("message", "model", "seconds", "cost", "json").rows()
     assert [tuple(row.values())[:-1] for row in rows] == [(0, "big", 2.0, 0.5), (None, "3", None, None)]
     assert json.loads(rows[0]["json"]) == calls[0]
+    count = "select metadata.prompt as prompt, count(*) as n from {} group by metadata.prompt order by prompt"
+    assert buffer.query().sql(count.format("calls")).rows() == [("v1", 2)]
+    assert buffer.query().sql(count.format("messages")).rows() == [("v1", 3), ("v2", 3)]
+    joined = "select metadata.prompt as p, model from calls join trajectories using (trajectory_id) order by model"
+    assert buffer.query().sql(joined).rows() == [("v1", "3"), ("v1", "big")]
 
 
 CONDITIONS: dict[str, Callable[[Row], bool | None]] = {

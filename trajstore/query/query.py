@@ -209,13 +209,17 @@ class Query:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
         checked_ids("sql", text, _is_run(self.facts()))
-        plan = replace(self, _texts=(text,))._plan(every=True)
-        frames = {self.relation: plan}
+        keyed = replace(self, _texts=(text,))  # with the keys of metadata that it names
         if self.relation == TRAJECTORIES and self.scan is not None and not self._groups:
-            shown = self._collected(self._limited(self._sorted(self._kept())))
+            shown = self._collected(self._limited(self._sorted(keyed._kept())))
+            frames = {self.relation: keyed._plan(every=True, kept=shown.lazy())}
+            if TRAJECTORIES in words(text):  # a join must have these once
+                shown = shown.drop(set(keyed._keys()) - set(self.facts().columns))
             frames |= {name: self.scan(name, shown) for name in RELATIONS}
             if self.trained is not None and TRAINED in words(text):
                 frames[TRAINED] = self._trained(shown, all_rows=not self._conditions and self._limit is None)
+        else:
+            frames = {self.relation: keyed._plan(every=True)}
         context = polars().SQLContext(frames)
         names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
         statement = for_polars("sql", _prepared(text))
@@ -227,13 +231,14 @@ class Query:
                 raise
             raise ConfigurationError(f"{error}; there is {listed(frames)}") from None
 
-    def _plan(self, *, every: bool = False) -> LazyFrame:
+    def _plan(self, *, every: bool = False, kept: LazyFrame | None = None) -> LazyFrame:
         """Return the plan of the answer.
 
         Args:
             every: include all columns, also facts, if none are selected.
+            kept: the rows that match all conditions, if they are known.
         """
-        kept = self._kept()
+        kept = self._kept() if kept is None else kept
         if self._groups:
             groups = [self._group(expression, kept) for expression in self._groups]
             columns = [
