@@ -68,7 +68,8 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
     ]
     anthropic = [
         {"role": "assistant", "content": [{"type": "tool_use", "id": "u", "name": "find", "input": {}}]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "u", "content": "here"}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "v", "name": "seek", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": key, "content": key} for key in "uvu"]},
         {"role": "user", "name": "anna", "content": "thanks"},
     ]
     calls = [{"message": 0, "model": "big", "seconds": 2, "cost": 0.5, "usage": {"n": 1}}, {"model": 3, "cost": True}]
@@ -79,7 +80,8 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
         "seek",
         "look",
         None,
-        "find",
+        None,
+        "find, seek",
         None,
     ]
     rows = buffer.query("calls").select("message", "model", "seconds", "cost", "json").rows()
@@ -87,7 +89,7 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
     assert json.loads(rows[0]["json"]) == calls[0]
     count = "select metadata.prompt as prompt, count(*) as n from {} group by metadata.prompt order by prompt"
     assert buffer.query().sql(count.format("calls")).rows() == [("v1", 2)]
-    assert buffer.query().sql(count.format("messages")).rows() == [("v1", 3), ("v2", 3)]
+    assert buffer.query().sql(count.format("messages")).rows() == [("v1", 3), ("v2", 4)]
     joined = "select metadata.prompt as p, model from calls join trajectories using (trajectory_id) order by model"
     assert buffer.query().sql(joined).rows() == [("v1", "3"), ("v1", "big")]
 

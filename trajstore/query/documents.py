@@ -140,7 +140,8 @@ def _tools(rollouts: Rollouts) -> Iterable[str | None]:
             results = (part.get("tool_use_id") for part in _items(message, "content"))
             ids = (key for key in (message.get("tool_call_id"), *results) if isinstance(key, str))
             is_named = message.get("role") in ("tool", "function") and isinstance(message.get("name"), str)
-            yield next((names[key] for key in ids if key in names), message["name"] if is_named else None)
+            known = ", ".join(dict.fromkeys(names[key] for key in ids if key in names))
+            yield known or (message["name"] if is_named else None)
 
 
 MESSAGES = Documents(
@@ -155,7 +156,7 @@ MESSAGES = Documents(
         "role": ("String", "who speaks", _text("role")),
         "content": ("String", "its text; JSON where it is no text, null where there is none", _text("content")),
         "tool_calls": ("String", "calls of tools, as JSON; null where there are none", _text("tool_calls")),
-        "tool": ("String", "the tool whose result it is; null for other messages", _tools),
+        "tool": ("String", "the tool whose result it is (several with commas); null for other messages", _tools),
         "json": ("String", "all of the message, as JSON", _json),
     },
 )
