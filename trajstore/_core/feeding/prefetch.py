@@ -145,7 +145,8 @@ class Prefetcher(Generic[D, T]):
         self.redrawn += 1
         if self.redrawn == 1:
             logger.warning(
-                "a trajectory was evicted between draw and use; its rows are redrawn; figures() counts this and "
+                "a trajectory left (by eviction, rollback, or to another share) between draw and use; its rows are "
+                "redrawn; figures() counts this and "
                 "later cases in batches_redrawn"
             )
         return self._source.mend(drawn)
