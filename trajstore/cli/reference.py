@@ -51,7 +51,7 @@ def reference() -> str:
         "",
         "| code | meaning |",
         "| --- | --- |",
-        "| 0 | done; `verify`: sound; perhaps also if the reader of the output, such as `head`, closes it before the end |",
+        "| 0 | done; `verify`: sound; perhaps also if the reader of the output, as `head`, closes it before the end |",
         f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; other commands name the parts that "
         "they leave out and process the rest; `copy` copies nothing, and if nothing can be read, they change "
         "nothing |",
