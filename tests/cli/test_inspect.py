@@ -254,8 +254,9 @@ def test_a_store_without_a_commit_for_long_is_a_problem_if_asked(run: Run, tmp_p
     with opened(tmp_path / "rank_2"):
         pass
     assert run("inspect", tmp_path, "--max-age", "inf")[0] == DAMAGED
-    *_, told = run.json("inspect", tmp_path, "--max-age", "0", code=DAMAGED)["integrity"]["problems"]
-    assert told == f"{tmp_path}/rank_2: no commit yet (--max-age)"
+    *_, problem = run.json("inspect", tmp_path, "--max-age", "0", code=DAMAGED)["integrity"]["problems"]
+    assert problem == f"{tmp_path}/rank_2: no commit yet (--max-age)"
+    assert "must be 0 or more" in run.err("inspect", tmp_path, "--max-age", "nan")
     assert "rank_1: the last commit was" in run("inspect", tmp_path, "--max-age", "0")[1]
     assert run("inspect", tmp_path / "rank_0", "--max-age", "3600")[0] == 0
     assert "without --trajectory" in run.err("inspect", tmp_path, "--max-age", "1", "--trajectory", "0")

@@ -94,6 +94,8 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError("--each writes every rank of a run as text: without --trajectory, and without --json")
     if options.measure is not None and options.measure < 0:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
+    if options.max_age is not None and not options.max_age >= 0:
+        raise ConfigurationError(f"--max-age {options.max_age}: must be 0 or more seconds")
     if options.max_age is not None and options.trajectory is not None:
         raise ConfigurationError("--max-age is about a store: without --trajectory")
     if options.trajectory is not None:
@@ -117,7 +119,8 @@ def _run(options: Namespace, out: Output) -> int:
 
 def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
     """Return a problem for each store without a commit in the last ``max_age`` seconds."""
-    ages = {part["path"]: (part.get("last_commit") or {}).get("age") for part in _leaves(report)}
+    stores = [part for part in _leaves(report) if part["kind"] == "store"]
+    ages = {store["path"]: (store["last_commit"] or {}).get("age") for store in stores}
     return [
         f"{path}: {'no commit yet' if age is None else f'the last commit was {_duration(age)} ago'} (--max-age)"
         for path, age in ages.items()

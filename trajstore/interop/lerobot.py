@@ -403,11 +403,7 @@ def _trajectory(info: Mapping[str, Any], values: Mapping[str, Any], tasks: Seque
         else:
             inputs[name] = value
     fields.setdefault("rewards", torch.full((len(tasks), 1, 1), torch.nan))  # unknown
-    if not own and not fields.keys() & {
-        "dones",
-        "terminations",
-        "truncations",
-    }:  # a recording: its end's kind is unknown
+    if not own and not fields.keys() & {"dones", "terminations", "truncations"}:  # a recording, ended somehow
         fields["dones"] = torch.arange(1, len(tasks) + 1)[:, None, None] == len(tasks)
     task = tasks[0] if len(set(tasks)) == 1 and not by_step else tasks
     return Trajectory(

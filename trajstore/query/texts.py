@@ -94,11 +94,12 @@ def in_utc(text: str, now: datetime) -> str:
     """
     cells = parts(text)
     for at, word in enumerate(map(str.lower, cells)):
+        if (kind := _CLOCKS.get(word)) is None or cells[at - 1 : at] == ["."]:
+            continue
         after = [place for place in range(at + 1, len(cells)) if not cells[place].isspace()][:2]
         called = [cells[place] for place in after] == ["(", ")"]
-        if word not in _CLOCKS or cells[at - 1 : at] == ["."] or not (called or word != "now"):
+        if word == "now" and not called:  # a column
             continue
-        kind = _CLOCKS[word]
         cells[at] = f"{kind} '{now:%Y-%m-%d}'" if kind == "date" else f"{kind} '{now:%Y-%m-%d %H:%M:%S.%f}'"
         for place in after if called else ():
             cells[place] = ""
