@@ -246,7 +246,10 @@ def test_damaged_lines_are_named_and_hide_no_others(tmp_path: Path, capsys: pyte
         assert f"in.jsonl: line {number} was left out: {message}" in out
     with TrajectoryReplayBuffer.open(tmp_path / "out") as reader:
         assert [reader.get(number).input_ids.tolist() for number in reader.trajectory_ids.tolist()] == [[1]]
-    for text, message in (("", "has no rollouts"), ("{", "nothing could be converted: line 1: is not JSON")):
+    for text, message in (
+        ("", "has no rollouts"),
+        ("{", "nothing could be converted: line 1 was left out: is not JSON"),
+    ):
         source.write_text(text)
         assert main(["convert", str(source), str(tmp_path / "none"), *words]) == 2
         assert message in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -229,6 +229,67 @@ def test_episodes_that_cross_blocks_stay_whole(name: str, tmp_path: Path, caplog
     done = convert_to(tmp_path / "other", tmp_path / "out-2", name)
     assert "is cut there, because actions differs" in caplog.text
     assert len(done.problems) == 3, "episodes of other actions than the first"
+
+
+def test_a_store_with_values_of_whole_blocks_becomes_either_data_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With an instruction and frames a second, as the page on conversions sets them, and further ones for Minari."""
+    ends = torch.zeros(6, 2, 1, dtype=torch.bool)
+    ends[2::3] = True
+    states = torch.arange(12.0).reshape(6, 2, 1)
+
+    def block(**inputs: Any) -> Trajectory:
+        return Trajectory(
+            actions=states,
+            rewards=states,
+            dones=ends,
+            terminations=ends,
+            truncations=ends & False,
+            curr_obs={"states": states, "task": "balance"},
+            next_obs={"states": states + 2},
+            forward_inputs={"fps": 50} | inputs,
+        )
+
+    more = {
+        "gains": torch.tensor([1.5, float("nan")]),
+        "of": {"arm": None, "joints": ["a", "b"], "seed": torch.tensor(3)},
+    }
+    plain, full = stored(tmp_path / "plain", [block()]), stored(tmp_path / "full", [block(**more)])
+    for name, path, target in (("lerobot", plain, "set"), ("minari", plain, "set-v0"), ("minari", full, "full-v0")):
+        assert main(["convert", str(path), str(tmp_path / target), "--to", name, "--check"]) == 0
+        assert f"{target}: 4 episodes, 4 compared" in capsys.readouterr().out
+        assert main(["convert", str(tmp_path / target), str(tmp_path / f"of {target}"), "--from", name, "--check"]) == 0
+    for episode in read_all(tmp_path / "of full-v0"):
+        assert isinstance(episode, Trajectory)
+        assert (episode.curr_obs["task"], "task" in episode.next_obs) == ("balance", False)
+        assert differences(episode, replace(episode, forward_inputs={"fps": 50} | more)) == []
+    assert main(["convert", str(tmp_path / "of set-v0"), str(tmp_path / "again"), "--to", "lerobot"]) == 0
+    assert json.loads((tmp_path / "again/meta/info.json").read_text())["fps"] == 50
+    assert [episode.curr_obs["task"] for episode in read_all(tmp_path / "of set")] == ["balance"] * 4
+
+
+def test_episodes_without_a_place_are_named_by_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A conversion of which nothing remains leaves no target, so that the next one has its name."""
+    ends = torch.tensor([True, True, True, True, True])[:, None, None]
+
+    def block(number: int) -> Trajectory:
+        rows = torch.arange(5.0).reshape(5, 1, 1)
+        flags = {} if number == 1 else {"terminations": ends, "truncations": ends & False}
+        seen = {"curr_obs": {"states": rows}, "next_obs": {"states": rows + 1}}
+        return Trajectory(actions=rows, rewards=rows, dones=ends, **seen, **flags)
+
+    some = stored(tmp_path / "some", [block(0), block(1)])
+    words = ["convert", str(some), str(tmp_path / "set-v0"), "--to", "minari"]
+    assert main([*words, "--where", "trajectory_id = 1"]) == 2
+    reason = (
+        "5 were left out (trajectory 1, episode 0; trajectory 1, episode 1; trajectory 1, episode 2; ...): has no "
+        "terminations, which this format needs"
+    )
+    assert f"{some}: nothing could be converted: {reason}" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["some"]
+    assert main(words) == 1
+    assert f"{some}: {reason}; dones do not tell terminations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["minari", "lerobot"])

@@ -147,7 +147,7 @@ def _write(options: Namespace, done: Exchanged, out: Output) -> None:
             f"had messages only: {done.tokenized:,}, which have the tokenizer's tokens now;"
             f" {done.without_log_probs:,} of them are replayed with the current policy's log-probs"
         )
-    out.problems([f"{done.source}: {problem}" for problem in done.problems], done.source)
+    out.problems([f"{done.source}: {problem}" for problem in done.problems], f"{done.source}: ")
     if done.unreadable:
         out.line(
             f"{done.source}: {trajectories(done.unreadable, 'is', 'are')} damaged and left out; see `trajstore verify`"

@@ -89,7 +89,7 @@ def _foreign(options: Namespace, out: Output) -> int:
     if lost := form.not_read if options.origin else done.lost:
         place = "a store" if options.origin else form.name
         out.line(f"not converted, because {place} has no place for it: {listed(lost, 99)}")
-    out.problems([f"{options.source}: {key} was left out: {why}" for key, why in done.problems.items()], options.source)
+    out.problems([f"{options.source}: {line}" for line in done.reasons()], f"{options.source}: ")
     if done.left_out:
         kind = "of steps" if form.kind == "rollouts" else "of agents"
         have = trajectories(done.left_out, f"{kind} was left out", f"{kind} were left out")

@@ -118,6 +118,18 @@ class Converted:
         """Whether nothing was left out because of damage."""
         return not self.problems and self.damage is None
 
+    def reasons(self) -> list[str]:
+        """Return a line for each reason why items were left out, with their number and the first ones."""
+        keys = defaultdict(list)
+        for key, why in self.problems.items():
+            keys[why].append(key)
+        return [
+            f"{of[0]} was left out: {why}"
+            if len(of) == 1
+            else f"{len(of):,} were left out ({'; '.join([*of[:3], *['...'] * (len(of) > 3)])}): {why}"
+            for why, of in keys.items()
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
         return asdict(self)
@@ -173,7 +185,7 @@ def convert_to(
 
     Raises:
         ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown or cannot be
-            written; or the condition is wrong.
+            written; the condition is wrong; or no item could be converted.
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
         TrajstoreError: the source cannot be opened.
@@ -225,7 +237,7 @@ def convert_to(
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
         with closing(write(made, Selection(reader, query, stored))) as writer:
             counts.clear()  # of what is written alone
-            _write(form, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+            _write(form, source, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
         result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
         changed = sum(written_counts, Counter[str]())
@@ -281,11 +293,9 @@ def convert_from(
     items = form.read(origin)
     with _staging(path) as made:
         with closing(_StoreWriter(made, trajectory_format, store_frames_once)) as writer:
-            _write(form, items, writer, result, progress)
+            _write(form, origin, items, writer, result, progress)
         if not result.written:
-            reasons = [f"{key}: {why}" for key, why in result.problems.items()]
-            found = f"nothing could be converted: {listed(reasons, 3)}" if reasons else f"has no {form.kind}"
-            raise ConfigurationError(f"{origin}: {found}")
+            raise ConfigurationError(f"{origin}: has no {form.kind}")
         if check:
             with TrajectoryReplayBuffer.open(made, verify_shards=True) as reader:
                 rows = [{"trajectory_id": number} for number in reader.trajectory_ids.tolist()]
@@ -333,8 +343,14 @@ def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Count
 # -- writing ------------------------------------------------------------------------------------------
 
 
-def _write(form: Format, source: Source, writer: Writer, result: Converted, progress: Progress) -> None:
-    """Write the items in portions; record those that cannot be written."""
+def _write(
+    form: Format, origin: str | Path, source: Source, writer: Writer, result: Converted, progress: Progress
+) -> None:
+    """Write the items in portions; record those that cannot be written.
+
+    Raises:
+        ConfigurationError: none can be written; says why.
+    """
     lost: set[str] = set()
 
     def encoded() -> Iterator[tuple[Any, int, int]]:
@@ -352,6 +368,8 @@ def _write(form: Format, source: Source, writer: Writer, result: Converted, prog
         writer.append([content for content, *_ in portion])
         result.written += len(portion)
         progress(portion[-1][2], source.total)
+    if result.problems and not result.written:
+        raise ConfigurationError(f"{origin}: nothing could be converted: {listed(result.reasons(), 3)}")
     result.lost = [name for name in result.cannot_carry if name in lost]
     writer.finish()
 

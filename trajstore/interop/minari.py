@@ -19,6 +19,8 @@ import numpy.typing as npt
 import orjson
 import torch
 
+from trajstore._core.columns.fields import DICT_FIELDS, nest, unnest
+from trajstore._core.columns.values import document_of, leaves_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
@@ -45,6 +47,9 @@ _ACTIONS = "actions"
 
 _PADDED = "trajstore_padded"
 """Metadata of an episode: names of infos without a value after the last step."""
+
+_FIXED = "trajstore_values"
+"""Metadata of an episode: its values without a row for each step, as JSON text."""
 
 _JPEG = np.array([0xFF, 0xD8], np.uint8)
 """First bytes of a JPEG image."""
@@ -90,6 +95,12 @@ def _space(value: Any) -> dict[str, Any]:
     return {"type": "Box", "dtype": str(kind), "shape": list(shape), "low": low, "high": high}
 
 
+def _has_rows(value: Any, steps: int) -> bool:
+    if isinstance(value, list):
+        return len(value) in (steps, steps + 1) and all(isinstance(item, str) for item in value)
+    return isinstance(value, torch.Tensor) and value.dim() >= 2
+
+
 def _padded(value: Any, rows: int) -> Any:
     """Return arrays with zeros appended up to a number of rows."""
     if isinstance(value, dict):
@@ -121,6 +132,12 @@ class _Writer(Writer):
             if getattr(trajectory, name) is None:
                 also = "; dones do not tell terminations from truncations" if name != "rewards" else ""
                 raise InvalidTrajectoryError(f"has no {name}, which this format needs{also}")
+        columns = {name: arrays_of(getattr(trajectory, name), name).reshape(-1) for name in _NEEDED}
+        steps = len(columns["rewards"])
+        given = unnest({name: getattr(trajectory, name) for name in DICT_FIELDS})
+        plain = {name: value for name, value in given.items() if name in DICT_FIELDS or _has_rows(value, steps)}
+        fixed = {name: value for name, value in given.items() if name not in plain}
+        trajectory = replace(trajectory, **({name: {} for name in DICT_FIELDS} | nest(plain)))
         if not trajectory.curr_obs or not trajectory.next_obs:
             raise InvalidTrajectoryError("has no curr_obs and next_obs, which this format needs")
         inputs = arrays_of(trajectory.forward_inputs, "forward_inputs")
@@ -131,8 +148,6 @@ class _Writer(Writer):
         observations = _joined(before, after, "")
         if list(observations) == [_STATES]:
             observations = observations[_STATES]
-        columns = {name: arrays_of(getattr(trajectory, name), name).reshape(-1) for name in _NEEDED}
-        steps = len(columns["rewards"])
         ended = columns["terminations"] | columns["truncations"]
         if not np.array_equal(arrays_of(trajectory.dones, "dones").reshape(-1)[-steps:], ended):
             raise InvalidTrajectoryError(
@@ -156,7 +171,8 @@ class _Writer(Writer):
         kinds = [_with_shapes(field, values.get(field.name)) for field in whole.schema]
         # Minari takes an episode to be one batch
         parquet.write_table(whole.cast(arrow.schema(kinds)), part, row_group_size=steps + 1)
-        return part.getvalue(), {"total_steps": steps, _PADDED: padded}
+        metadata = {"total_steps": steps, _PADDED: padded}
+        return part.getvalue(), metadata | ({_FIXED: orjson.dumps(document_of(fixed)).decode()} if fixed else {})
 
     def append(self, encoded: Sequence[tuple[bytes, dict[str, Any]]]) -> None:
         for content, metadata in encoded:
@@ -367,7 +383,9 @@ def _trajectory(
     episode, infos = _steps(columns), _tensors(columns.get("infos") or {}, slice(None))
     dones = _tensors(columns["terminations"] | columns["truncations"], slice(None))[..., None]
     inputs = _cut(infos, set(metadata.get(_PADDED, ())), steps) | episode.forward_inputs
-    return replace(episode, model_weights_id=UNKNOWN_WEIGHTS, dones=dones, forward_inputs=inputs)
+    by_step = {"curr_obs": episode.curr_obs, "next_obs": episode.next_obs, "forward_inputs": inputs}
+    values = nest(unnest(by_step) | leaves_of(json.loads(metadata.get(_FIXED, "{}"))))
+    return replace(episode, model_weights_id=UNKNOWN_WEIGHTS, dones=dones, **values)
 
 
 def _steps(columns: Mapping[str, Any]) -> Trajectory:
