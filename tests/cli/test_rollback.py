@@ -85,8 +85,11 @@ def test_a_dry_run_says_what_the_rollback_then_does(path: Path, run: Run) -> Non
     assert loaded(path) == {number: number for number in range(4)}
     again = run.json("rollback", path, "--to", done["aside"])
     assert planned == {**again, "dry_run": True}
-    assert (again["trajectories"], again["aside"]) == (5, None)
+    assert (again["trajectories"], again["aside"], again["left"]) == (5, None, "step-750.0")
     assert loaded(path) == left
+    undo = f"the state that was left is {done['aside']}: `trajstore rollback {path} --to {done['aside']}` undoes this"
+    assert undo in run.out("rollback", path, "--step", 750)
+    run.out("rollback", path, "--to", done["aside"])
     assert run.json("rollback", path, "--to", "mine")["leaving"] == 0
 
 

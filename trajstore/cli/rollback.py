@@ -48,7 +48,7 @@ def _json(path: str, changes: Sequence[SnapshotChanges]) -> dict[str, Any]:
     names = ("trajectories", "leaving", "leaving_bytes", "returning", "values", "values_back")
     sums = {name: sum(getattr(change, name) for change in changes) for name in names}
     parts = [change.to_json() for change in changes]
-    return {"path": path, "to": changes[0].to, **sums, "aside": None, "later_steps": [], "parts": parts}
+    return {"path": path, "to": changes[0].to, **sums, "aside": None, "left": None, "later_steps": [], "parts": parts}
 
 
 def _write(done: SnapshotChanges, options: Namespace, out: Output) -> None:
@@ -66,9 +66,9 @@ def _write(done: SnapshotChanges, options: Namespace, out: Output) -> None:
         out.line(f"  late values that do not count any more: {done.values:,}; that count again: {done.values_back:,}")
     if done.later_steps:
         out.line(f"  saved points not on its line: {', '.join(map(str, done.later_steps))}")
-    if done.aside is not None:
-        undo = f"`trajstore rollback {done.path} --to {done.aside}`"
-        out.line(f"  the state that was left is {done.aside}: {undo} undoes this")
+    if done.left is not None:
+        undo = f"`trajstore rollback {done.path} --to {done.left}`"
+        out.line(f"  the state that was left is {done.left}: {undo} undoes this")
 
 
 COMMAND = Command(

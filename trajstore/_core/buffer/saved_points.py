@@ -277,6 +277,7 @@ def _left(changes: SnapshotChanges) -> str:
         ("saved points on another line", len(changes.later_steps)),
     )
     parts = [f"{effect}: {count:,}" for effect, count in counted_changes if count]
-    if (left := changes.aside) is not None:
-        parts.append(f"points.go_to({left!r}) undoes this, points.remove({left!r}) deletes what was left")
+    if (left := changes.left) is not None:
+        deletes = f", points.remove({left!r}) deletes what was left" if changes.aside else ""
+        parts.append(f"points.go_to({left!r}) undoes this{deletes}")
     return "; ".join(parts)

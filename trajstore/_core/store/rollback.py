@@ -29,6 +29,8 @@ class SnapshotChanges:
         values_back: number of late values that count again.
         later_steps: steps of the saved points that are not on the snapshot's line.
         aside: name given to the head that is left; None if it has a name already or is deleted.
+        left: name of the head that is left, ``aside`` or the one that it has already; None if nothing changes, or it is
+            deleted.
     """
 
     path: str
@@ -41,6 +43,7 @@ class SnapshotChanges:
     values_back: int
     later_steps: tuple[int, ...]
     aside: str | None
+    left: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the changes as JSON values."""
@@ -93,7 +96,9 @@ def plan_change(catalog: Catalog, name: str | int, aside: bool, commits: int = 0
     mine = catalog.notes.kept(catalog.index["trajectory_id"])
     leaving, values, values_back = int(leaves.sum()), mine.count_not_in(notes), notes.count_not_in(mine)
     is_empty = not (leaving or returning or values or values_back) and tuple(head.name for head in present) == line
-    named = not aside or is_empty or _has_a_name(catalog, mine, line)
+    kept = aside and not is_empty
+    name_before = _name_of_head(catalog, mine, line) if kept else None
+    new_name = aside_name(catalog.generation + commits + 1) if kept and name_before is None else None
     changes = SnapshotChanges(
         catalog.directory.url,
         name,
@@ -104,13 +109,14 @@ def plan_change(catalog: Catalog, name: str | int, aside: bool, commits: int = 0
         values,
         values_back,
         tuple(head.step or 0 for head in present if head.name not in line),
-        None if named else aside_name(catalog.generation + commits + 1),
+        new_name,
+        name_before or new_name,
     )
     return Plan(to, notes, line, changes, is_empty)
 
 
-def _has_a_name(catalog: Catalog, notes: Notes, reachable: tuple[str, ...]) -> bool:
-    """Return whether the head equals a head that was left, or one of some saved points.
+def _name_of_head(catalog: Catalog, notes: Notes, reachable: tuple[str, ...]) -> str | None:
+    """Return the name of a head that was left, or of one of some saved points, that equals the head.
 
     Args:
         catalog: of the store.
@@ -124,5 +130,5 @@ def _has_a_name(catalog: Catalog, notes: Notes, reachable: tuple[str, ...]) -> b
         if np.array_equal(head.ids, ranges) and catalog.present_line(head) == line:
             theirs = catalog.values_of(head)
             if not notes.count_not_in(theirs) and not theirs.count_not_in(notes):
-                return True
-    return False
+                return head.name
+    return None
