@@ -111,7 +111,7 @@ class Plan:
 def plan(chance: random.Random, training: random.Random) -> Plan:
     """Return the choices of a seed; each call and fault exists in a part of the seeds only."""
     chosen = _plan(chance)
-    if chosen.mirror or chosen.sessions or chosen.faults or chosen.ranks or training.random() >= 0.2:
+    if chosen.mirror or chosen.sessions or chosen.faults or chosen.ranks or training.random() >= 0.06:
         return chosen
     crashes = *(training.choice(("kill", "kill all", "power")) for _ in range(2)), "none"
     reads = {name: weight for name, weight in chosen.reads.items() if name != "merged"}  # it adds again what it lost
@@ -152,7 +152,7 @@ def _plan(chance: random.Random) -> Plan:
         writers=chance.choice((2, 3) if "give" in theme else (1, 1, 2, 3)),
         readers=chance.choice((0, 0, 1, 2)),
         annotators=chance.choice((1, 2) if "give" in theme else (0, 0, 1, 2)),
-        calls=12 if {"give", "back"} & {*theme} else chance.choice((4, 8, 12)),
+        calls=(9 if {"give", "back"} & {*theme} else chance.choice((3, 6, 9))) - lives + 1,
         lives=lives,
         crashes=ends,
         moments=(*moments, ""),
