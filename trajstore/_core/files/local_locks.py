@@ -87,8 +87,8 @@ class LocalWriterLock(WriterLock):
             holder = os.pread(descriptor, 4096, 0)
         return StoreLockedError(
             f"{self._root.path} is being written by {describe_holder(holder)}; "
-            "close that writer, open the directory for reading, or record to a directory per process: rank_0, rank_1, "
-            "... in one folder, which is read as one store",
+            "change it from there, close that writer, open the directory for reading, or record to a directory per "
+            "process: rank_0, rank_1, ... in one folder, which is read as one store",
             brief=may_be_brief(holder),
         )
 
