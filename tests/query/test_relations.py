@@ -48,6 +48,7 @@ def messages_of(added: list[AgentTrajectory]) -> list[Row]:
                 | {name: v if v is None or isinstance(v, str) else _json(v) for name, v in texts.items()}
                 | {
                     "tool": message.get("name") if message.get("role") == "tool" else None,
+                    "arguments": None,
                     "json": _json(message),
                     "outcome": rollout.reward.outcome if rollout.reward else None,
                 }
@@ -60,23 +61,27 @@ def _json(value: Any) -> str:
 
 
 def test_calls_of_models_and_the_tools_of_results() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"at": 1}'}}
     openai = [
-        {"role": "assistant", "tool_calls": [call, {"id": "c2", "function": "seek", "arguments": {}}]},
+        {"role": "assistant", "tool_calls": [call, {"id": "c2", "function": "seek", "arguments": {"at": 2}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "here"},
         {"role": "tool", "tool_call_id": "c2", "content": "there"},
         {"role": "tool", "tool_call_id": "lost", "name": "look", "content": "no"},
     ]
     anthropic = [
         {"role": "assistant", "content": [{"type": "tool_use", "id": "u", "name": "find", "input": {}}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "v", "name": "seek", "input": {}}]},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "v", "name": "seek", "input": {"at": 3}}]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": key, "content": key} for key in "uvu"]},
         {"role": "user", "name": "anna", "content": "thanks"},
     ]
     calls = [{"message": 0, "model": "big", "seconds": 2, "cost": 0.5, "usage": {"n": 1}}, {"model": 3, "cost": True}]
     metadata: list[dict[str, Any]] = [{"calls": [*calls, "odd"], "prompt": "v1"}, {"calls": 7, "prompt": "v2"}]
     buffer = in_memory([AgentTrajectory(messages=said, metadata=metadata.pop(0)) for said in (openai, anthropic)])
-    assert buffer.query("messages").select("tool").table()["tool"].to_list() == [
+    answers = buffer.query("messages").select("tool", "arguments").table()
+    assert answers["arguments"].drop_nulls().to_list() == ['{"at": 1}', '{"at":2}', '{}\n{"at":3}\n{}']
+    assert answers["tool"].to_list() == [
         None,
+        "find",
         "seek",
         "look",
         None,
@@ -89,7 +94,7 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
     assert json.loads(rows[0]["json"]) == calls[0]
     count = "select metadata.prompt as prompt, count(*) as n from {} group by metadata.prompt order by prompt"
     assert buffer.query().sql(count.format("calls")).rows() == [("v1", 2)]
-    assert buffer.query().sql(count.format("messages")).rows() == [("v1", 3), ("v2", 4)]
+    assert buffer.query().sql(count.format("messages")).rows() == [("v1", 4), ("v2", 4)]
     joined = "select metadata.prompt as p, model from calls join trajectories using (trajectory_id) order by model"
     assert buffer.query().sql(joined).rows() == [("v1", "3"), ("v1", "big")]
 
@@ -114,7 +119,7 @@ message = st.fixed_dictionaries(
         "content": st.sampled_from(
             ["caf\u00e9", "", "a\r\nb\x00\u2028", None, [{"type": "text", "text": "\u00e9"}], 7]
         ),
-        "tool_calls": st.sampled_from([None, [{"function": {"name": "find", "arguments": "{}"}}], []]),
+        "tool_calls": st.sampled_from([None, [{"function": {"name": "find", "arguments": '{"at": 1}'}}], []]),
         "name": st.just("x"),
     },
 )

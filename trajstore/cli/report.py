@@ -169,9 +169,10 @@ def write_trajectory(report: dict[str, Any], out: Output, full: bool = False) ->
         more = {name: value for name, value in report["metadata"].items() if name != "session" or not report["session"]}
         _write_values("metadata", summarized(more), out, full)
     messages = report.get("messages", ())
-    from trajstore.query.documents import tools_by_id
+    from trajstore.query.documents import calls_by_id, name_of
 
-    names = tools_by_id(message for message in messages if isinstance(message, dict))
+    calls = calls_by_id(message for message in messages if isinstance(message, dict))
+    names = {key: name_of(call) for key, call in calls.items()}
     for number, message in enumerate(messages):
         _write_message(number, message, names, out, full)
     parts = report.get("token_parts", ())

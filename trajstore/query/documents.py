@@ -127,21 +127,37 @@ def name_of(call: Object) -> str:
     return str(function.get("name", "a tool") if isinstance(function, dict) else function)
 
 
-def tools_by_id(messages: Iterable[Object]) -> dict[str, str]:
-    """Return the names of the called tools, by the ids of their calls."""
+def arguments_of(call: Object) -> str | None:
+    """Return the arguments of a call, as JSON, or the text that the model gave."""
+    function = call.get("function")
+    return text_of((function if isinstance(function, dict) else call).get("arguments", call.get("input")))
+
+
+def calls_by_id(messages: Iterable[Object]) -> dict[str, Object]:
+    """Return the calls of tools by their ids."""
     calls = (call for message in messages for call in calls_in(message))
-    return {call["id"]: name_of(call) for call in calls if isinstance(call.get("id"), str)}
+    return {call["id"]: call for call in calls if isinstance(call.get("id"), str)}
+
+
+def _answered(messages: Sequence[Object]) -> Iterable[tuple[Object, list[Object]]]:
+    """Yield each message with the calls whose results it has."""
+    calls = calls_by_id(messages)
+    for message in messages:
+        results = (part.get("tool_use_id") for part in _items(message, "content"))
+        ids = (key for key in (message.get("tool_call_id"), *results) if isinstance(key, str))
+        yield message, [calls[key] for key in ids if key in calls]
 
 
 def _tools(rollouts: Rollouts) -> Iterable[str | None]:
-    for messages in rollouts:
-        names = tools_by_id(messages)
-        for message in messages:
-            results = (part.get("tool_use_id") for part in _items(message, "content"))
-            ids = (key for key in (message.get("tool_call_id"), *results) if isinstance(key, str))
-            is_named = message.get("role") in ("tool", "function") and isinstance(message.get("name"), str)
-            known = ", ".join(dict.fromkeys(names[key] for key in ids if key in names))
-            yield known or (message["name"] if is_named else None)
+    for message, calls in chain.from_iterable(map(_answered, rollouts)):
+        is_named = message.get("role") in ("tool", "function") and isinstance(message.get("name"), str)
+        known = ", ".join(dict.fromkeys(map(name_of, calls)))
+        yield known or (message["name"] if is_named else None)
+
+
+def _arguments(rollouts: Rollouts) -> Iterable[str | None]:
+    for _, calls in chain.from_iterable(map(_answered, rollouts)):
+        yield "\n".join(arguments_of(call) or "" for call in calls) if calls else None
 
 
 MESSAGES = Documents(
@@ -157,6 +173,7 @@ MESSAGES = Documents(
         "content": ("String", "its text; JSON where it is no text, null where there is none", _text("content")),
         "tool_calls": ("String", "calls of tools, as JSON; null where there are none", _text("tool_calls")),
         "tool": ("String", "the tool whose result it is (several with commas); null for other messages", _tools),
+        "arguments": ("String", "the arguments of that tool's call, a line for each call; else null", _arguments),
         "json": ("String", "all of the message, as JSON", _json),
     },
 )
