@@ -286,7 +286,7 @@ def test_episodes_without_a_place_are_named_by_reason(tmp_path: Path, capsys: py
         "5 were left out (trajectory 1, episode 0; trajectory 1, episode 1; trajectory 1, episode 2; ...): has no "
         "terminations, which this format needs"
     )
-    assert f"{some}: nothing could be converted: {reason}" in capsys.readouterr().err
+    assert f"{tmp_path / 'set-v0'}: nothing could be converted: {reason}" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["some"]
     assert main(words) == 1
     assert f"{some}: {reason}; dones do not tell terminations" in capsys.readouterr().out

@@ -12,13 +12,14 @@ import torch
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from tests.stores import writer_to
-from trajstore import TrajectoryReplayBuffer
+from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.interop.convert import convert_from, convert_to
 from trajstore.interop.gymnasium import VectorSteps
 from trajstore.operations.inspect import inspect
 from trajstore.samplers import EpochSampler
+from trajstore.trajectory import get_model_weights_id
 
 GAMMA = 0.9
 
@@ -163,6 +164,53 @@ def test_episodes_in_many_blocks_are_converted_as_the_environments_saw_them(
         codes = [code_of(reader.get(number).curr_obs).flatten().tolist() for number in reader.trajectory_ids.tolist()]
     seen = [[step[0] for step in episode] for witness in witnesses for episode in witness.episodes if episode]
     assert sorted(codes) == sorted(seen)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("seed", range(3))
+def test_each_episode_becomes_a_block_as_its_environment_saw_it(tmp_path: Path, mode: AutoresetMode, seed: int) -> None:
+    """Taken after any number of steps, also none; resets cut episodes whose steps were taken, and others."""
+    choice = np.random.default_rng(seed)
+    witnesses = [Witness(number, "dict") for number in range(1, 5)]
+    environment = SyncVectorEnv([lambda w=w: w for w in witnesses], autoreset_mode=mode, copy=False)  # type: ignore[misc]
+    steps, taken = VectorSteps(environment), []
+    steps.reset(environment.reset(seed=seed)[0])
+    environment.action_space.seed(seed)
+    for number in range(120):
+        actions = environment.action_space.sample()
+        steps.add(actions, environment.step(actions), versions=np.full(4, number, np.float32))
+        if mode is AutoresetMode.DISABLED and steps.ended.any():
+            mask = steps.ended
+            steps.reset(environment.reset(options={"reset_mask": mask})[0], mask)
+        if choice.random() < 0.3:
+            taken += steps.take_episodes()
+        if choice.random() < 0.1:
+            steps.reset(environment.reset(seed=number)[0])
+        if choice.random() < 0.1:
+            taken += steps.take_episodes()
+    ended = taken + steps.take_episodes()
+    rest = steps.take_episodes(unfinished=True)
+    assert (steps.take_episodes(unfinished=True), len(steps)) == ([], 0)
+    assert [bool(episode.dones[-1]) for episode in [*ended, *rest]] == [True] * len(ended) + [False] * len(rest)
+    assert len(rest) == sum(bool(witness.episodes[-1]) and not _has_ended(witness) for witness in witnesses)
+    found: dict[int, list[Any]] = {number: [] for number in range(1, 5)}
+    for episode in [*ended, *rest]:
+        codes, then = code_of(episode.curr_obs)[:, 0].tolist(), code_of(episode.next_obs)[:, 0].tolist()
+        columns = [getattr(episode, name).flatten().tolist() for name in ("rewards", "terminations")]
+        found[codes[0] // 1_000_000].append(list(zip(codes, then, *columns, strict=True)))
+        assert episode.dones[:-1].sum() == 0
+        assert torch.equal(episode.dones, episode.terminations | episode.truncations)
+        assert episode.versions.flatten().diff().eq(1).all()
+    assert found == {n: [episode for episode in w.episodes if episode] for n, w in enumerate(witnesses, start=1)}
+    with writer_to(tmp_path) as buffer:
+        ids = buffer.add_trajectories([*ended, *rest])
+        annotate(buffer, ids, {"outcome": [float(len(episode.rewards) > 8) for episode in (*ended, *rest)]})
+        long = buffer.query().where("outcome = 1").select("steps", "version_low", "version_high").rows()
+        assert {(row["steps"], row["version_high"] - row["version_low"]) for row in long} == {(9, 8)}
+        kept = [buffer.get(number) for number in ids]
+        assert [one.model_weights_id for one in kept] == [get_model_weights_id(one.versions) for one in kept]
+    with pytest.raises(ConfigurationError, match="not both"):
+        steps.take()
 
 
 class WithoutFinal(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):

@@ -123,12 +123,11 @@ class Converted:
         keys = defaultdict(list)
         for key, why in self.problems.items():
             keys[why].append(key)
-        return [
-            f"{of[0]} was left out: {why}"
-            if len(of) == 1
-            else f"{len(of):,} were left out ({'; '.join([*of[:3], *['...'] * (len(of) > 3)])}): {why}"
-            for why, of in keys.items()
-        ]
+        lines = []
+        for why, of in keys.items():
+            first = "; ".join(of[:3]) + "; ..." * (len(of) > 3)
+            lines.append(f"{len(of):,} were left out ({first}): {why}" if of[1:] else f"{first} was left out: {why}")
+        return lines
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""
@@ -237,7 +236,7 @@ def convert_to(
                 raise ConfigurationError(f"convert: {source}: no {form.one}s: {listed(left_out, 9) or 'no rollouts'}")
         with closing(write(made, Selection(reader, query, stored))) as writer:
             counts.clear()  # of what is written alone
-            _write(form, source, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+            _write(form, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
         result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
         changed = sum(written_counts, Counter[str]())
@@ -293,7 +292,7 @@ def convert_from(
     items = form.read(origin)
     with _staging(path) as made:
         with closing(_StoreWriter(made, trajectory_format, store_frames_once)) as writer:
-            _write(form, origin, items, writer, result, progress)
+            _write(form, items, writer, result, progress)
         if not result.written:
             raise ConfigurationError(f"{origin}: has no {form.kind}")
         if check:
@@ -343,9 +342,7 @@ def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Count
 # -- writing ------------------------------------------------------------------------------------------
 
 
-def _write(
-    form: Format, origin: str | Path, source: Source, writer: Writer, result: Converted, progress: Progress
-) -> None:
+def _write(form: Format, source: Source, writer: Writer, result: Converted, progress: Progress) -> None:
     """Write the items in portions; record those that cannot be written.
 
     Raises:
@@ -369,7 +366,7 @@ def _write(
         result.written += len(portion)
         progress(portion[-1][2], source.total)
     if result.problems and not result.written:
-        raise ConfigurationError(f"{origin}: nothing could be converted: {listed(result.reasons(), 3)}")
+        raise ConfigurationError(f"{result.target}: nothing could be converted: {listed(result.reasons(), 3)}")
     result.lost = [name for name in result.cannot_carry if name in lost]
     writer.finish()
 

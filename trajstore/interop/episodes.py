@@ -79,7 +79,7 @@ class Joiner:
             else:
                 self._waiting.append(part)
             newest[environment] = part
-        if border is None and not all(_has_ended(part.trajectory) for part in newest.values()):
+        if border is None and not all(has_ended(part.trajectory) for part in newest.values()):
             logger.warning(
                 "convert: blocks lack dones, or observations in curr_obs and next_obs, which show whether an episode "
                 "goes on in another block: each is taken to end with its block"
@@ -102,7 +102,8 @@ class Joiner:
         yield from self._waiting
 
 
-def _has_ended(episode: Trajectory) -> bool:
+def has_ended(episode: Trajectory) -> bool:
+    """Return whether the last step of an episode ends it."""
     ends = (getattr(episode, name) for name in _FLAGS)
     return any(bool(flags[-1].any()) for flags in ends if flags is not None)
 
@@ -123,16 +124,24 @@ def _border(block: Trajectory) -> Border | None:
 
 def _append(one: Part, other: Part, key: str) -> bool:
     """Append the steps of another part to an episode; False, with a warning, if their fields differ."""
-    names = [item.name for item in fields(Trajectory) if item.name not in _OF_BLOCKS]
-    first, second = one.trajectory, other.trajectory
-    counts = steps_of(first), steps_of(second)
     try:
-        values = {name: _both(name, getattr(first, name), getattr(second, name), *counts) for name in names}
+        one.trajectory = joined(one.trajectory, other.trajectory)
     except ValueError as error:
         logger.warning("convert: %s goes on in %s, but is cut there, because %s differs", one.key, key, error)
         return False
-    one.key, one.trajectory, one.block = f"{one.key}, and {key}", replace(first, **values), other.block
+    one.key, one.block = f"{one.key}, and {key}", other.block
     return True
+
+
+def joined(first: Trajectory, second: Trajectory) -> Trajectory:
+    """Return an episode of the steps of two parts, with the fields of blocks of the first.
+
+    Raises:
+        ValueError: they cannot be joined; names the field that differs.
+    """
+    names = [item.name for item in fields(Trajectory) if item.name not in _OF_BLOCKS]
+    counts = steps_of(first), steps_of(second)
+    return replace(first, **{name: _both(name, getattr(first, name), getattr(second, name), *counts) for name in names})
 
 
 def _both(name: str, one: Any, other: Any, steps: int, more: int) -> Any:

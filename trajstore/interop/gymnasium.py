@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from trajstore._core.columns.limits import shown
 from trajstore._core.columns.values import from_numpy
 from trajstore.builder import EmbodiedRolloutResult
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
+from trajstore.interop.episodes import episodes_of, has_ended, joined
 from trajstore.trajectory import ChunkStepResult, Trajectory, copied
 
 MODES = ("next_step", "same_step", "disabled")
@@ -26,7 +28,8 @@ class VectorSteps:
     """Collects the steps of a vector environment, and makes trajectories ``[T, B, ...]`` of them.
 
     Call :meth:`reset` with the result of every ``env.reset``, :meth:`add` with that of every ``env.step``, and
-    :meth:`take` for the steps collected since the last one. Everything is copied.
+    :meth:`take` for the steps collected since the last one, or :meth:`take_episodes` for each episode by itself.
+    Everything is copied.
 
     ========== =====================================================================================
     mode       stored
@@ -70,6 +73,9 @@ class VectorSteps:
         self._result = EmbodiedRolloutResult(int(limit or 0) if longest is None else longest)
         self._current: dict[str, Any] | None = None
         self._ended: Flags = np.zeros(0, np.bool_)
+        self._open: dict[int, Trajectory] = {}
+        """Steps that ``take_episodes`` keeps, by environment."""
+        self._by_episode: bool | None = None
 
     @property
     def ended(self) -> Flags:
@@ -99,6 +105,10 @@ class VectorSteps:
             there = counted(len(self._ended), "environment")
             raise InvalidTrajectoryError(f"observations: of {counted(count, 'environment')}, the steps are of {there}")
         self._result.mark_last_step_truncated(torch.from_numpy(which))
+        for environment, episode in self._open.items() if not len(self) else ():
+            for flags in (episode.truncations, episode.dones):
+                if flags is not None and which[environment]:
+                    flags[-1] = True
         ended = self._ended if len(self._ended) == count else np.zeros(count, np.bool_)
         self._current, self._ended = current, ended & ~which
 
@@ -168,7 +178,9 @@ class VectorSteps:
 
         Raises:
             InvalidTrajectoryError: there are no steps, or steps differ in a field.
+            ConfigurationError: ``take_episodes`` was called before.
         """
+        self._choose(by_episode=False)
         if not len(self):
             raise InvalidTrajectoryError("no steps were collected")
         if last_values is not None:
@@ -176,6 +188,45 @@ class VectorSteps:
         trajectory = self._result.to_trajectory()
         self._result.clear()
         return trajectory
+
+    def take_episodes(self, *, unfinished: bool = False) -> list[Trajectory]:
+        """Return the episodes that have ended since the last call, each as a trajectory ``[n, 1, ...]``.
+
+        Steps of other episodes are kept for a later call. The order is that of the environments, then of time.
+
+        Args:
+            unfinished: also return the steps of the episodes under way, as at the end of a training; their other steps
+                become episodes of their own.
+
+        Raises:
+            InvalidTrajectoryError: steps differ in a field.
+            ConfigurationError: ``take`` was called before.
+        """
+        self._choose(by_episode=True)
+        episodes: list[Trajectory] = []
+        parts, self._open = [*self._open.items()], {}
+        if len(self):
+            parts += episodes_of(self._result.to_trajectory())
+            self._result.clear()
+        for environment, part in sorted(parts, key=lambda found: found[0]):
+            before = self._open.pop(environment, None)
+            try:
+                episode = part if before is None else joined(before, part)
+            except ValueError as error:
+                raise InvalidTrajectoryError(f"{error}: the steps of an episode differ in this field") from error
+            if has_ended(episode):
+                episodes.append(episode)
+            else:
+                self._open[environment] = episode
+        if unfinished:
+            episodes += self._open.values()
+            self._open = {}
+        return [replace(episode, model_weights_id="") for episode in episodes]  # set of its own versions when added
+
+    def _choose(self, *, by_episode: bool) -> None:
+        if self._by_episode not in (None, by_episode):
+            raise ConfigurationError("call take or take_episodes of these steps, not both: they would share episodes")
+        self._by_episode = by_episode
 
     def _tensors(self, observations: Any) -> dict[str, Any]:
         """Return observations as nested dicts of tensors, which share their memory."""
