@@ -15,13 +15,14 @@ from tests.remote.stores import add, is_sound, level, make
 from tests.stores import keys_at, keys_of
 from tests.support.waiting import wait_until
 from tests.support.witness import witness
-from trajstore import Mirror, TrajectoryReplayBuffer, annotate
+from trajstore import Mirror, Retention, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.base import Buffer, EncodedFile
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
+from trajstore.operations.mending import compact, prune
 from trajstore.operations.verify import verify
 from trajstore.points import points_at
 from trajstore.remote.mirror import mirror as mirror_module
@@ -311,6 +312,74 @@ def test_what_the_store_notes_of_its_mirror_is_not_old(tmp_path: Path) -> None:
             level(buffer)
         wait_until(lambda: (inspect(tmp_path / "store")["mirror"] or {}).get("newest_id") == 2)
     assert inspect(tmp_path / "store")["mirror"]["newest_id"] == 2
+
+
+def _retained(path: Path) -> None:
+    with make(path, None, retention=Retention(max_trajectories=2)):
+        pass
+
+
+def _rolled_back(path: Path) -> None:
+    points_at(path).rollback(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _rolled_back,
+        _retained,
+        lambda path: annotate(path, [0], {"judge": [1.0]}),
+        lambda path: pytest.importorskip("polars") and prune(path, "trajectory_id < 1"),
+        lambda path: evict_and_compact(path),
+    ],
+    ids=["rollback", "retention", "annotate", "prune", "compact"],
+)
+def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Path], object]
+) -> None:
+    path, place = tmp_path / "store", tmp_path / "mirror"
+    with make(path, place) as buffer:
+        add(buffer, [0, 1])
+        buffer.points.save(1)
+        add(buffer, [2])
+        level(buffer)
+    assert inspect(path)["integrity"]["problems"] == []
+    assert "mirror" not in caplog.text
+    change(path)
+    change(path)
+    assert caplog.text.count(f"{path}: is opened for writing without its mirror {place}, which does not follow") == 1
+    report = inspect(path)
+    [problem] = report["integrity"]["problems"]
+    assert problem == f"{place}: the mirror is not written: {report['mirror']['error']}"
+    assert "and no running writer has opened it with mirror=..." in problem
+    with make(path, place) as buffer:
+        level(buffer)
+        expected = keys_of(buffer)
+    assert inspect(path)["integrity"]["problems"] == []
+    assert keys_at(place) == expected
+    change(path)
+    (path / "mirrored.json").unlink()
+    assert inspect(path)["integrity"]["problems"] == []
+
+
+def evict_and_compact(path: Path) -> None:
+    with make(path, None) as buffer:
+        buffer.evict([buffer.trajectory_ids.tolist()[0]])
+    compact(path)
+
+
+def test_a_living_writer_without_the_mirror_does_not_feed_it(tmp_path: Path) -> None:
+    path, place = tmp_path / "store", Mirror(tmp_path / "mirror", interval=30.0)
+    with make(path, place) as buffer:
+        add(buffer, [0])
+    with make(path, place) as buffer:
+        level(buffer)
+        add(buffer, [1])
+        assert inspect(path)["integrity"]["problems"] == [], "perhaps behind, but fed"
+    with make(path, None) as buffer:
+        assert inspect(path)["integrity"]["problems"] == [], "not changed"
+        add(buffer, [2])
+        assert "the store has 1 commit more" in str(inspect(path)["integrity"]["problems"])
 
 
 def test_a_mirror_elsewhere_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from trajstore._core.base.clock import microseconds
 from trajstore._core.columns.fields import Axis
@@ -27,7 +26,8 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
-from trajstore.errors import CorruptStoreError, StoreError
+from trajstore._core.writing.opening import mirror_record
+from trajstore.errors import CorruptStoreError, StoreError, counted
 from trajstore.ledger import LEDGER_FOLDER
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.late_values import waiting_values
@@ -37,7 +37,6 @@ from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support
 from trajstore.operations.statistics import Facts, columns_report, figures, ids_report
 from trajstore.operations.verification import Progress
-from trajstore.remote.mirror.options import MIRRORED_NAME
 
 Report = dict[str, Any]
 
@@ -247,13 +246,14 @@ def _report(
     integrity = _integrity(catalog, sizes)
     integrity["problems"][:0] = [str(problem).removeprefix(f"{directory.url}/") for problem in damage]
     late = waiting_values(catalog)
-    mirror, ledger = _mirror(directory, index["trajectory_id"]), _ledger(directory, sizes, integrity["problems"])
+    writer = _writer(directory)  # before the record that it renews: that of a closed one is its last
+    mirror, ledger = _mirror(catalog, writer), _ledger(directory, sizes, integrity["problems"])
     integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
     integrity["problems"] += _mirror_problems(mirror, catalog.generation)
     return {
         "kind": "store",
         "path": directory.url,
-        "writer": _writer(directory),
+        "writer": writer,
         "last_commit": _last_commit(catalog),
         "trajectories": len(index),
         "samples": index.total_samples,
@@ -365,26 +365,31 @@ def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
     return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}
 
 
-def _mirror(directory: Directory, ids: npt.NDArray[np.int64]) -> Report | None:
-    """Return the writer's last record on the mirror; None if there is none or it is unreadable.
+def _mirror(catalog: Catalog, writer: Report | None) -> Report | None:
+    """Return the last record on the mirror of a store; None if there is none or it is unreadable.
 
     Args:
-        directory: directory of the store.
-        ids: ascending ids of its live trajectories.
+        catalog: of the store.
+        writer: of the store, as :func:`_writer` returned it just before.
 
     Returns:
         ``url``, ``generation`` and ``newest_id`` of the mirror (None: nothing was copied yet), ``behind`` (number of
         live trajectories missing there), ``at`` (Unix time of the last publication, or None), ``error`` (of the last
-        attempt, or None).
+        attempt, or that the store has changed since and no running writer copies it, or None).
     """
-    try:
-        record = orjson.loads(directory.read(MIRRORED_NAME))
-        newest = int(record["newest_id"])
-        values = {name: record[name] for name in ("url", "generation", "newest_id", "at", "error")}
-        values |= {name: None for name in ("generation", "newest_id") if values[name] < 0}
-    except (OSError, CorruptStoreError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+    if (record := mirror_record(catalog.directory)) is None:
         return None
-    return values | {"behind": int((ids > newest).sum())}
+    since, generation = record.pop("since"), record["generation"]
+    behind = int((catalog.index["trajectory_id"] > record["newest_id"]).sum())
+    is_fed = writer is not None and writer["state"] in ("running", None) and writer["since"] == since
+    if record["error"] is None and 0 <= generation < catalog.generation and not is_fed:
+        changes = counted(catalog.generation - generation, "commit")
+        record["error"] = (
+            f"the store has {changes} more, and no running writer has opened it with mirror=...; the next one that "
+            "does copies them"
+        )
+    record |= {name: None for name in ("generation", "newest_id") if record[name] < 0}
+    return record | {"behind": behind}
 
 
 def _mirror_problems(mirror: Report | None, generation: int) -> list[str]:

@@ -36,6 +36,7 @@ from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.notes import Note
 from trajstore._core.store.row_notes import Rows
 from trajstore._core.writing.groups import Batch, random_uuids
+from trajstore._core.writing.opening import warn_of_mirror
 from trajstore._core.writing.options import WriterOptions
 from trajstore._core.writing.writer import StoreWriter
 from trajstore.errors import (
@@ -288,7 +289,9 @@ class StoreSink(Sink):
         callback = None if on_commit is None else partial(_call_on_commit, weakref.ref(self))
         after = view.retention.compress_after
         self.writer = StoreWriter(directory, trajectory_format, once, options, metadata, view, after, callback)
-        if mirroring is not None:
+        if mirroring is None:
+            warn_of_mirror(directory)
+        else:
             self.mirror = mirroring.StoreMirror(self.writer.log, mirror, target, metadata)
         # Releases the lock after an interrupt at any point, unless the writer is closed first.
         self._finalizer = weakref.finalize(self, _close_quietly, self.mirror, self.writer)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
+
+import orjson
 
 from trajstore._core.files.base import FULL, Directory, WriterLock
 from trajstore._core.store.catalog import Catalog
@@ -12,7 +15,7 @@ from trajstore._core.store.saved_points import PINS_FOLDER
 from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore._core.writing.fencing import fence
 from trajstore._core.writing.maintenance import STORE_FOLDERS, Garbage, Snapshots, check_unused
-from trajstore.errors import ConfigurationError, StoreLockedError, StoreWriteError, written
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreLockedError, StoreWriteError, written
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +33,41 @@ def check_not_mirror(directory: Directory) -> None:
         )
 
 
+MIRRORED_NAME = "mirrored.json"
+"""File in a store's directory with its mirror's state, for tools. Written by the writer; not part of the store."""
+
+
+def mirror_record(directory: Directory) -> dict[str, Any] | None:
+    """Return the last record on a store's mirror; None if there is none or it is unreadable.
+
+    Returns:
+        ``url``, ``generation``, ``newest_id``, ``at`` and ``error``, as in
+        :class:`~trajstore.remote.mirror.options.MirrorState`, and ``since``, that of the lock of the writer that wrote
+        it.
+    """
+    try:
+        record = orjson.loads(directory.read(MIRRORED_NAME))
+        numbers = {name: int(record[name]) for name in ("generation", "newest_id")}
+        return numbers | {name: record[name] for name in ("url", "at", "error")} | {"since": record.get("since")}
+    except (OSError, CorruptStoreError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def warn_of_mirror(directory: Directory) -> None:
+    """Warn once per process, before a change without a mirror, if the store has one."""
+    if (record := mirror_record(directory)) is not None and directory.url not in _warned:
+        _warned.add(directory.url)
+        logger.warning(
+            "%s: is opened for writing without its mirror %s, which does not follow until a writer opens the store "
+            "with mirror=%r. For a store that is to have no mirror any more, delete %s there",
+            directory.url,
+            record["url"],
+            record["url"],
+            MIRRORED_NAME,
+        )
+
+
+_warned: set[str] = set()
 _PATIENCE, _PAUSE = 5.0, 0.01
 """Seconds for which a writer waits for a tool that holds the lock for a moment, and between its attempts."""
 

@@ -9,7 +9,7 @@ from trajstore._core.files.base import Directory
 from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
-from trajstore._core.writing.opening import lock_store
+from trajstore._core.writing.opening import lock_store, warn_of_mirror
 from trajstore._core.writing.points import Points
 
 
@@ -29,6 +29,7 @@ def held_log(directory: Directory, *, wait: bool = True) -> Iterator[CommitLog]:
     metadata = parse_metadata(directory.read(METADATA_NAME), source)
     kept = {name: metadata.get(name) for name in ("trajectory_format", "seed")}
     with lock_store(directory, brief=True, wait=wait):
+        warn_of_mirror(directory)
         log = CommitLog(directory, lambda: kept)
         yield log
         log.close()

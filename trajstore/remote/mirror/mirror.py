@@ -22,8 +22,9 @@ from trajstore._core.base.interrupts import WaitList, start_thread
 from trajstore._core.files.base import Directory, EncodedFile, ReaderLease
 from trajstore._core.files.opening import nested, open_directory
 from trajstore._core.writing.commit_log import CommitLog
+from trajstore._core.writing.opening import MIRRORED_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError, trajectories
-from trajstore.remote.mirror.options import MIRRORED_NAME, Mirror, MirrorState
+from trajstore.remote.mirror.options import Mirror, MirrorState
 from trajstore.remote.mirror.replica import Replica, as_text
 from trajstore.remote.mirror.source import Line, Picture, Tail
 
@@ -54,6 +55,7 @@ class StoreMirror:
         self._metadata = metadata
         self._directory = log.directory
         self._target = target
+        self._since: float | None = None
         self._replica = Replica(self._target, self._directory)
         self._opened = False
         self._tail = Tail(self._directory)
@@ -182,6 +184,7 @@ class StoreMirror:
     def _step(self) -> bool:
         """Advance the mirror by one step; return whether there is more to do."""
         if not self._opened:
+            self._since = self._directory.writer().get("since")
             self._replica = Replica(self._target, self._directory)
             self._tail = Tail(self._directory)
             self._replica.open(self._log)
@@ -292,7 +295,7 @@ class StoreMirror:
             return
         self._told_at = now
         document = {name: getattr(state, name) for name in ("generation", "newest_id", "at")}
-        document |= {"url": as_text(state.url), "error": state.error and as_text(state.error)}
+        document |= {"since": self._since, "url": as_text(state.url), "error": state.error and as_text(state.error)}
         try:
             self._directory.publish([EncodedFile(MIRRORED_NAME, [orjson.dumps(document)])])
         except (OSError, TrajstoreError) as error:

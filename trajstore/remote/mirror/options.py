@@ -11,9 +11,6 @@ from typing import Annotated, Any
 from trajstore._core.base.arguments import check_instance, check_kind, path_or_url
 from trajstore._core.base.settings import Seconds, Settings
 
-MIRRORED_NAME = "mirrored.json"
-"""File in a store's directory with its mirror's state, for tools. Written by the writer; not part of the store."""
-
 _MAPPING = partial(check_instance, kind=Mapping, wanted="a dict")
 
 
