@@ -20,6 +20,7 @@ from trajstore.cli import DAMAGED
 from trajstore.cli.output import format_bytes
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
+from trajstore.points import points_at
 
 
 @pytest.mark.parametrize("trajectory_format", FORMATS)
@@ -53,8 +54,8 @@ def test_report_of_a_store(run: Run, tmp_path: Path, trajectory_format: str) -> 
     }
     assert report["integrity"]["problems"] == []
     told = run.json("inspect", path)
-    assert told["last_commit"]["age"] >= report["last_commit"]["age"] >= 0
-    assert told | {"last_commit": report["last_commit"]} == report
+    assert told["last_addition"]["age"] >= report["last_addition"]["age"] >= 0
+    assert told | {"last_addition": report["last_addition"]} == report
     out = " ".join(run.out("inspect", path).split())
     for expected in (
         f"live bytes {format_bytes(report['live_bytes'])} shard bytes {format_bytes(report['shard_bytes'])}",
@@ -214,7 +215,7 @@ def test_verdict_and_writer_are_first_and_all_values_are_text(run: Run, tmp_path
         assert (writer["pid"], writer["state"]) == (os.getpid(), "running")
     out = " ".join(run.out("inspect", path).split())
     for expected in (
-        "writer none last commit",
+        "writer none last addition",
         "other points step-9.0 step-10.0 step-11.0",
         "step-9.0, step-10.0, step-11.0 `trajstore rollback PATH --to NAME` goes there again",
         "ids gaps 3",
@@ -248,17 +249,20 @@ def _write_until_stopped(path: Path, sent: signal.Signals) -> None:
         os.kill(os.getpid(), sent)
 
 
-def test_a_store_without_a_commit_for_long_is_a_problem_if_asked(run: Run, tmp_path: Path) -> None:
+def test_a_store_without_an_addition_for_long_is_a_problem_if_asked(run: Run, tmp_path: Path) -> None:
     for rank in range(2):
         write_store(tmp_path / f"rank_{rank}", range(1))
     with opened(tmp_path / "rank_2"):
         pass
     assert run("inspect", tmp_path, "--max-age", "inf")[0] == DAMAGED
     *_, problem = run.json("inspect", tmp_path, "--max-age", "0", code=DAMAGED)["integrity"]["problems"]
-    assert problem == f"{tmp_path}/rank_2: no commit yet (--max-age)"
+    assert problem == f"{tmp_path}/rank_2: no trajectory (--max-age)"
     assert "must be 0 or more" in run.err("inspect", tmp_path, "--max-age", "nan")
-    assert "rank_1: the last commit was" in run("inspect", tmp_path, "--max-age", "0")[1]
+    assert "rank_1: the last addition was" in run("inspect", tmp_path, "--max-age", "0")[1]
     assert run("inspect", tmp_path / "rank_0", "--max-age", "3600")[0] == 0
+    before = inspect(tmp_path / "rank_0")["last_addition"]["at"]
+    points_at(tmp_path / "rank_0").pin("now")
+    assert inspect(tmp_path / "rank_0")["last_addition"]["at"] == before, "other changes are no additions"
     assert "without --trajectory" in run.err("inspect", tmp_path, "--max-age", "1", "--trajectory", "0")
 
 

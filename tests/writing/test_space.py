@@ -251,11 +251,17 @@ def test_inspect_tells_what_is_live_what_lies_on_disk_and_who_reads(tmp_path: Pa
         source.evict([0, 1])
         report = inspect(tmp_path)
         assert report["live_bytes"] == source.get_stats()["live_bytes"]
-        assert report["shard_bytes"] == disk(tmp_path)
-        assert report["shard_bytes"] == source.get_stats()["shard_bytes"] + source.get_stats()["held_bytes"]
+        stats = source.get_stats()
+        assert report["shard_bytes"] == stats["shard_bytes"] == disk(tmp_path) - stats["held_bytes"]
         assert [f"process {os.getpid()} on " in lease["holder"] for lease in report["readers"]] == [True]
+        [kept] = report["kept_on_disk"]
+        assert (kept["names"], kept["bytes"]) == ([], stats["held_bytes"])
+        assert kept["readers"] == [lease["holder"] for lease in report["readers"]]
+        with reader_of(tmp_path):
+            assert inspect(tmp_path)["kept_on_disk"] == [kept], "only what keeps them is named"
         reader.close()
-        assert inspect(tmp_path)["readers"] == []
+        report = inspect(tmp_path)
+        assert (report["readers"], report["kept_on_disk"]) == ([], [])
 
 
 def test_who_opens_keeps_only_what_it_will_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

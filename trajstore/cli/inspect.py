@@ -29,7 +29,8 @@ _UNLESS_ZERO = (
 
 _BELOW = {
     "aside": "`trajstore rollback PATH --to NAME` goes there again",
-    "kept_on_disk": f"evicted trajectories; their bytes are free when all the names of a row are removed: {REMOVE}",
+    "kept_on_disk": f"evicted trajectories; their bytes are free when all the names of a row are removed: {REMOVE}; "
+    "what readers keep, when they refresh, close or end",
 }
 
 _LABELS = {"tokens": "tokens_per_rollout", "response_tokens": "response_tokens_per_rollout"}
@@ -77,7 +78,7 @@ def _configure(parser: ArgumentParser) -> None:
         "--max-age",
         type=float,
         metavar="SECONDS",
-        help="a last commit that is older is a problem (exit code 1), as when the writer is gone or stands still",
+        help="a last addition that is older is a problem (exit code 1), as when the writer is gone or stands still",
     )
 
 
@@ -118,11 +119,11 @@ def _run(options: Namespace, out: Output) -> int:
 
 
 def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
-    """Return a problem for each store without a commit in the last ``max_age`` seconds."""
+    """Return a problem for each store without an addition in the last ``max_age`` seconds."""
     stores = [part for part in _leaves(report) if part["kind"] == "store"]
-    ages = {store["path"]: (store["last_commit"] or {}).get("age") for store in stores}
+    ages = {store["path"]: (store["last_addition"] or {}).get("age") for store in stores}
     return [
-        f"{path}: {'no commit yet' if age is None else f'the last commit was {_duration(age)} ago'} (--max-age)"
+        f"{path}: {'no trajectory' if age is None else f'the last addition was {_duration(age)} ago'} (--max-age)"
         for path, age in ages.items()
         if max_age is not None and (age is None or age > max_age)
     ]
@@ -148,8 +149,8 @@ def write_report(report: dict[str, Any], out: Output, *, each: bool = False) -> 
         del shown["ids_left"]
     if "writer" in report:
         shown["writer"] = _writer(report["writer"])
-    if last := report.get("last_commit"):
-        shown["last_commit"] = f"{cell('at', last['at'])} UTC, {_duration(last['age'])} ago"
+    if last := report.get("last_addition"):
+        shown["last_addition"] = f"{cell('at', last['at'])} UTC, {_duration(last['age'])} ago"
     if (mirror := report.get("mirror")) is not None and mirror["generation"] is None:
         shown["mirror"] = {**mirror, "generation": "never copied"}
     if not report.get("compressed", {}).get("shards"):
@@ -242,10 +243,11 @@ COMMAND = Command(
     name="inspect",
     summary="show what is in a store, checkpoint or run directory",
     description=(
-        "Show integrity at a glance, the writer and whether it runs, the last commit, totals, columns, rewards, "
+        "Show integrity at a glance, the writer and whether it runs, the last addition, totals, columns, rewards, "
         "episodes, policy versions, absent ids and readers. "
         "'Size on disk' counts all files, 'live bytes' the columns of the trajectories shown; shards also have "
-        "headers and evicted or pinned rows. For a folder, all stores below it are counted. "
+        "headers and evicted or pinned rows, 'kept on disk' what pins and readers keep. "
+        "For a folder, all stores below it are counted. "
         "Reads RLinf's directories too. A writer may be running. Writes nothing but a reader's lease "
         "while a writer has the store open. Exit code 1: problems are listed, a mirror's error among them."
     ),

@@ -26,6 +26,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore._core.store.salvage import open_leniently
+from trajstore._core.store.shard_table import shard_number
 from trajstore._core.writing.opening import mirror_record
 from trajstore.errors import CorruptStoreError, StoreError, counted
 from trajstore.ledger import LEDGER_FOLDER
@@ -58,11 +59,13 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
         ``invalid_steps`` (steps that ``samples`` leaves out, see :class:`~trajstore.Trajectory`),
-        ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of all shard files, needed or not),
-        ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``), ``mirror`` (state of the mirror, or
-        None), ``writer`` (``pid``, ``host``, ``since`` of the lock's process, and its ``state``: ``"running"``,
-        ``"stopped"``, ``"gone"``, or None if unknown; None without a writer), ``last_commit`` (``at``, Unix time of
-        the newest trajectory's commit, and ``age`` in seconds), ``ledger`` (``steps``, the ``first`` and ``last``,
+        ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of the shard files that these and
+        the snapshots need), ``kept_on_disk`` (what snapshots keep of evicted trajectories, by ``names``; without names,
+        what open ``readers`` keep), ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``),
+        ``mirror`` (state of the mirror, or None), ``writer`` (``pid``, ``host``, ``since`` of the lock's process, and
+        its ``state``: ``"running"``, ``"stopped"``, ``"gone"``, or None if unknown; None without a writer),
+        ``last_addition`` (``at``, Unix time at which the newest trajectory that is still on disk was committed, and
+        ``age`` in seconds; other commits have no time), ``ledger`` (``steps``, the ``first`` and ``last``,
         ``rows``, ``bytes`` of the training ledger), ``readers`` (open readers and their generations), ``waiting`` (late
         values not applied yet: numbers of waiting ``files`` and ``values``, a sentence per ``refused`` file, and
         whether the store is being ``written``;
@@ -124,7 +127,9 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
         **_shown(place, parts),
         **totals,
         "earlier_states": len(parts) - len(current),
-        "last_commit": min((part["last_commit"] for part in parts if part.get("last_commit")), key=_age, default=None),
+        "last_addition": min(
+            (part["last_addition"] for part in parts if part.get("last_addition")), key=_age, default=None
+        ),
         "invalid_steps": sum(part.get("invalid_steps", 0) for part in current),
         "format": ", ".join(sorted(formats)) or None,
         "measured": sum(part.get("measured", 0) for part in current),
@@ -137,8 +142,8 @@ def _inspect_run(place: Place, measure: int, progress: Progress | None) -> tuple
     }, facts
 
 
-def _age(commit: Report) -> float:
-    return float(commit["age"])
+def _age(addition: Report) -> float:
+    return float(addition["age"])
 
 
 def _current(place: Place, parts: Sequence[Report]) -> list[Report]:
@@ -243,7 +248,9 @@ def _report(
     directory, index = catalog.directory, catalog.index
     metadata = catalog.metadata()
     of_steps = _of_steps(catalog)
-    integrity = _integrity(catalog, sizes)
+    integrity, unnamed = _integrity(catalog, sizes)
+    points = points_report(catalog)
+    points["kept_on_disk"] += _held(catalog, readers, {name: sizes[name] for name in unnamed})
     integrity["problems"][:0] = [str(problem).removeprefix(f"{directory.url}/") for problem in damage]
     late = waiting_values(catalog)
     writer = _writer(directory)  # before the record that it renews: that of a closed one is its last
@@ -254,14 +261,14 @@ def _report(
         "kind": "store",
         "path": directory.url,
         "writer": writer,
-        "last_commit": _last_commit(catalog),
+        "last_addition": _last_addition(catalog),
         "trajectories": len(index),
         "samples": index.total_samples,
         "invalid_steps": int((rows_on(index.extents(), Axis.SAMPLES) - index["num_samples"])[of_steps].sum()),
         "files": len(sizes),
         "size_on_disk": sum(sizes.values()),
         "live_bytes": int(index["nbytes"].sum()),
-        "shard_bytes": sum(size for name, size in sizes.items() if name.startswith(f"{SHARDS_FOLDER}/")),
+        "shard_bytes": int(catalog.shards.nbytes()[catalog.needed_shards()].sum()),
         "mirror": mirror,
         "ledger": ledger,
         "readers": None
@@ -273,7 +280,7 @@ def _report(
         "stores": "per_rank" if is_of_rank(directory.url.rstrip("/").rsplit("/", 1)[-1]) else "shared",
         "shards": int(catalog.needed_shards().sum()),
         "compressed": _compressed(catalog),
-        **points_report(catalog),
+        **points,
         "saved_by": catalog.ranks,
         "waiting": late.to_json(),
         "open_sessions": len(open_sessions(directory.url)),
@@ -345,8 +352,24 @@ def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
     )
 
 
-def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
-    """Compare the names and sizes of files; ``verify`` compares checksums."""
+def _held(catalog: Catalog, readers: Sequence[Reader] | None, unneeded: Mapping[str, int]) -> list[Report]:
+    """Return the bytes of committed shards that only readers need, as a row of ``kept_on_disk``.
+
+    Args:
+        catalog: of the store.
+        readers: open readers; None if unknown.
+        unneeded: sizes of the shard files that no trajectory needs.
+    """
+    committed = [size for name, size in unneeded.items() if (shard_number(name) or 0) < catalog.next_shard]
+    if not committed or readers == []:
+        return []  # what a killed writer left is deleted by the next one
+    older = [reader for reader in readers or () if reader.generation < catalog.generation]
+    holders = None if readers is None else sorted({reader.holder for reader in older or readers})
+    return [{"names": [], "trajectories": None, "readers": holders, "bytes": sum(committed)}]
+
+
+def _integrity(catalog: Catalog, sizes: dict[str, int]) -> tuple[Report, list[str]]:
+    """Compare the names and sizes of files; ``verify`` compares checksums. Also return the unneeded shard files."""
     problems: list[str] = []
     missing: list[str] = []
     needed = np.flatnonzero(catalog.needed_shards())
@@ -362,7 +385,7 @@ def _integrity(catalog: Catalog, sizes: dict[str, int]) -> Report:
         _, still = needed_now(catalog.directory)
         problems += [f"{name}: missing" for name in missing if name in still]
     unnamed = [name for name in sizes if name.startswith(SHARDS_FOLDER + "/") and name not in expected]
-    return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}
+    return {"problems": problems, "unnamed_files": len(unnamed), "torn_log_bytes": catalog.segment_torn}, unnamed
 
 
 def _mirror(catalog: Catalog, writer: Report | None) -> Report | None:
@@ -410,7 +433,7 @@ def _writer(directory: Directory) -> Report | None:
     return {**{name: fields.get(name) for name in ("pid", "host", "since")}, "state": state}
 
 
-def _last_commit(catalog: Catalog) -> Report | None:
+def _last_addition(catalog: Catalog) -> Report | None:
     times = [index["committed"].max(initial=UNKNOWN_TIME) for index in (catalog.index, catalog.pinned)]
     newest = int(max(times))
     return None if newest < 0 else {"at": newest / 1e6, "age": max(0, microseconds() - newest) / 1e6}
