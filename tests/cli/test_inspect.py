@@ -266,6 +266,20 @@ def test_a_store_without_an_addition_for_long_is_a_problem_if_asked(run: Run, tm
     assert "without --trajectory" in run.err("inspect", tmp_path, "--max-age", "1", "--trajectory", "0")
 
 
+def test_another_number_of_ranks_is_a_problem_if_asked(run: Run, tmp_path: Path) -> None:
+    for rank in range(2):
+        write_store(tmp_path / f"rank_{rank}", range(1))
+    for command in ("inspect", "verify"):
+        assert run(command, tmp_path, "--ranks", "2")[0] == run(command, tmp_path)[0] == 0
+        for wanted in ("1", "3"):
+            code, out, _ = run(command, tmp_path, "--ranks", wanted)
+            assert (code, f"{tmp_path}: has 2 ranks, not {wanted}" in " ".join(out.split())) == (DAMAGED, True)
+        assert "has 0 ranks, not 2" in run(command, tmp_path / "rank_0", "--ranks", "2")[1]
+    assert inspect(tmp_path, ranks=3)["integrity"]["problems"] == [f"{tmp_path}: has 2 ranks, not 3"]
+    assert [problem.message for problem in verify(tmp_path, ranks=3).problems] == [f"{tmp_path}: has 2 ranks, not 3"]
+    assert "without --trajectory" in run.err("inspect", tmp_path, "--ranks", "2", "--trajectory", "0/0")
+
+
 def test_a_mirror_without_a_copy_is_a_problem(run: Run, store: Path) -> None:
     record = {"url": "s3://absent/run", "generation": -1, "newest_id": -1, "at": None, "error": None}
     for error, text in ((None, "the mirror has no copy yet"), ("no such bucket", "is not written: no such bucket")):

@@ -51,6 +51,16 @@ def add_target(parser: ArgumentParser, metavar: str, said: str) -> None:
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
 
 
+def add_ranks(parser: ArgumentParser) -> None:
+    """Add the number of ranks to commands that check a run."""
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="the run has N ranks; another number is a problem (exit code 1); only saved points record it",
+    )
+
+
 def add_tokenizer(parser: ArgumentParser) -> None:
     """Add the tokenizer argument of commands that show tokens."""
     parser.add_argument(

@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from typing import Any
 
-from trajstore.cli.command import REMOVE, Command, add_tokenizer
+from trajstore.cli.command import REMOVE, Command, add_ranks, add_tokenizer
 from trajstore.cli.output import Output, ProgressBar, format_number
 from trajstore.cli.report import cell, write, write_table, write_trajectory
 from trajstore.errors import ConfigurationError, counted, listed
@@ -80,6 +80,7 @@ def _configure(parser: ArgumentParser) -> None:
         metavar="SECONDS",
         help="a last addition that is older is a problem (exit code 1), as when the writer is gone or stands still",
     )
+    add_ranks(parser)
 
 
 def _run(options: Namespace, out: Output) -> int:
@@ -97,8 +98,9 @@ def _run(options: Namespace, out: Output) -> int:
         raise ConfigurationError(f"--measure {options.measure}: must be 0 (all) or more")
     if options.max_age is not None and not options.max_age >= 0:
         raise ConfigurationError(f"--max-age {options.max_age}: must be 0 or more seconds")
-    if options.max_age is not None and options.trajectory is not None:
-        raise ConfigurationError("--max-age is about a store: without --trajectory")
+    for name, value in (("--max-age", options.max_age), ("--ranks", options.ranks)):
+        if value is not None and options.trajectory is not None:
+            raise ConfigurationError(f"{name} is about a store or run: without --trajectory")
     if options.trajectory is not None:
         report = inspect_trajectory(
             options.path, options.trajectory, options.sample, options.tokenizer, tokens=options.tokens
@@ -106,7 +108,7 @@ def _run(options: Namespace, out: Output) -> int:
     else:
         measure = MEASURED_AT_MOST if options.measure is None else options.measure
         with ProgressBar("reading", sys.stderr) as bar:
-            report = inspect(options.path, measure, bar)
+            report = inspect(options.path, measure, bar, ranks=options.ranks)
         report["integrity"]["problems"] += _too_old(report, options.max_age)
     if options.json:
         out.json(report)

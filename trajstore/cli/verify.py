@@ -6,7 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
-from trajstore.cli.command import Command
+from trajstore.cli.command import Command, add_ranks
 from trajstore.cli.output import Output, ProgressBar, format_bytes
 from trajstore.errors import counted, trajectories
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 def _configure(parser: ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="store, checkpoint or run directory; path or URL")
     parser.add_argument("--json", action="store_true", help="write the result as JSON")
+    add_ranks(parser)
 
 
 def _run(options: Namespace, out: Output) -> int:
     from trajstore.operations.verify import verify
 
     with ProgressBar("checking", sys.stderr) as bar:
-        result = verify(options.path, bar)
+        result = verify(options.path, bar, ranks=options.ranks)
     if options.json:
         out.json(result.to_json())
     else:

@@ -48,13 +48,20 @@ _STATES = ("step_", "global_step_")
 """Names, with a number, of the states of one store that trainers save beside each other."""
 
 
-def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None) -> Report:
+def inspect(
+    path: str | Path,
+    measure: int = MEASURED_AT_MOST,
+    progress: Progress | None = None,
+    *,
+    ranks: int | None = None,
+) -> Report:
     """Return a report on a store, checkpoint, directory of RLinf, or a folder of these.
 
     Args:
         path: local path or URL.
         measure: number of the newest step trajectories whose rewards and episodes are read; 0 = all.
         progress: called with (done, total) trajectories read.
+        ranks: number of ranks of the run; another one is a problem.
 
     Returns:
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
@@ -92,7 +99,10 @@ def inspect(path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progres
         UnsafeContentError: a name leaves the directory, or a pickle would run code; none of it was run.
         UnsupportedVersionError: the store has another layout version.
     """
-    return _inspect_place(find_place(path), measure, progress)[0]
+    place = find_place(path)
+    report, _ = _inspect_place(place, measure, progress)
+    report["integrity"]["problems"][:0] = place.other_than(ranks)
+    return report
 
 
 def _inspect_place(place: Place, measure: int, progress: Progress | None) -> tuple[Report, list[Facts]]:

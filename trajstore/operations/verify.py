@@ -20,7 +20,7 @@ from trajstore.operations.store_damage import check_state, check_store
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
 
 
-def verify(path: str | Path, progress: Progress | None = None) -> Verification:
+def verify(path: str | Path, progress: Progress | None = None, *, ranks: int | None = None) -> Verification:
     """Verify a store, a checkpoint, a directory of RLinf, or a folder of these.
 
     For a store, this checks the snapshot, log, metadata and pins; the presence, size and checksum of every named file;
@@ -35,12 +35,16 @@ def verify(path: str | Path, progress: Progress | None = None) -> Verification:
     Args:
         path: local path or URL.
         progress: called with (done, total) shards or files.
+        ranks: number of ranks of the run; another one is a problem.
 
     Raises:
         StoreNotFoundError: the path has no store.
         UnsupportedVersionError: the store has another layout version.
     """
-    return verify_place(find_place(path), progress)
+    place = find_place(path)
+    result = verify_place(place, progress)
+    result.problems[:0] = [Problem("", text) for text in place.other_than(ranks)]
+    return result
 
 
 def verify_place(place: Place, progress: Progress | None) -> Verification:

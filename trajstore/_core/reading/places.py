@@ -75,6 +75,11 @@ class Place:
         names = [part.name for part in self.parts if is_of_rank(part.name)]
         return names + [text.split()[0] for text in self.lacking]
 
+    def other_than(self, ranks: int | None) -> list[str]:
+        """Return a sentence if a run has not this number of ranks, missing ones that are known included."""
+        count = len(self.rank_names)
+        return [] if ranks in (None, count) else [f"{self.url}: has {counted(count, 'rank')}, not {ranks}"]
+
     @property
     def beside(self) -> list[str]:
         """Folders with stores beside the ranks of a run; opening the run ignores them."""
