@@ -19,7 +19,7 @@ from tests.stores import filled, opened, stored
 from tests.support.witness import witness
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory
-from trajstore.cli import FAILED, INTERRUPTED, main
+from trajstore.cli import FAILED, INTERRUPTED, UNREAD, main
 from trajstore.cli.output import Output
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
@@ -155,7 +155,7 @@ def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path
         assert follower.stdout is not None
         assert b"trajectory_id 1" in follower.stdout.readline()
         follower.stdout.close()
-        assert follower.wait() == 0
+        assert follower.wait() == UNREAD
 
 
 def test_values_of_metadata_are_columns(tmp_path: Path, run: Run) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.cli.stores import Run
 from trajstore import Trajectory, TrajectoryReplayBuffer
-from trajstore.cli import INTERRUPTED
+from trajstore.cli import INTERRUPTED, UNREAD
 from trajstore.cli.output import Output, ProgressBar, format_bytes, format_number, format_range, visible
 
 
@@ -27,7 +27,7 @@ def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.Monkey
     assert err == "trajstore: interrupted\n"
 
 
-def test_a_reader_that_stops_reading_is_no_error(project_root: Path) -> None:
+def test_a_reader_that_stops_reading_ends_the_command_in_silence(project_root: Path) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
     try:
@@ -41,7 +41,7 @@ def test_a_reader_that_stops_reading_is_no_error(project_root: Path) -> None:
         )
     finally:
         os.close(write_end)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (UNREAD, "")
 
 
 @pytest.mark.parametrize(

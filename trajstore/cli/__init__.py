@@ -38,6 +38,8 @@ from trajstore.errors import CorruptStoreError, TrajstoreError
 DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
+UNREAD = 141
+"""As of a process that SIGPIPE ends."""
 
 _BUILT_IN: tuple[Command, ...] = (
     inspect.COMMAND,
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         return _fail("standard output is closed", FAILED)
     out = Output(sys.stdout)
-    code = 0
+    code = UNREAD
     try:
         parser = build_parser()
         options, unknown = parser.parse_known_args(arguments)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 
-from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, commands
+from trajstore.cli import DAMAGED, FAILED, INTERRUPTED, UNREAD, commands
 
 _HEAD = """# Command line
 
@@ -51,13 +51,14 @@ def reference() -> str:
         "",
         "| code | meaning |",
         "| --- | --- |",
-        "| 0 | done; `verify`: sound; perhaps also if the reader of the output, as `head`, closes it before the end |",
+        "| 0 | done; `verify`: sound |",
         f"| {DAMAGED} | something is damaged: `inspect` and `verify` list it; other commands name the parts that "
         "they leave out and process the rest; `copy` copies nothing, and if nothing can be read, they change "
         "nothing |",
         f"| {FAILED} | failed: no store at the path, a value out of range, a package that is not installed, a full "
         "disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C) |",
+        f"| {UNREAD} | the reader of the output, as `head`, closed it before the end |",
     ]
     return "\n".join(lines) + "\n"
 
