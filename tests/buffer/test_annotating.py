@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stores import another_writer, damage_indexes, nothing_can_be_deleted, writer_to
+from tests.stores import another_writer, damage_indexes, writer_to
 from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.writing.commit_log import CommitLog
-from trajstore._core.writing.inbox import Inbox
 from trajstore.errors import ConfigurationError, StoreError, StoreWriteError, TrajectoryUnavailableError
 from trajstore.operations.verify import verify
 
@@ -126,15 +125,6 @@ def test_a_value_is_compared_with_what_waits_for_the_writer(path: Path) -> None:
     assert values_of(path, 0) == [("race", 0.5, "")]
     assert values_of(path, 1) == [("late", "x", ""), ("n", 1.0, ""), ("late", None, ""), ("n", 2.0, "")]
     assert os.listdir(path / "inbox") == []
-
-
-def test_a_writer_that_closes_takes_in_what_came_last(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Inbox, "run", lambda _: None)
-    with writer_to(path):
-        annotate(path, 0, {"late": 1})
-        assert values_of(path, 0) == []
-    assert values_of(path, 0) == [("late", 1.0, "")]
-    assert list((path / "inbox").iterdir()) == []
 
 
 def test_of_two_who_annotate_at_one_moment_the_later_is_refused_and_set_aside(
@@ -244,70 +234,6 @@ def test_a_name_stands_for_one_kind_of_values_in_all_ranks_of_a_run(
     assert "rank 1 cannot be read, so the names of its values are not checked" in caplog.text
 
 
-def test_late_values_leave_and_return_with_the_state_that_has_them(path: Path) -> None:
-    with writer_to(path) as writer:
-        annotate(writer, 0, {"score": 1, "rows": [torch.full((4,), 1.0)]})
-        writer.points.save(5)
-        for value in (7.0, 2.0):
-            annotate(writer, [0, 1], {"score": value, "rows": [torch.full((4,), value)] * 2, "tag": "late"})
-        writer.add_trajectories([rollout(4)])
-        writer.flush()
-        writer.points.rollback(5)
-        assert column(writer, "score") == [1.0, None, None, None]
-        assert writer.get(0).notes["rows"].tolist() == [1.0] * 4
-        assert not writer.get(1).notes
-        assert [note.value for note in notes_of(writer, 0) if note.name == "score"] == [1.0]
-        (aside,) = [head.name for head in writer.points.snapshots if head.kind == "aside"]
-        writer.points.go_to(aside)
-        assert column(writer, "score") == [2.0, 2.0, None, None, None]
-        assert [writer.get(number).notes["rows"].tolist() for number in (0, 1)] == [[2.0] * 4] * 2
-        writer.points.rollback(5)
-        annotate(writer, 0, {"score": 3})
-        assert column(writer, "score") == [3.0, None, None, None]
-        writer.points.rollback(5)  # only a late value is newer
-        assert column(writer, "score") == [1.0, None, None, None]
-        newest = max(
-            (head for head in writer.points.snapshots if head.kind == "aside"), key=lambda head: head.generation
-        )
-        with TrajectoryReplayBuffer.open(path, pin=newest.name) as reader:
-            assert column(reader, "score") == [3.0, None, None, None]
-    with TrajectoryReplayBuffer.open(path) as reader:
-        assert column(reader, "score") == [1.0, None, None, None]
-
-
-def test_pins_keep_the_values_that_they_showed(path: Path, tmp_path: Path) -> None:
-    with writer_to(path) as writer:
-        annotate(writer, [0, 1], {"tag": "before", "rows": [torch.full((4,), 1.0)] * 2})
-        writer.points.pin("kept")
-        writer.evict([0])
-        annotate(writer, 1, {"tag": "after", "rows": [torch.full((4,), 2.0)]})
-        annotate(path, 1, {"outcome": 0.25})
-        with pytest.raises(TrajectoryUnavailableError, match="id 0"):
-            annotate(writer, 0, {"tag": "gone"})
-        writer.compact()
-        with TrajectoryReplayBuffer.open(path, pin="kept") as reader:
-            assert column(reader, "tag") == ["before", "before", None, None]
-            assert [reader.get(number).notes["rows"].tolist() for number in (0, 1)] == [[1.0] * 4] * 2
-            outcomes = column(reader, "outcome")
-        assert column(writer, "outcome") == [0.25, *outcomes[2:]] != outcomes[1:]
-        writer.points.go_to("kept")
-        assert column(writer, "tag") == ["before", "before", None, None]
-        assert column(writer, "outcome") == outcomes
-        assert [note.value for note in notes_of(writer, 1) if note.name == "tag"] == ["before"]
-
-
-def test_values_go_into_checkpoints(path: Path, tmp_path: Path) -> None:
-    with writer_to(path) as writer:
-        writer.evict([0])
-        annotate(writer, 1, {"tag": "live"})
-        annotate(path, 2, {"tag": "waits"})
-        writer.save_checkpoint(tmp_path / "checkpoint")
-    with TrajectoryReplayBuffer.open(tmp_path / "checkpoint") as reader:
-        assert column(reader, "tag") == ["live", "waits", None]
-    annotate(tmp_path / "checkpoint", 1, {"tag": "again"})
-    assert values_of(tmp_path / "checkpoint", 1) == [("tag", "live", ""), ("tag", "again", "")]
-
-
 @pytest.mark.parametrize("call", ["save", "pin", "rollback"])
 def test_values_acknowledged_before_a_snapshot_is_taken_or_left_are_in_it(path: Path, call: str) -> None:
     with writer_to(path) as writer:
@@ -329,14 +255,6 @@ def test_values_acknowledged_before_a_snapshot_is_taken_or_left_are_in_it(path: 
             (left,) = [snapshot.name for snapshot in writer.points.snapshots if snapshot.kind == "aside"]
             writer.points.go_to(left)
             assert column(writer, "judge") == [1.0, None, None, None]
-
-
-def test_a_store_with_damaged_metadata_keeps_its_values(path: Path) -> None:
-    with writer_to(path) as writer:
-        annotate(writer, [1, 2], {"score": [1.5, 2.5]})
-    (path / "metadata.json").write_bytes(b"{")
-    with TrajectoryReplayBuffer.open(path, strict=False) as reader:
-        assert column(reader, "score") == [None, 1.5, 2.5, None]
 
 
 def test_a_name_keeps_its_kind_but_in_stores_that_are_made_of_its_store(path: Path, tmp_path: Path) -> None:
@@ -457,19 +375,6 @@ def test_a_bad_file_in_the_inbox_is_named_and_hides_no_other(path: Path, caplog:
     assert "trajectories 1 were evicted" in log
     left = {"0.json", "1.json", "2.json", "note.txt", "folder.json"}
     assert set(os.listdir(path / "inbox")) == left, "without the three that were given"
-
-
-def test_a_file_whose_deletion_failed_is_not_taken_in_twice(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with nothing_can_be_deleted(monkeypatch):
-        annotate(path, 0, {"score": 1})
-    assert "could not be processed" in caplog.text
-    assert len(list((path / "inbox").iterdir())) == 1
-    annotate(path, 0, {"score": 2})
-    with writer_to(path) as writer:
-        assert [note.value for note in notes_of(writer, 0)] == [1.0, 2.0]
-        assert list((path / "inbox").iterdir()) == []
 
 
 def _annotate_until_killed(path: Path, left: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from tests import stores
 from tests.stores import add_each, contents_of, keys_of, reader_of
 from tests.support.copies import copy_live
 from tests.support.faults import FaultPlan, failing_disk
-from tests.support.witness import check_batch, check_trajectory, key_of, witness
+from tests.support.witness import check_batch, key_of, witness
 from trajstore import Trajectory, TrajectoryReplayBuffer, errors
 from trajstore._core.files import folders
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.run_ids import own_id
 from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.inspect import inspect
@@ -102,16 +101,6 @@ def test_any_number_of_ranks_loads_what_any_number_saved(
         buffer.close()
     assert all_keys == list(range(key))
     assert len(set(ids)) == len(ids)
-
-
-def test_one_checkpoint_is_shared_among_ranks_and_saved_again(tmp_path: Path) -> None:
-    filled("memory", "pt", tmp_path, 10).save_checkpoint(tmp_path / "one")
-    for rank in range(4):
-        with make("store", "pt", tmp_path / f"store_{rank}") as buffer:
-            buffer.load_checkpoint(tmp_path / "one", True, rank, 4)
-            buffer.add_trajectories([witness(100 + rank)])
-            buffer.save_checkpoint(tmp_path / "again" / f"rank_{rank}")
-    assert sorted(contents_of(tmp_path / "again")) == [*range(10), 100, 101, 102, 103]
 
 
 # -- saving -----------------------------------------------------------------------------------------
@@ -243,23 +232,6 @@ def test_a_pin_that_was_let_go_before_a_crash_is_forgotten(tmp_path: Path) -> No
         copy_live(path, tmp_path / "crashed")  # the snapshot still has the pinned entries, without files
     assert list((tmp_path / "crashed" / "shards").iterdir()) == []
     assert verify(tmp_path / "crashed").sound
-
-
-def test_a_rank_looks_only_at_the_files_of_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores.filled(tmp_path / "store", range(16))
-    looked: list[str] = []
-    real = LocalDirectory.sizes_of
-
-    def sizes_of(directory: LocalDirectory, names: Sequence[str], below: str) -> Any:
-        looked.extend(names)
-        return real(directory, names, below)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalDirectory, "sizes_of", sizes_of)
-        with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-            reader.load_checkpoint(tmp_path / "store", True, 3, 8)
-            assert [check_trajectory(reader.get(number)) for number in (6, 7)] == [6, 7]
-    assert sorted(looked) == [f"shards/shard_{number:08d}.pt" for number in (6, 7)]
 
 
 def test_what_two_ranks_have_both_is_loaded_once(tmp_path: Path) -> None:
@@ -411,10 +383,6 @@ def test_a_rank_whose_share_was_not_saved_is_named(run: Path, tmp_path: Path, ab
         TrajectoryReplayBuffer.open(tmp_path)
     assert f"rank_{absent} is absent" in str(verify(tmp_path).problems)
     assert f"rank_{absent} is absent" in str(inspect(tmp_path)["integrity"]["problems"])
-
-
-def test_one_store_shared_out(run: Path) -> None:
-    assert len({drawn(run / "rank_0", rank, 3, 1234) for rank in range(3)}) == 3
 
 
 def test_as_many_ranks_as_before_take_up_where_each_was(run: Path) -> None:

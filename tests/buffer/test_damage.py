@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import tempfile
@@ -194,15 +193,6 @@ def test_a_rank_that_may_not_be_read_is_named_and_left_out(run: Path, name: str)
             (path / name).chmod(0o755)
 
 
-@pytest.mark.parametrize("absent", ["metadata.json", "trajectory_index.json"])
-def test_the_file_that_is_missing_is_named_and_the_way_out(run: Path, absent: str) -> None:
-    for name in {absent, absent.replace("trajectory_index", "index_copy")}:
-        (run / "rank_1" / name).unlink()
-    for opening in (load, TrajectoryReplayBuffer.open):
-        with pytest.raises(errors.CorruptStoreError, match=rf"rank_1: without {absent}, but.*strict=False.*repair"):
-            opening(run / "rank_1")  # type: ignore[operator]
-
-
 @pytest.mark.parametrize("content", [b"{", b"", b"{}", b"null", None])
 def test_metadata_is_worked_out_again(run: Path, content: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     metadata = run / "rank_1" / "metadata.json"
@@ -277,33 +267,6 @@ def test_a_damaged_record_that_only_evicted_loses_nothing(tmp_path: Path) -> Non
     assert repaired.is_whole
     assert repaired.trajectories == 4
     assert "no trajectory is lost by it" in str(repaired.problems)
-
-
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_an_index_is_worked_out_again_with_what_was_evicted_and_pinned(
-    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "live") as buffer:
-        buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.points.pin("early")
-        add_each(buffer, [3])
-        buffer.evict([1])
-        copy_live(tmp_path / "live", tmp_path / "crashed")  # as after a crash
-    for name in ("trajectory_index.json", "index_copy.json"):
-        index = tmp_path / "crashed" / name
-        cut(index) if damage == "cut" else index.unlink()
-    with pytest.raises(errors.CorruptStoreError, match=r"trajectory_index\.json"):
-        load(tmp_path / "crashed")
-    (problem,) = verify(tmp_path / "crashed").problems
-    assert problem.file == "trajectory_index.json"
-    assert "Errno" not in problem.message
-    assert (problem.lost, problem.uncounted) == ((), False)
-    buffer, left_out = load(tmp_path / "crashed", strict=False, pin="early")
-    assert (left_out, keys_of(buffer)) == (0, [0, 1, 2])
-    loaded, _ = load(tmp_path / "crashed", strict=False)
-    assert keys_of(loaded) == [0, 2, 3]
-    assert "trajectory_index.json" in caplog.text
-    assert loaded.add_trajectories([witness(9)]) == [4]
 
 
 @pytest.mark.parametrize(("line", "place"), [(0, 2), (1, 3), (2, 3), (0, 1)])
@@ -401,19 +364,6 @@ def test_a_rank_reads_its_share_though_another_part_is_damaged(run: Path, what: 
         load(run, is_distributed=True, local_rank=3, world_size=4)
 
 
-def test_a_follower_is_not_told_the_same_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    store = fill(tmp_path / "store", range(4), 2)
-    cut(sorted((store / "shards").iterdir())[0])
-    reader, _ = load(store, strict=False)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store) as writer:
-        for key in range(3):
-            add_each(writer, [10 + key])
-            assert reader.refresh()
-    warnings = [record for record in caplog.records if "; left out" in record.getMessage()]
-    assert len(warnings) == 1
-    assert all(record.levelno == logging.WARNING for record in warnings)
-
-
 # -- changed bytes -----------------------------------------------------------------------------------
 
 
@@ -454,24 +404,6 @@ def test_a_changed_byte_of_a_directory_of_rlinf_is_refused_too(tmp_path: Path, s
     buffer.get(2)
     with pytest.raises(errors.CorruptStoreError, match=victim.name):
         buffer.get(3)
-
-
-def test_a_damaged_pin_hides_no_other(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
-        buffer.add_trajectories([witness(key) for key in range(3)])
-        buffer.points.pin("one")
-        buffer.points.pin("two")
-        buffer.evict([1])
-    flip(tmp_path / "store" / "pins" / "one.json")
-    with pytest.raises(errors.CorruptStoreError, match=r"one\.json"):
-        load(tmp_path / "store")
-    buffer, left_out = load(tmp_path / "store", strict=False, pin="two")
-    assert (keys_of(buffer), left_out) == ([0, 1, 2], 0)
-    (problem,) = verify(tmp_path / "store").problems
-    assert problem.file == "pins/one.json"
-    (tmp_path / "store" / "pins" / "one.json").unlink()
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", sample_window_size=0) as buffer:
-        assert keys_of(buffer) == [0, 2]
 
 
 @pytest.mark.parametrize("gone", [[3], [2, 3]])

@@ -141,15 +141,6 @@ def test_packs_have_the_outcome_that_was_given_late_and_values_that_are_asked_fo
                 first_of(TokenLoader(writer, 100, columns=[f"notes.{name}"]))
 
 
-def test_blocks_of_different_columns_have_values_too(tmp_path: Path) -> None:
-    first, second = (Trajectory(rewards=torch.ones(3, 2, 1, dtype=dtype)) for dtype in (torch.float32, torch.float64))
-    with writer_to(tmp_path) as writer:
-        annotate(writer, writer.add_trajectories([first, second]), {"judge": [1.0, 2.0]})
-        batch = writer.sample(64, columns=["rewards", "notes.judge"])
-        assert set(batch["notes"]["judge"].tolist()) == {1.0, 2.0}
-        assert batch["rewards"].dtype == torch.float32
-
-
 @pytest.mark.parametrize("kept", ["memory", "pt", "zarr"])
 def test_what_is_changed_in_a_copy_stays_there(tmp_path: Path, kept: Any) -> None:
     recorded = rollout(1, messages=[{"role": "user", "content": "go"}], metadata={"own": [1, {"deep": 2}]})

@@ -44,14 +44,6 @@ def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def test_everything_is_shown_and_drawn_from(store: Path) -> None:
-    with TrajectoryReplayBuffer.open(store) as reader:
-        assert len(reader) == 151
-        assert float(reader.get(150).rewards[0]) == 150.0
-        assert sorted(float(item.rewards[0]) for item in reader.sample_trajectories(151)) == list(range(151))
-        assert reader.seed == 7, "of the store"
-
-
 def test_the_limit_of_descriptors_is_named(store: Path, tmp_path: Path) -> None:
     pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
     calls: list[Callable[[int], Any]] = [

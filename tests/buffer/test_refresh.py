@@ -24,19 +24,6 @@ from trajstore._core.reading import plan
 from trajstore._core.store.catalog import Catalog
 
 
-def test_a_store_that_was_cleared_is_followed(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as source:
-        add_each(source, [0])
-        reader = reader_of(tmp_path)
-        source.clear()
-        assert reader.refresh()
-        assert len(reader) == 0
-        add_each(source, [1])
-        assert reader.refresh()
-        assert check_trajectory(reader.get(1)) == 1
-        reader.close()
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_share_of_an_empty_store_is_followed(tmp_path: Path, rank: int) -> None:
     with writer_to(tmp_path) as source:
@@ -143,17 +130,6 @@ def test_nothing_grows_with_what_has_come_and_gone(tmp_path: Path) -> None:
             assert len(contents.addresses.first) <= 64
             assert contents.addresses.mapped <= 5
             assert len(contents.sources[0].catalog.index.before) <= 65
-        reader.close()
-
-
-def test_ids_of_a_follower_that_adds_go_on_above_those_it_follows(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as source:
-        add_each(source, [0])
-        reader = reader_of(tmp_path)
-        add_each(source, [1, 2])
-        assert reader.refresh()
-        assert reader._trajectory_counter == 3
-        assert reader.add_trajectories([witness(7)]) == [3]
         reader.close()
 
 

@@ -16,7 +16,6 @@ from trajstore import AgentTrajectory, Retention, Trajectory, TrajectoryReplayBu
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectories
-from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore.trajectory import AnyTrajectory
@@ -94,17 +93,6 @@ def test_decisions_are_those_of_a_loop(
     assert remaining == sorted(kept)
 
 
-def test_unknown_versions_stay_and_bytes_count() -> None:
-    index = index_of([(1, None), (1, 0), (1, 9)])
-    assert index["version_high"].tolist() == [UNKNOWN_VERSION, 0, 9]
-    assert Retention(max_policy_age=3).to_evict(index).tolist() == [1]
-    nbytes = int(index["nbytes"][-1])
-    assert Retention(max_bytes=nbytes).to_evict(index).tolist() == [0, 1]
-    assert Retention(max_bytes=1).to_evict(index).tolist() == [0, 1]
-    assert Retention().to_evict(index).tolist() == []
-    assert Retention(max_bytes=1).to_evict(TrajectoryIndex()).dtype == np.intp
-
-
 def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path: Path) -> None:
     retention = Retention(max_trajectories=3)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, retention=retention) as buffer:
@@ -126,23 +114,6 @@ def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path:
         assert buffer.trajectory_ids.tolist() == [27, 28, 29]
 
 
-def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) -> None:
-    filled(tmp_path, range(9))
-    with writer_to(tmp_path, retention=Retention(max_trajectories=4)) as again:
-        assert again.trajectory_ids.tolist() == [5, 6, 7, 8]
-        again.flush()
-        assert len(list((tmp_path / "shards").iterdir())) <= 4
-
-
-def test_files_that_were_kept_for_a_copy_go_when_it_is_done(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        add_each(buffer, [0])
-        with buffer._sink.writer.log.keeping_files():
-            buffer.evict([0])
-            assert len(list((tmp_path / "shards").iterdir())) == 1
-        assert not list((tmp_path / "shards").iterdir())
-
-
 @pytest.mark.parametrize("auto_save", [False, True])
 def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_save: bool) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "source") as source:
@@ -157,6 +128,14 @@ def test_limits_hold_for_what_is_loaded_and_what_follows(tmp_path: Path, auto_sa
         assert reader.trajectory_ids.tolist() == [6, 7, 8, 9]
         assert len(source) == 10, "loaded trajectories belong to another store"
         reader.close()
+
+
+def test_limits_hold_as_soon_as_a_store_is_opened_and_flushed(tmp_path: Path) -> None:
+    filled(tmp_path, range(9))
+    with writer_to(tmp_path, retention=Retention(max_trajectories=4)) as again:
+        assert again.trajectory_ids.tolist() == [5, 6, 7, 8]
+        again.flush()
+        assert len(list((tmp_path / "shards").iterdir())) <= 4
 
 
 def test_what_a_load_hides_of_the_own_store_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.stores import Run
 from tests.stores import stored
@@ -77,15 +76,3 @@ def test_directories_of_rlinf_are_refused_as_such(tmp_path: Path, store: Path, r
         reader.save_checkpoint(tmp_path / "rlinf", layout="rlinf")
     assert "is of the kind 'rlinf'" in run.err("annotate", tmp_path / "rlinf", 0, "--set", "a=1")
     assert "is of the kind 'rlinf'" in run.err("restore", tmp_path / "rlinf", tmp_path / "new")
-
-
-def test_a_corrected_reward_is_shown_with_what_was_recorded(tmp_path: Path, run: Run) -> None:
-    rollout = AgentTrajectory(input_ids=torch.arange(4), reward=Reward(outcome=1.0, metadata={"style": 0.5}))
-    path = stored(tmp_path / "store", [rollout])
-    run.out("annotate", path, 0, "--set", "outcome=0.25", "--set", "reward_style=0.75")
-    report = run.json("inspect", path, "--trajectory", 0)
-    assert (report["reward"]["outcome"], report["reward"]["metadata"]) == (0.25, {"style": 0.75})
-    assert report["recorded"] == {"outcome": 1.0, "reward_style": 0.5}
-    text = " ".join(run.out("inspect", path, "--trajectory", 0).split())
-    assert "reward outcome 0.25 " in text
-    assert "recorded outcome 1 " in text

@@ -72,23 +72,6 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "copy").exists()
 
 
-def test_runs_are_copied_rank_by_rank(tmp_path: Path) -> None:
-    for rank in range(3):
-        filled(tmp_path / "run" / f"rank_{rank}", range(2 * rank, 2 * rank + 2))
-    copied = copy_store(tmp_path / "run", tmp_path / "copy")
-    assert copied.trajectories == 6
-    assert keys_at(tmp_path / "copy" / "rank_2") == {0: 4, 1: 5}
-    for name in ("trajectory_index.json", "index_copy.json"):
-        os.truncate(tmp_path / "run" / "rank_1" / name, 5)
-    shutil.rmtree(tmp_path / "run" / "rank_1" / "shards")
-    repaired = repair_store(tmp_path / "run", tmp_path / "whole")
-    assert repaired.trajectories == 4
-    assert [part.uncounted for part in repaired.parts] == [False, True, False]
-    assert "metadata.json: counts 2 trajectories, and 0 are there now" in str(repaired.parts[1].problems)
-    assert keys_at(tmp_path / "whole" / "rank_1") == {}, "so that the run can be opened"
-    assert len(keys_at(tmp_path / "whole" / "rank_2")) == 2
-
-
 @pytest.mark.parametrize(
     ("form", "lost"),
     [("pt", "nothing"), ("pt", "index"), ("pt", "metadata"), ("pkl", "both")],
@@ -274,23 +257,6 @@ def test_the_copy_of_a_damaged_run_is_no_run(run: Run, tmp_path: Path, remote: b
     assert "rank_0: 2 trajectories" in out
     assert out.count("everything already") == 1, "rank_1 was sound"
     assert len(keys_at(to)) == 5
-
-
-@pytest.mark.parametrize("link", [False, True])
-def test_the_failed_copy_of_a_damaged_store_leaves_an_empty_folder_as_it_was(
-    run: Run, tmp_path: Path, link: bool
-) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir(mode=0o750)
-    before = folder.stat()
-    target = tmp_path / "link" if link else folder
-    if link:
-        target.symlink_to(folder)
-    flip(next((filled(tmp_path / "store", range(2)) / "shards").iterdir()))
-    assert "nothing was copied" in run.err("copy", tmp_path / "store", target, code=DAMAGED)
-    assert list(target.iterdir()) == []
-    assert (folder.stat().st_ino, folder.stat().st_mode) == (before.st_ino, before.st_mode)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({"folder", "store", target.name})
 
 
 @pytest.mark.parametrize("words", ["copy", "repair", "merge", "convert --to zarr", "split --count 1"])

@@ -30,7 +30,6 @@ def rollout(task: str) -> AgentTrajectory:
 
 
 RUN = [f"{rank}/{own}" for rank in range(3) for own in range(4)]
-SINGLE = list(range(4))
 
 
 @pytest.fixture
@@ -74,17 +73,6 @@ def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path:
     assert run.json("inspect", ranks, "--trajectory", "0/3")["trajectory_id"] == "0/3"
     assert "rollout 0/3" in run.out("inspect", ranks, "--trajectory", "0/3")
     assert inspect_trajectory(ranks, "2/1")["trajectory_id"] == "2/1"
-
-
-def test_every_command_writes_ids_of_a_single_store_as_numbers(single: Path, tmp_path: Path, run: Run) -> None:
-    assert [row["trajectory_id"] for row in run.json("list", single, "--sort", "trajectory_id")] == SINGLE
-    lines = [json.loads(line) for line in run.out("list", single, "--since", "e30", "--json").splitlines()]
-    assert [row["trajectory_id"] for row in lines] == SINGLE
-    run.out("convert", single, tmp_path / "out.jsonl", "--to", "jsonl")
-    assert [row["trajectory_id"] for row in rows_of(tmp_path / "out.jsonl")] == SINGLE
-    run.out("convert", single, tmp_path / "parts", "--to", "parquet")
-    assert polars.read_parquet(tmp_path / "parts")["trajectory_id"].to_list() == SINGLE
-    assert run.json("inspect", single, "--trajectory", 3)["trajectory_id"] == 3
 
 
 @pytest.mark.parametrize(
@@ -168,6 +156,10 @@ def test_the_history_of_values_names_the_id_that_was_asked_for(ranks: Path, sing
         assert [note.trajectory_id for note in notes_of(path, name)] == [name]
     with TrajectoryReplayBuffer.open(ranks) as reader:
         (number,) = reader.query().where("trajectory_id = '1/3'").ids().tolist()
+        assert reader.get("0/3").task_id == "t03"
+        for absent in ("0/17", 17):
+            with pytest.raises(TrajectoryUnavailableError, match=f"id {absent}"):
+                reader.get(absent)
     assert [note.trajectory_id for note in notes_of(ranks, number)] == [number]
 
 
@@ -184,20 +176,6 @@ def test_only_the_value_that_counts_is_in_force(single: Path) -> None:
         assert [note.in_force for note in notes_of(writer, 0)][-2:] == [False, True]
         writer.points.rollback(1)
         assert [(note.value, note.in_force) for note in notes_of(writer, 0)][-2:] == [(None, False), (0.25, True)]
-
-
-def test_messages_about_a_run_name_rank_and_id(ranks: Path, run: Run) -> None:
-    with TrajectoryReplayBuffer.open(ranks) as reader:
-        with pytest.raises(TrajectoryUnavailableError, match="0/17"):
-            reader.get("0/17")
-        with pytest.raises(TrajectoryUnavailableError, match="17"):
-            reader.get(17)
-        assert reader.get("0/3").task_id == "t03"
-    assert "0/17" in run.err("inspect", ranks, "--trajectory", "0/17")
-    with opened(ranks / "rank_0") as writer:
-        writer.evict([3])
-    with TrajectoryReplayBuffer.open(ranks) as reader, pytest.raises(TrajectoryUnavailableError, match="0/3"):
-        reader.get("0/3")
 
 
 def test_a_run_of_one_rank_is_a_run(tmp_path: Path, run: Run) -> None:

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from tests.cli.stores import Run
-from tests.stores import LIVE, contents_of, crashed_store, flip, keys_at, opened, stored
+from tests.stores import contents_of, flip, keys_at, opened, stored
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.buffer import checkpoint
-from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED, main
 from trajstore.operations.copying import copy_store
 from trajstore.operations.moving import merge
@@ -99,17 +98,6 @@ def test_merge_orders_late_values_by_time_and_keeps_their_history(agents: Path, 
     ]
 
 
-def test_what_a_crash_left_is_merged_split_and_converted(tmp_path: Path) -> None:
-    crashed, expected = str(crashed_store(tmp_path / "crashed")), [*LIVE.values()]
-    for name in FORMATS:
-        assert main(["convert", crashed, str(tmp_path / name), "--to", name]) == 0
-    assert main(["split", crashed, str(tmp_path / "run"), "--ranks", "2"]) == 0
-    assert main(["merge", crashed, str(tmp_path / "run"), str(tmp_path / "pkl"), str(tmp_path / "one")]) == 0
-    for made in (*FORMATS, "one"):
-        assert contents_of(tmp_path / made) == expected
-    assert sorted(contents_of(tmp_path / "run")) == sorted(expected)
-
-
 def test_a_split_by_count(tmp_path: Path, run: Run) -> None:
     stored(tmp_path / "store", [witness(key) for key in range(5)])
     words = ["split", str(tmp_path / "store"), str(tmp_path / "parts"), "--count", "2"]
@@ -174,14 +162,6 @@ def test_only_the_same_result_at_a_url_is_accepted(command: str, tmp_path: Path,
     assert keys_at(f"{url}/new") == expected
     files.pipe(f"{url}/taken/readme", b"")
     assert "is not empty" in run.err(name, other, f"{url}/taken", *options)
-
-
-def test_damage_is_left_out_and_named(agents: Path, tmp_path: Path, run: Run) -> None:
-    shard = max((agents / "shards").iterdir())
-    flip(shard)
-    assert shard.name in run.out("merge", agents, tmp_path / "out", code=DAMAGED)
-    assert [row[0] for row in asked(tmp_path / "out", "task")] == ["t0", "t1"]
-    assert verify(tmp_path / "out").sound
 
 
 def test_compact_reports_a_damaged_shard_that_stays(tmp_path: Path, run: Run) -> None:

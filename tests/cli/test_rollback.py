@@ -46,6 +46,7 @@ def test_inspect_shows_points_pins_and_what_was_set_aside(path: Path, run: Run) 
     text = run.out("inspect", path)
     for expected in ("saved points", aside["name"], "kept on disk", "`trajstore.points.points_at(PATH).remove(NAME)`"):
         assert expected in text
+    assert "step-760.0 `trajstore rollback PATH --to NAME` goes there again" in " ".join(text.split())
 
 
 def test_inspect_says_which_snapshots_keep_evicted_trajectories(path: Path, run: Run) -> None:
