@@ -221,7 +221,12 @@ def test_episodes_that_cross_blocks_stay_whole(name: str, tmp_path: Path, caplog
     ]
     stored(tmp_path / "store", made[:3])
     done = convert_to(tmp_path / "store", tmp_path / "out", name, check=True)
-    assert (done.written, done.checked, done.problems) == (5, 5, {})
+    assert (done.written, done.checked, done.problems, "late values" in done.lost) == (5, 5, {}, False)
+    assert "may have begun" not in caplog.text
+    annotate(tmp_path / "store", [1], {"outcome": 1.0})
+    done = convert_to(tmp_path / "store", tmp_path / "part", name, where="trajectory_id > 0")
+    assert "convert: 2 episodes may have begun in blocks that are not there" in caplog.text
+    assert "late values" in done.lost
     convert_from(tmp_path / "out", tmp_path / "back", name)
     rewards = [part.rewards for part in read_all(tmp_path / "back") if isinstance(part, Trajectory)]
     assert sorted(len(rows) for rows in rewards if rows is not None) == [1, 4, 4, 4, 5]

@@ -20,6 +20,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trajstore._core.base.arguments import one_of, text
@@ -34,7 +35,8 @@ from trajstore._core.files.held import check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore._core.formats import FORMATS as SHARD_FORMATS
-from trajstore._core.store.run_ids import shown_id, written_id
+from trajstore._core.reading.contents import Contents
+from trajstore._core.store.run_ids import own_id, rank_of_id, shown_id, written_id
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -237,6 +239,8 @@ def convert_to(
         with closing(write(made, Selection(reader, query, stored))) as writer:
             counts.clear()  # of what is written alone
             _write(form, Source(stored() if chosen is None else chosen, len(wanted)), writer, result, progress)
+        if form.kind == "episodes" and LATE not in result.lost and _have_late_values(reader, wanted):
+            result.lost.append(LATE)
         written_counts = [count for key, count in counts.items() if key not in result.problems]
         result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
         changed = sum(written_counts, Counter[str]())
@@ -305,7 +309,7 @@ def convert_from(
 
 def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
     """Yield the rollouts of a store, or the episodes of its step trajectories, joined where they cross blocks."""
-    joiner, done = Joiner(), 0
+    joiner, done, next_ids = Joiner(), 0, dict[int, int]()
 
     def item(part: Part) -> Item:
         return Item(part.key, lambda: part.trajectory, done, part.facts)
@@ -316,14 +320,26 @@ def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> It
         if kind == "rollouts":
             yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
             continue
+        follows = next_ids.get(rank_of_id(number), 0) == own_id(number)
+        next_ids[rank_of_id(number)] = own_id(number) + 1
         try:
             whole = reader.get(number)
-            parts = list(joiner.add(key, whole, facts)) if isinstance(whole, Trajectory) else []
+            parts = list(joiner.add(key, whole, facts, follows=follows)) if isinstance(whole, Trajectory) else []
         except (TrajstoreError, OSError) as error:
             yield damaged(key, str(error), done)
             continue
         yield from map(item, parts)
     yield from map(item, joiner.rest())
+
+
+def _have_late_values(reader: Reader, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether blocks were given late values; a reader returns them with rollouts alone."""
+
+    def given(contents: Contents) -> bool:
+        index, ids = contents.index, np.array([row["trajectory_id"] for row in rows], np.int64)
+        return bool(index.notes) and any(index.given(position) for position in index.find_many(ids).tolist())
+
+    return reader._live.locked(given)
 
 
 def _in_chat_form(items: Iterable[Item], thoughts: bool, counts: dict[str, Counter[str]]) -> Iterator[Item]:

@@ -12,7 +12,7 @@ import torch
 
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, listed
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
 from trajstore.operations.measure import NEAR, Border, border_of
 from trajstore.trajectory import Trajectory, get_model_weights_id
@@ -55,16 +55,26 @@ class Joiner:
         self._waiting: list[Part] = []
         """In the order in which they began."""
         self._open: dict[bytes, Part] = {}
-        self._blocks = 0
+        self._blocks = self._gap = 0
+        self._reach = 1
+        self._uncertain: list[tuple[int, str]] = []
+        """Episodes with whose first step a block begins: number of the block since a gap, and key."""
 
-    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any]) -> Iterator[Part]:
+    def add(self, key: str, block: Trajectory, facts: Mapping[str, Any], *, follows: bool = True) -> Iterator[Part]:
         """Add a block; yield the episodes that are complete.
+
+        Args:
+            key: names it.
+            block: its steps.
+            facts: of it.
+            follows: no block between it and the one before is absent.
 
         Raises:
             InvalidTrajectoryError: a field has neither T nor T + E rows.
         """
         border, found = _border(block), list(episodes_of(block))
         self._blocks += 1
+        self._gap = self._gap if follows else self._blocks
         begun = {} if border is None else {environment: seen for seen, environment in border.first.items()}
         goes_on = {} if border is None else {environment: seen for seen, environment in border.open.items()}
         before = {environment: self._open.pop(seen, None) for environment, seen in begun.items()}
@@ -74,10 +84,13 @@ class Joiner:
                 Part(f"{key}, episode {number}", episode, facts, self._blocks),
                 before.pop(environment, None),
             )
+            reach = 0 if earlier is None else self._blocks - earlier.block
             if environment not in newest and earlier is not None and _append(earlier, part, key):
-                part = earlier
+                part, self._reach = earlier, max(self._reach, reach)
             else:
                 self._waiting.append(part)
+                if border is not None and self._gap and environment not in newest:
+                    self._uncertain.append((self._blocks - self._gap, part.key))
             newest[environment] = part
         if border is None and not all(has_ended(part.trajectory) for part in newest.values()):
             logger.warning(
@@ -98,8 +111,15 @@ class Joiner:
                 self._waiting.append(part)
 
     def rest(self) -> Iterator[Part]:
-        """Yield the episodes that still wait."""
+        """Yield the episodes that still wait, and warn of those whose beginning may be absent."""
         yield from self._waiting
+        if keys := [key for since, key in self._uncertain if since < self._reach]:
+            logger.warning(
+                "convert: %s may have begun in blocks that are not there (evicted, or not chosen), so returns and "
+                "lengths are those of the rest: %s",
+                "1 episode" if len(keys) == 1 else f"{len(keys):,} episodes",
+                listed(keys, 3),
+            )
 
 
 def has_ended(episode: Trajectory) -> bool:

@@ -244,7 +244,7 @@ def _row(rollout: AgentTrajectory, facts: Mapping[str, Any], pictured: bool) -> 
         "label": outcome is not None and outcome > LIKED,
         **({"images": images} if pictured else {}),
         **_beside(rollout),
-        "rollout_id": str(facts["trajectory_id"]),
+        "trajectory_id": str(facts["trajectory_id"]),
         "outcome": outcome,
     }
 
@@ -265,7 +265,7 @@ def _write_each(path: Path, selection: Selection) -> PartsWriter:
     pl, pictured = polars(), is_pictured(selection.items())
     others = {
         "label": pl.Boolean,
-        **dict.fromkeys(("tools", "task_id", "rollout_id"), pl.String),
+        **dict.fromkeys(("tools", "task_id", "trajectory_id"), pl.String),
         "outcome": pl.Float64,
     }
     return PartsWriter(path, partial(_row, pictured=pictured), schema_of(("prompt", "completion"), pictured, **others))
