@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore._core.columns.fields import Axis, join_name, nest, skip_extra_rows, split_name, walk
+from trajstore._core.columns.fields import Axis, join_name, nest, skip_extra_rows, walk
 from trajstore._core.columns.portions import portions
-
-KEYS = st.lists(st.text(max_size=4), min_size=1, max_size=4)
-
-
-@settings(max_examples=40, deadline=None)
-@given(path=KEYS)
-def test_every_path_comes_back(path: list[str]) -> None:
-    assert split_name(join_name(path)) == tuple(path)
 
 
 def test_leaves_come_in_the_order_of_the_dicts() -> None:
@@ -54,15 +45,3 @@ def test_portions_are_the_list_within_their_bounds_and_as_long_as_they_can_be(
         assert len(portion) == 1 or (total <= limit and len(portion) <= most)
         if at + 1 < len(cut):
             assert total + cut[at + 1][0][0] > limit or len(portion) == most
-
-
-def test_items_are_taken_as_portions_are_asked_for() -> None:
-    taken = []
-
-    def items() -> Iterator[int]:
-        for number in range(10):
-            taken.append(number)
-            yield number
-
-    assert next(portions(items(), 100, lambda number: 50)) == ([0, 1], 100)
-    assert taken == [0, 1, 2]

@@ -21,15 +21,6 @@ def view(lease: Lease, offset: int, nbytes: int) -> memoryview:
     return lease.data[offset : offset + nbytes]
 
 
-def test_blocks_begin_at_cache_lines() -> None:
-    arena = Arena(SLAB)
-    for nbytes in (1, 63, 64, 65, 1000, SLAB, 3 * SLAB):
-        lease, offset = arena.take(nbytes)
-        assert (lease.address + offset) % 64 == 0
-        assert lease.address == lease.memory.ctypes.data
-        assert len(lease.data) >= offset + nbytes
-
-
 def test_a_slab_comes_back_when_the_last_view_of_it_is_gone() -> None:
     arena = Arena(SLAB, spare=1)
 

@@ -253,16 +253,6 @@ def test_wrong_rollouts_are_refused_with_field_and_position(
     assert refusal.value.position == position
 
 
-def test_certainly_wrong_rollouts_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    with TrajectoryReplayBuffer() as buffer:
-        columns = {**_FINE["columns"], "old_log_probs": torch.tensor([0.0, 0.5, 0.0])}
-        names = [{"task_id": "t", "rollout_id": "a"}, {"task_id": "t", "rollout_id": "b"}]
-        buffer.add_rollouts(**{**_FINE, "columns": columns, "documents": names})
-    assert (
-        "old_log_probs that are above 0 or not finite where the model wrote; the newest is rollout 'b'" in caplog.text
-    )
-
-
 @pytest.mark.parametrize("name", ["old_log_probs", "rollout_log_probs", "entropys", "response_mask"])
 @pytest.mark.parametrize(("values", "start"), [(9, None), (6, None), (4, 2), (2, 2)])
 def test_more_response_values_than_tokens_are_refused(name: str, values: int, start: int | None) -> None:

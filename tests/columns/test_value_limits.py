@@ -168,17 +168,6 @@ def test_none_is_unknown_and_numpys_scalars_are_numbers(tmp_path: Path) -> None:
     assert block.max_episode_length == 0
 
 
-def test_texts_with_any_character_come_back(tmp_path: Path) -> None:
-    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x11000), 0x10FFFF]))
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([AgentTrajectory(query=text, messages=[{text: text}])])
-    again = TrajectoryReplayBuffer()
-    again.load_checkpoint(tmp_path)
-    got = again.get(0)
-    assert isinstance(got, AgentTrajectory)
-    assert (got.query, got.messages) == (text, [{text: text}])
-
-
 # -- types -------------------------------------------------------------------------------------------
 
 

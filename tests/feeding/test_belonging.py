@@ -241,17 +241,6 @@ def test_what_is_no_state(tmp_path: Path, state: Any, caplog: pytest.LogCaptureF
         assert str(taker.state_dict()) == before
 
 
-def test_the_state_of_a_long_store_names_a_part_of_it(tmp_path: Path) -> None:
-    buffer = TrajectoryReplayBuffer(seed=1, auto_save=True, auto_save_path=tmp_path, sample_window_size=0)
-    with buffer:
-        for _ in itertools.repeat(None, 3):
-            buffer.add_trajectories([block(1)] * 500)
-        with ReplayLoader(buffer, 8) as loader:
-            named = loader.state_dict()["source"]["of"][0]["ids"]
-    assert len(named) == 1024
-    assert (int(named[0]), int(named[-1])) == (0, 1499)
-
-
 def test_a_sampler_that_follows_no_buffer_says_that_it_takes_nothing_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

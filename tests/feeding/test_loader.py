@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,17 +81,6 @@ def rewards(batch: dict[str, Any]) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("depth", [1, 4])
-def test_batches_are_those_that_sampling_gives(store: Store, reuse: bool, depth: int) -> None:
-    buffer = store()
-    state = buffer.state_dict()
-    expected = [rewards(buffer.sample(16)) for _ in range(12)]
-    buffer.load_state_dict(state)
-    with ReplayLoader(buffer, 16, prefetch=depth, reuse=reuse) as loader:
-        assert [rewards(batch) for batch in itertools.islice(loader, 12)] == expected
-
-
 def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked_for(store: Store) -> None:
     with ReplayLoader(store(), 16, prefetch=3, reuse=True) as loader:
         seen = set()
@@ -103,30 +91,6 @@ def test_batches_in_memory_that_is_used_again_stay_whole_until_the_next_is_asked
             loader._running._changed.release()  # type: ignore[union-attr]
             assert rewards(batch) == before
         assert len(seen) <= 5
-
-
-@pytest.mark.parametrize(
-    ("size", "share", "ranks"), [(8, 0.5, 8), (10, 0.25, 3), (16, 0.2, 4), (32, 0.0625, 4), (9, 0.9, 3), (13, 0.08, 5)]
-)
-@pytest.mark.parametrize("reuse", [False, True])
-def test_ranks_have_even_parts_of_batches_with_demonstrations(
-    store: Store, size: int, share: float, ranks: int, reuse: bool
-) -> None:
-    paths = [Path(str(made._path)) for made in (store(), store("demos", range(100, 105)))]
-
-    def batches(**options: Any) -> list[list[float]]:
-        replay, demos = map(reader, paths)
-        shares = {"online": Share(replay, weight=1 - share), "demos": Share(demos, weight=share)}
-        with ReplayLoader(shares, size, reuse=reuse, **options) as loader:
-            return [rewards(batch) for batch in itertools.islice(loader, 6)]
-
-    parts = [batches(rank=(rank, ranks)) for rank in range(ranks)]
-    for number, whole in enumerate(batches()):
-        assert sorted(itertools.chain(*(part[number] for part in parts))) == sorted(whole)
-        demos = [sum(value >= 100_000 for value in part[number]) for part in parts]
-        assert abs(sum(demos) - size * share) < 1
-        assert {len(part[number]) for part in parts} <= {size // ranks, -(-size // ranks)}
-        assert max(demos) - min(demos) <= 1
 
 
 def test_where_demonstrations_are_few_the_replay_buffer_fills_the_batch(caplog: pytest.LogCaptureFixture) -> None:
@@ -343,31 +307,6 @@ def test_rows_are_looked_up_again_only_after_a_trajectory_has_left(
         assert looked
 
 
-def test_batches_that_are_ready_lose_what_a_rollback_takes_back(store: Store) -> None:
-    buffer = store()
-    buffer.points.save(1)
-    buffer.add_trajectories([block(key) for key in range(10, 40)])
-    with ReplayLoader(buffer, 16, prefetch=3) as loader, ReplayLoader(buffer, 16, prefetch=2) as other:
-        ready(loader, 3)
-        ready(other, 2)
-        buffer.points.rollback(1)
-        for each in (loader, other):
-            for _ in range(6):
-                assert max(rewards(next(each))) < 10_000
-            assert each.figures()["batches_redrawn"] >= 1
-
-
-def test_packs_that_are_ready_lose_what_is_evicted() -> None:
-    buffer = TrajectoryReplayBuffer(seed=1, sample_window_size=0)
-    buffer.add_trajectories([AgentTrajectory(input_ids=torch.full((4,), key)) for key in range(20)])
-    with TokenLoader(buffer, 40, prefetch=3) as loader:
-        ready(loader, 3)
-        buffer.evict(list(range(10)))
-        seen = {int(value) for _ in range(6) for pack in next(loader) for value in pack["input_ids"].flatten()}
-        assert min(seen) >= 10
-        assert loader.figures()["batches_redrawn"] >= 1
-
-
 def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -386,16 +325,6 @@ def test_an_error_reaches_the_consumer_every_time_and_no_thread_stays(
         next(loader)
     loader.close()
     assert _prefetchers() <= before
-
-
-def test_a_buffer_that_is_emptied_is_waited_for(store: Store) -> None:
-    buffer = store()
-    with ReplayLoader(buffer, 8, prefetch=1, timeout=600) as loader:
-        next(loader)
-        buffer.clear()
-        threading.Timer(0.3, lambda: buffer.add_trajectories([block(50)])).start()
-        values = [rewards(next(loader)) for _ in range(6)]
-    assert {value // 1000 for value in values[-1]} == {50}
 
 
 @pytest.mark.parametrize("resumed", [False, True])
@@ -520,24 +449,6 @@ def test_batches_arrive_on_the_device(store: Store) -> None:
             assert batch["rewards"].reshape(-1).tolist() == values
 
 
-def test_a_batch_says_its_rows_and_priorities_come_back(store: Store) -> None:
-    buffer = store()
-    sampler = WeightedSampler(priorities=Priorities(alpha=1, beta=1, eps=0))
-    with ReplayLoader(buffer, 16, sampler=sampler, prefetch=1) as loader:
-        batch = next(loader)
-        assert batch["rewards"].reshape(-1).tolist() == (1000 * batch.drawn.ids + batch.drawn.samples).tolist()
-        assert batch.weights is not None
-        assert batch.weights.tolist() == [1.0] * 16
-        assert buffer.update_priorities(sampler, batch.drawn, torch.full((16,), 1e6)) == 0
-        for _ in range(2):  # two batches were made before
-            next(loader)
-        seen = set(zip(batch.drawn.ids.tolist(), batch.drawn.samples.tolist(), strict=True))
-        later = next(loader)
-        assert (
-            sum(row in seen for row in zip(later.drawn.ids.tolist(), later.drawn.samples.tolist(), strict=True)) >= 14
-        )
-
-
 def of_tokens(buffer: TrajectoryReplayBuffer, size: int, **options: Any) -> TokenLoader:
     return TokenLoader(buffer, 10, batch_size=1, **options)
 
@@ -563,18 +474,6 @@ def of_tokens(buffer: TrajectoryReplayBuffer, size: int, **options: Any) -> Toke
 def test_options_that_make_no_sense_are_refused(make: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make(TrajectoryReplayBuffer(), 4, **options)
-
-
-@pytest.mark.parametrize("which", ["replay", "demos"])
-def test_a_closed_buffer_gives_no_more_batches_not_even_those_that_were_ready(store: Store, which: str) -> None:
-    buffers = {"replay": store(), "demos": store("demos", range(100, 105))}
-    with ReplayLoader({name: Share(buffer) for name, buffer in buffers.items()}, 8, prefetch=3) as loader:
-        next(loader)
-        wait_until(lambda: loader.figures()["batches_ready"] == 3)
-        buffers[which].close()
-        for _ in range(2):
-            with pytest.raises(StoreClosedError, match=r"buffer .*closed"):
-                next(loader)
 
 
 def test_a_buffer_that_is_closed_while_a_loader_waits_for_it_ends_the_waiting() -> None:
@@ -607,14 +506,6 @@ def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
     other.load_state_dict(state, changed=True)
     next(other)
     other.close()
-
-
-@pytest.mark.parametrize("number", [2.0, np.int64(2), torch.tensor(2)])
-def test_sizes_and_ranks_may_be_whole_numbers_of_other_types(store: Store, tmp_path: Path, number: Any) -> None:
-    with ReplayLoader(store(), number, rank=(number - 1, number), stores="per_rank") as loader:
-        assert len(next(loader)["rewards"]) == 1
-        torch.save(loader.state_dict(), tmp_path / "state")
-    torch.load(tmp_path / "state", weights_only=True)
 
 
 def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
@@ -665,15 +556,3 @@ def test_a_loader_that_nobody_holds_ends_its_thread(store: Store) -> None:
     gc.collect()
     wait_until(lambda: _prefetchers() <= before)
     assert _prefetchers() <= before
-
-
-def test_what_made_batches_goes_when_the_loader_begins_anew(store: Store) -> None:
-    loader = ReplayLoader(store(), 8)
-    before = []
-    for _ in range(5):
-        next(loader)
-        before.append(weakref.ref(loader._running))
-        loader.load_state_dict(loader.state_dict())
-    gc.collect()
-    assert [reference() for reference in before] == [None] * 5
-    loader.close()

@@ -77,16 +77,6 @@ def test_pinned_memory_is_used_again_only_when_its_copy_has_ended() -> None:
     assert all(len(copy.used) == 1 for copy in device.copies)
 
 
-def test_memory_whose_copy_has_ended_is_taken_without_waiting() -> None:
-    device = Slow()
-    memory = DeviceMemory(device, batches=3)
-    memory.read(reader(0), 4)
-    device.copies[0].end()
-    memory.read(reader(1), 3)  # fewer rows fit too
-    assert device.pinned == 1
-    assert not device.copies[0].waited
-
-
 def test_other_columns_and_more_rows_get_pinned_memory_of_their_own() -> None:
     device = Slow()
     memory = DeviceMemory(device, batches=1)

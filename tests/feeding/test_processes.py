@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import multiprocessing
 import os
 import subprocess
 import sys
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed
 from torch.utils.data import DataLoader
 
-from tests.feeding.test_loader import block, fill, reader, rewards
+from tests.feeding.test_loader import fill, reader, rewards
 from tools.crash.forked import forking
 from trajstore.errors import StoreClosedError
 from trajstore.loader import ReplayLoader
-from trajstore.points import points_at
 
 
 def opened(folder: Path) -> list[str]:
@@ -32,56 +27,6 @@ def opened(folder: Path) -> list[str]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     names.update(line[line.index("/") :] for line in maps if "/" in line)
     return sorted(name for name in names if name.startswith(f"{folder.resolve()}/"))
-
-
-def rank_of(folder: Path, rank: int, world: int, begins: bool, pipe: Connection) -> None:
-    """Draw four batches with all ranks; the first one reports them."""
-    meet = f"file://{folder}/meet-{world}-{begins}"
-    torch.distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
-    if begins:  # rank 0 writes the store
-        buffer = fill(folder / "store", range(10)) if rank == 0 else reader(folder / "store")
-    else:
-        buffer = reader(folder / "store", "step-4")
-    loader = ReplayLoader(buffer, 16, rank=(rank, world))
-    if not begins:
-        loader.load_state_dict(points_at(folder / "store").state(4)["loader"])
-    for _ in range(4):
-        parts: list[Any] = [None] * world
-        torch.distributed.all_gather_object(parts, rewards(next(loader)))
-        if rank == 0:
-            pipe.send([value for part in parts for value in part])
-    if begins and rank == 0:
-        buffer.points.save(4, {"loader": loader})
-    torch.distributed.barrier()
-    loader.close()
-    buffer.close()
-    torch.distributed.destroy_process_group()  # else its threads may end the process with SIGABRT at exit
-
-
-def _run(folder: Path, world: int, begins: bool) -> list[list[float]]:
-    heard, sender = multiprocessing.Pipe(duplex=False)
-    ranks = [forking().Process(target=rank_of, args=(folder, rank, world, begins, sender)) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(1500)
-    assert [rank.exitcode for rank in ranks] == [0] * world
-    return [heard.recv() for _ in range(4)]
-
-
-@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.campaign) for world in (1, 2, 8))])
-def test_ranks_that_talk_over_gloo_resume_from_a_saved_point_on_another_number_of_them(
-    tmp_path: Path, world: int
-) -> None:
-    fill(tmp_path / "store", range(10)).close()
-    with ReplayLoader(reader(tmp_path / "store"), 16) as alone:
-        expected = [sorted(rewards(next(alone))) for _ in range(8)]
-    first = _run(tmp_path, 2, begins=True)
-    with fill(tmp_path / "store", range(0)) as writer:  # continues after the point
-        writer.add_trajectories([block(99)])
-        writer.evict([0, 5])
-    second = _run(tmp_path, world, begins=False)
-    assert [sorted(batch) for batch in first + second] == expected
 
 
 def test_workers_in_new_processes_give_the_same_sequence(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_a_mixed_batch_has_the_draws_of_its_buffers(
         mixed = [[row for rows, of in by_rank for row, source in zip(rows, of, strict=True) if source == place]
                  for place in range(len(names))]  # fmt: skip
         got = [len(rows) for rows in mixed]
+        for place in range(len(names)):
+            shares = [of.count(place) for _, of in by_rank]
+            assert max(shares) - min(shares) <= 1, "even parts"
         assert sum(got) == size
         assert all(abs(count - wanted) < 1 for count, wanted in zip(got, exact, strict=True))
         assert {len(rows) for rows, _ in by_rank} <= {size // ranks, -(-size // ranks)}

@@ -139,21 +139,6 @@ def test_readers_go_on_after_their_process_or_their_directory_moves(
     reader.close()
 
 
-def test_readers_of_a_run_go_on_after_it_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for rank in range(2):
-        with opened(f"run/rank_{rank}") as buffer:
-            add_each(buffer, [rank])
-    reader = reader_of("run")
-    os.rename("run", "run_old")
-    monkeypatch.chdir("/")
-    with opened(tmp_path / "run_old" / "rank_1") as buffer:
-        add_each(buffer, [2])
-        assert reader.refresh()
-    assert sorted(check_trajectory(trajectory) for trajectory in reader.sample_trajectories(3)) == [0, 1, 2]
-    reader.close()
-
-
 def test_a_reader_of_a_replaced_checkpoint_is_told_to_load_again(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     with opened(tmp_path / "run", writer=WriterOptions(shard_bytes=1)) as buffer:

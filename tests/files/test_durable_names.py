@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.stores import add_each, contents_of, opened
+from tests.stores import add_each, opened
 from tests.support.waiting import wait_until
 from tests.support.witness import witness
 from trainer_hooks.replay.persistence import POOL_FILES, PoolContents, read_pool, write_pool
@@ -180,11 +180,3 @@ def test_an_interrupt_does_not_come_while_folders_are_removed(tmp_path: Path) ->
     assert threads
     assert threading.main_thread() not in threads
     assert os.listdir(tmp_path) == ["folder"]
-
-
-def test_files_that_cannot_be_linked_are_copied(tmp_path: Path) -> None:
-    with opened(tmp_path / "store", trajectory_format="zarr") as buffer:
-        buffer.add_trajectories([witness(0)])
-        with mock.patch("os.link", side_effect=OSError(18, "Invalid cross-device link")):
-            buffer.save_checkpoint(tmp_path / "checkpoint")
-    assert contents_of(tmp_path / "checkpoint") == [0]

@@ -42,14 +42,6 @@ def test_a_failed_append_is_cut_off_even_if_that_fails_at_first(tmp_path: Path) 
     assert (tmp_path / "log" / "1").read_bytes() == b"first\nthird\n"
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_a_failed_publication_leaves_nothing(tmp_path: Path, at: int) -> None:
-    directory = LocalDirectory(tmp_path)
-    with failing_disk(FaultPlan(at, "ENOSPC")), pytest.raises(OSError, match="No space left"):
-        directory.publish([EncodedFile("one", [b"1"]), EncodedFile("two", [b"2"])])
-    assert directory.names() == []
-
-
 def test_a_lock_that_could_not_be_described_is_given_back(tmp_path: Path) -> None:
     directory = LocalDirectory(tmp_path)
     directory.create()

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import logging
 import os
-import random
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,24 +61,6 @@ def open_files(folder: Path) -> list[int]:
     return numbers
 
 
-def test_what_is_asked_for_is_there(server: Server, tmp_path: Path) -> None:
-    maps = PartialMaps(server, lambda: tmp_path, 1 << 30)
-    partial_map = maps.map("a", len(CONTENT))
-    chance = random.Random(3)
-    for _ in range(60):
-        pieces = []
-        for _ in range(chance.randint(1, 5)):
-            start = chance.randrange(len(CONTENT))
-            pieces.append((start, min(len(CONTENT), start + chance.choice((1, 50, BLOCK, 3 * BLOCK)))))
-        assert read(partial_map, *pieces) == [CONTENT[start:stop] for start, stop in pieces]
-    covered = server.asked
-    assert len(covered) < 60
-    blocks = [block for piece in covered for block in range(piece.start // BLOCK, -(-piece.stop // BLOCK))]
-    assert len(partial_map.there) == 41
-    assert maps.fetched == sum(piece.stop - piece.start for piece in covered)
-    assert set(np.flatnonzero(partial_map.there).tolist()) == set(blocks)
-
-
 def test_many_files_lie_in_one_and_give_back_what_they_had(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,16 +93,6 @@ def test_what_lies_outside_of_the_files_is_passed_over(server: Server, tmp_path:
         assert server.asked == [Range(high.name, 0, 2 * BLOCK)]
     with fetched([first, other], lambda: (np.array([high.address + 7]), np.array([1]))):
         assert len(server.asked) == 1
-
-
-def test_neighbours_are_fetched_with_one_request(server: Server, tmp_path: Path) -> None:
-    partial_map = PartialMaps(server, lambda: tmp_path, 1 << 30).map("a", len(CONTENT))
-    read(partial_map, (0, 10), (2 * BLOCK, 2 * BLOCK + 1), (36 * BLOCK, 36 * BLOCK + 1))
-    assert server.asked == [Range("a", 0, 3 * BLOCK), Range("a", 36 * BLOCK, 37 * BLOCK)]
-    read(partial_map, (BLOCK, BLOCK + 1))
-    assert len(server.asked) == 2
-    read(partial_map, (len(CONTENT) - 1, len(CONTENT)))
-    assert server.asked[-1] == Range("a", 40 * BLOCK, len(CONTENT))
 
 
 def test_the_least_recently_used_files_are_emptied(server: Server, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.stores import files_of, stored, writer_to
 from tests.support.formats import random_tensor, same_bytes
-from trajstore import Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import Axis, walk
@@ -26,7 +25,6 @@ from trajstore._core.formats.checksums import encoded_shard
 from trajstore._core.formats.frames import folded
 from trajstore.cli import main
 from trajstore.errors import CorruptStoreError
-from trajstore.interop.convert import convert_from, convert_to
 from trajstore.loader import ReplayLoader
 from trajstore.operations.copying import copy_store
 from trajstore.operations.inspect import inspect
@@ -174,17 +172,6 @@ def test_a_store_reads_as_without_the_option(form: str, options: dict[str, Any],
     assert verify(tmp_path / "once").problems == []
 
 
-@pytest.mark.parametrize(("form", "options"), [KINDS[1], KINDS[3]], ids=str)
-def test_annotated_trajectories(form: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Reading late rows leaves the shard of the trajectory as it is, also where it cannot be mapped."""
-    kinds = {"trajectory_format": form, "format_options": options}
-    for option in (True, False):
-        with writer_to(tmp_path / f"{option}", store_frames_once=option, **kinds) as buffer:
-            numbers = buffer.add_trajectories(ADDED)
-            annotate(buffer, numbers, {"advantage": [trajectory.rewards for trajectory in ADDED]})
-    check_same(opened(tmp_path / "True"), opened(tmp_path / "False"))
-
-
 def _mirrored(once: Path, target: Path) -> None:
     with writer_to(once, mirror=target, store_frames_once=True) as buffer:
         assert buffer.mirror.wait(timeout=None)
@@ -228,15 +215,6 @@ def test_a_store_is_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert inspect(f"{source}-pt")["shard_bytes"] == inspect(once)["shard_bytes"]
     assert main(["convert", str(twice), str(tmp_path / "x"), "--to", "jsonl", "--store-frames-once"]) == 2
     assert "--store-frames-once is for stores" in capsys.readouterr().err
-
-
-def test_episodes_of_minari(tmp_path: Path) -> None:
-    extra = {"actions": torch.zeros(20, 1, 2), "truncations": torch.zeros(20, 1, 1, dtype=torch.bool)}
-    convert_to(stored(tmp_path / "store", [replace(ADDED[2], **extra)]), tmp_path / "made-v0", "minari")
-    for option in (True, False):
-        target = tmp_path / f"{option}"
-        assert convert_from(tmp_path / "made-v0", target, "minari", check=True, store_frames_once=option).written == 2
-    assert inspect(tmp_path / "True")["shard_bytes"] < 0.9 * inspect(tmp_path / "False")["shard_bytes"]
 
 
 def test_compacting_keeps_rows_and_stores_them_once(tmp_path: Path) -> None:

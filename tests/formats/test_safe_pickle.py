@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.formats import random_tensor, same_bytes
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.formats.pickles.safe_pickle import safe_loads
-from trajstore._core.formats.pickles.safe_values import MAX_DEPTH, StorageType
+from trajstore._core.formats.pickles.safe_values import MAX_DEPTH
 from trajstore.errors import CorruptStoreError, StoreError, UnsafeContentError
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -135,12 +135,6 @@ def test_numpy_spelling_of_version_one() -> None:
     assert np.array_equal(safe_loads(data), np.arange(3))
 
 
-def test_byte_order_of_a_dtype_does_not_leak() -> None:
-    swapped = safe_loads(pickle.dumps(np.dtype(">f4")))
-    assert swapped == np.dtype(">f4")
-    assert np.dtype("f4") == np.dtype("<f4")
-
-
 def test_shared_objects_stay_shared() -> None:
     shared = [1]
     first, second = safe_loads(pickle.dumps((shared, shared)))
@@ -177,33 +171,6 @@ def test_classes_are_replaced(protocol: int) -> None:
     assert (again[0].a, again[1]) == (1, Plain(2))
     with pytest.raises(UnsafeContentError, match="Plain"):
         safe_loads(data)
-
-
-def test_a_stand_in_may_replace_what_is_admitted() -> None:
-    seen = []
-
-    def rebuild(*arguments: Any) -> str:
-        seen.append(arguments[2])
-        return "tensor"
-
-    data = pickle.dumps(torch.ones(2, 3))
-    assert safe_loads(data, classes={("torch._utils", "_rebuild_tensor_v2"): rebuild}) == "tensor"
-    assert seen == [(2, 3)]
-
-
-def test_persistent_ids() -> None:
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, obj: Any) -> Any:
-            return ("storage", torch.FloatStorage, obj[1:]) if isinstance(obj, str) and obj.startswith("@") else None
-
-    target = io.BytesIO()
-    Pickler(target, 2).dump(["@x", "y"])
-    seen: list[Any] = []
-    result = safe_loads(target.getvalue(), persistent_load=seen.append)
-    assert result == [None, "y"]
-    assert seen == [("storage", StorageType(torch.float32, typed=True), "x")]
-    with pytest.raises(CorruptStoreError, match="persistent"):
-        safe_loads(target.getvalue())
 
 
 # -- code is refused ---------------------------------------------------------------------------------
@@ -253,21 +220,6 @@ def test_no_other_name_is_called(tmp_path: Path, module: str, name: str, protoco
     assert not marker.exists()
 
 
-def test_the_message_names_what_was_refused(tmp_path: Path) -> None:
-    marker = tmp_path / "ran"
-    for data in (
-        pickle.dumps(Calls(os.system, f"touch {marker}")),
-        pickle.dumps({"a": [Calls(eval, f"open({str(marker)!r}, 'w')")]}),
-        pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w')"), 0),
-    ):
-        with pytest.raises(UnsafeContentError, match=r"(system|eval|exec), which is not plain data; nothing of it was"):
-            safe_loads(data)
-        assert not marker.exists()
-        pickle.loads(data)  # proves that the attack works
-        assert marker.exists()
-        marker.unlink()
-
-
 def test_names_are_not_values() -> None:
     for value in (set, torch.storage._load_from_bytes, np.ndarray, torch.FloatStorage):
         with pytest.raises(UnsafeContentError):
@@ -292,15 +244,6 @@ def test_pickles_within_storages(tmp_path: Path) -> None:
     with pytest.raises(UnsafeContentError, match="system"):
         safe_loads(storage_pickle(legacy.getvalue()))
     assert not marker.exists()
-
-
-def test_storages_do_not_nest() -> None:
-    inner = pickle.dumps(torch.ones(2).untyped_storage())
-    legacy = io.BytesIO()
-    torch.save([torch.storage._load_from_bytes], legacy, _use_new_zipfile_serialization=False)
-    assert b"_load_from_bytes" in inner
-    with pytest.raises(UnsafeContentError, match="_load_from_bytes"):
-        safe_loads(storage_pickle(legacy.getvalue()))
 
 
 @pytest.mark.parametrize(

@@ -161,18 +161,6 @@ def test_it_waits_for_all_copies() -> None:
     assert copies.idle
 
 
-def test_a_copy_that_was_dropped_keeps_nothing_once_another_one_ends() -> None:
-    free: list[int] = []
-    copies = RunningCopies(free.extend)
-    dropped = begun(copies)
-    copies.let_go(None, 1)
-    del dropped
-    gc.collect()
-    assert free == []
-    copies.end(begun(copies))
-    assert free == [1]
-
-
 def test_nothing_is_destroyed_under_the_lock() -> None:
     copies = RunningCopies(lambda slots: None)
     seen: list[bool] = []
