@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.content_watch import flatten_all
-from trajstore._core.columns.flat import NUMBERS, cut
 from trajstore._core.columns.memory import Arena
 from trajstore._core.store.late_values import LateValues
 from trajstore.distributed.add_request import AddRequest, Piece, new_key, pack, unpack
@@ -68,20 +66,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     return bool(one == other)
-
-
-def test_a_list_is_cut_by_bytes() -> None:
-    runs = flatten_all([witness(key) for key in (*range(6), 1, 1, 1)])
-    sizes = np.concatenate([run.numbers[:, NUMBERS.index("nbytes")] for run in runs]).tolist()
-    for limit in (1, max(sizes), 2 * max(sizes), sum(sizes)):
-        parts = list(cut(runs, limit))
-        assert [nbytes for _, nbytes in parts] == [
-            sum(int(run.numbers[:, NUMBERS.index("nbytes")].sum()) for run in part) for part, _ in parts
-        ]
-        numbers = np.concatenate([run.numbers for part, _ in parts for run in part])
-        assert np.array_equal(numbers, np.concatenate([run.numbers for run in runs]))
-        assert all(sum(map(len, part)) == 1 or nbytes <= limit for part, nbytes in parts)
-    assert len(list(cut(runs, sum(sizes)))) == 1
 
 
 def test_a_request_of_another_version_is_refused() -> None:
@@ -146,18 +130,6 @@ def test_values_of_a_request_that_comes_again_are_set_once(tmp_path: Path) -> No
         ("judge", 8),
     ]
     second.close()
-
-
-def test_a_store_filled_in_long_lists_opens_again(tmp_path: Path) -> None:
-    trajectories = [Trajectory(rewards=torch.full((2, 1, 1), float(number))) for number in range(50)]
-    store = server(tmp_path)
-    for _ in range(20):
-        store.add(request_of(trajectories), 50)
-    assert len({bytes(uuid) for uuid in store._buffer._uuids}) == 1000
-    store.close()
-    again = server(tmp_path, began="second")
-    assert again.stats()["num_trajectories"] == 1000
-    again.close()
 
 
 def test_a_store_whose_uuids_begin_alike_opens_again(tmp_path: Path) -> None:

@@ -54,22 +54,6 @@ def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str], wrong: st
     assert "error:" in capsys.readouterr().err
 
 
-def test_cartpole_goes_on_where_it_ended(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    code, out, err = run("--task", "cartpole", "--path", path, "--updates", 64)
-    assert code == 0
-    assert [line.split("  ")[0] for line in err.splitlines()] == ["training 32/64", "training 64/64"]
-    assert "trajectories" in out
-    before = inspect(path)["trajectories"]
-    assert before == 4  # two rounds to warm up, two with 32 updates each
-    out = run.out("--task", "cartpole", "--path", path, "--updates", 128)
-    assert f"continuing in {path}: 4 trajectories on disk, learner at 64 updates" in out
-    report = inspect(path / "replay")
-    assert report["trajectories"] == 6
-    assert report["policy"]["versions"] == {"min": 0, "max": 96}
-    assert verify(path).sound
-
-
 @pytest.mark.parametrize("sampler", sorted(set(SAMPLERS) - {"uniform"}))
 def test_cartpole_by_each_sampler_goes_on_with_its_state(run: Run, tmp_path: Path, sampler: str) -> None:
     path = tmp_path / "run"

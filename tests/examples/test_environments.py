@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from random import Random
 
 import pytest
@@ -16,7 +15,7 @@ from examples.grpo.environments import (
 )
 from examples.grpo.tokenizer import WordTokenizer
 from examples.grpo.treasure import TreasureEnvironment
-from trajstore.errors import ConfigurationError, MissingDependencyError
+from trajstore.errors import ConfigurationError
 
 ENVIRONMENTS = [SortEnvironment(), HouseholdEnvironment()]
 
@@ -126,12 +125,6 @@ def test_treasure_is_solved_by_the_quest_of_its_generator_and_lost_by_the_other_
         assert all(reward == float(took) for took, _, reward, _ in endings)
         lost.add((False, True, 0.0, True) in endings)
     assert any(lost), "the other thing ends some game"
-
-
-def test_treasure_without_textworld_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textworld", None)
-    with pytest.raises(MissingDependencyError, match=r"'textworld'.*\[bench\]"):
-        make_environment("treasure")
 
 
 def test_tasks_depend_on_the_seed_and_nothing_else() -> None:

@@ -59,44 +59,6 @@ def test_masks_are_1_exactly_on_the_messages_of_the_model(make: Train, config: T
         assert all(len(reply) <= trainer.environment.max_reply_tokens for reply in written)
 
 
-def test_messages_and_tokens_say_the_same_and_the_outcome_is_the_environments(make: Train) -> None:
-    trainer = make(HOUSEHOLD)
-    for task in trainer.environment.tasks:
-        for trajectory in trainer.worker.run([task] * 4, torch.Generator().manual_seed(2)):
-            episode = trainer.environment.begin(task)
-            ids, reward = trainer.tokenizer.opening(episode.first_message), 0.0
-            assert trajectory.messages[0]["content"] == episode.first_message
-            replies = [message["content"] for message in trajectory.messages if message["author"] == "llm"]
-            for number, reply in enumerate(replies):
-                answer = episode.answer(reply)
-                reward = answer.reward
-                assert answer.done == (number == len(replies) - 1)
-            assert trajectory.reward.outcome == reward
-            assert trajectory.input_ids[: len(ids)].tolist() == ids
-            assert trajectory.task_id == task.task_id
-
-
-def test_draws_follow_the_policys_distribution(make: Train) -> None:
-    """The frequencies of 4,000 first words of a task match the policy's probabilities (chi-square)."""
-    trainer = make(SORT)
-    task = trainer.environment.tasks[0]
-    drawn = trainer.worker.run([task] * 4000, torch.Generator().manual_seed(3))
-    prompt = trainer.tokenizer.opening(trainer.environment.begin(task).first_message)
-    with torch.no_grad():
-        expected = trainer.model(input_ids=torch.tensor([prompt])).logits[0, -1].softmax(-1) * len(drawn)
-    first = torch.stack(
-        [rollout.input_ids[rollout.response_start] for rollout in drawn if rollout.input_ids is not None]
-    )
-    seen = torch.bincount(first, minlength=len(expected)).float()
-    often = expected > 5
-    statistic = ((seen - expected)[often].square() / expected[often]).sum()
-    assert statistic < 4 * often.sum()
-
-
-def test_no_tasks_make_no_rollouts(make: Train) -> None:
-    assert make(SORT).worker.run([], torch.Generator()) == []
-
-
 # -- Rollouts of several rows: groups count rollouts, histories come whole, the loss is exact --
 
 

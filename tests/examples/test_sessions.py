@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 from examples.grpo.model import build_model, response_log_probs
-from tests.examples.runs import SORT, Train, pool_of
+from tests.examples.runs import SORT, Train
 from tests.support.sessions import Call, session_rows
-from trainer_hooks.replay.rows import rows_of
 from trajstore.ledger import read
 from trajstore.trajectory import AgentTrajectory
 
@@ -112,32 +110,3 @@ def test_a_step_on_sessions_is_that_of_a_recount(
     optimizer.step()
     for name, value in policy.state_dict().items():
         torch.testing.assert_close(trainer.model.state_dict()[name], value, atol=2e-5, rtol=0)
-
-
-def test_sessions_are_replayed_whole_and_count_once(make: Train) -> None:
-    trainer = make(SORT, experience_rbound=None, exp_ratio=1.0)
-    agent = trainer.worker = Agent()  # type: ignore[assignment]
-    made: dict[tuple[int, ...], int] = {}
-    replayed = 0
-    for _ in range(3):
-        trainer.train_step()
-        for session in agent.rows:
-            made.update((tuple(row.input_ids.tolist()), len(session)) for row in session)  # type: ignore[union-attr]
-        figures = {name.removeprefix("experience_replay/"): value for name, value in trainer.metrics.items()}
-        assert figures["rollouts"] == SORT.tasks_per_step * SORT.n_rollout
-        assert figures["rows"] > figures["rollouts"]
-        replayed += int(figures["replayed_rows"] - figures["replayed_rollouts"])
-    assert replayed > 0, "sessions of several rows were replayed"
-    outcomes: dict[str, list[float]] = {}
-    for session in agent.rows:
-        outcomes.setdefault(session[0].task_id, []).append(session[0].reward.outcome)  # type: ignore[union-attr, arg-type]
-    buckets = trainer.hook.manager.difficulty2task_dict  # type: ignore[union-attr]
-    for task, values in outcomes.items():
-        estimate = int(sum(values) * SORT.n_rollout / len(values) + 0.5)
-        bucket = min(max(estimate, int(sum(values) > 0)), SORT.n_rollout - 1)
-        assert sum(values) == len(values) or task in buckets[bucket], "solved, or sessions are counted"
-    for history in pool_of(trainer).values():
-        rows = rows_of(history)
-        assert [row.metadata["session"]["path"] for row in rows] == list(range(rows[0].metadata["session"]["paths"]))
-        assert all(made[tuple(row.input_ids.tolist())] == len(rows) for row in rows)  # type: ignore[union-attr]
-        assert math.isfinite(history.entropy or math.nan)

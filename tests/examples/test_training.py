@@ -22,31 +22,6 @@ from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trajstore.errors import ConfigurationError
 
 
-def test_what_enters_the_pool_has_the_log_probs_of_the_policy_that_sampled(make: Train) -> None:
-    """Neither the replacing log-probs nor those of the updated policy."""
-    trainer = make(SORT, experience_rbound=None)
-    entered = 0
-    for _ in range(SORT.steps):
-        before = pool_of(trainer)
-        weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        trainer.train_step()
-        policy = build_model(SORT.model, len(trainer.tokenizer), seed=0)
-        policy.load_state_dict(weights)
-        for tokens, trajectory in pool_of(trainer).items():
-            if tokens in before:
-                continue
-            assert trajectory.policy_version == trainer.step
-            ids = torch.tensor([tokens])
-            with torch.no_grad():
-                log_probs, entropys = response_log_probs(
-                    policy, ids, torch.ones_like(ids), torch.arange(len(tokens))[None], len(trajectory.old_log_probs)
-                )
-            torch.testing.assert_close(trajectory.old_log_probs, log_probs[0], atol=1e-5, rtol=0)
-            torch.testing.assert_close(trajectory.entropys, entropys[0], atol=1e-5, rtol=0)
-            entered += 1
-    assert entered > 0
-
-
 def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
     """Run an independent GRPO without a hook; return mean rewards and final weights."""
     world = environment(config)
@@ -125,15 +100,6 @@ def test_without_replay_the_curve_is_that_of_plain_grpo_to_the_bit(
     assert trainer.hook.manager is None
     assert waiting.train() == trainer.curve
     assert len(waiting.hook.manager) > 0
-
-
-def test_two_runs_give_the_same_curve(make: Train, store: dict[str, str]) -> None:
-    """One run has the pool in memory and one on disk; another seed gives another curve."""
-    first, on_disk = make(SORT, seed=1), make(SORT, seed=1, store=store)
-    assert first.train() == on_disk.train()
-    assert first.metrics["experience_replay/replayed_rows"] > 0
-    other = make(replace(SORT, seed=9, replay=replay()))
-    assert other.train() != first.curve
 
 
 def test_training_learns(make: Train) -> None:

@@ -121,19 +121,6 @@ def test_no_error_of_the_other_dialect_is_an_experience(mode: str) -> None:
             assert messages == MESSAGES
 
 
-def test_the_end_of_trouble_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with FakeReMe(mode="500") as service:
-        worker = ExperienceWorker(EMClient(service.url, dialect="0.2", **PATIENT), template=TEMPLATE)
-        worker.manage_rollout_context(MESSAGES, TrajExpConfig(add_exp=True))
-        service.mode = "ok"
-        config = TrajExpConfig(add_exp=True)
-        changed = worker.manage_rollout_context(MESSAGES, config)
-    assert "retrieving experience works again, after failures: 1 x server" in caplog.text
-    assert changed[0]["content"] == TEMPLATE.fill(config.experience_list[0]) + "where is the cup"
-    assert config.names == ["m1", "m2"]
-    assert worker.manage_training_context(changed, config) == (config.experience_list, MESSAGES)
-
-
 def test_a_service_that_is_down_is_left_alone_for_a_while() -> None:
     with FakeReMe() as service:
         url = service.url

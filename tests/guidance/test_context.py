@@ -24,7 +24,7 @@ from trainer_hooks.guidance import (
     take_out,
     with_guidance,
 )
-from trajstore.errors import ConfigurationError, InvalidTrajectoryError
+from trajstore.errors import InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
 # Pieces that could break a pattern: the template's tags and text, braces, regex characters.
@@ -93,12 +93,6 @@ def test_what_was_changed_since_is_refused_by_message() -> None:
 def test_no_place_for_experience_is_an_error(messages: list[dict[str, Any]]) -> None:
     with pytest.raises(InvalidTrajectoryError, match="messages"):
         put_in(messages, "tip")
-
-
-@pytest.mark.parametrize("text", ["", "no place", "{} and {}", None, 3])
-def test_a_template_has_one_place(text: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"experience_template: .*must be a text with one \{\}"):
-        ExperienceTemplate.of(text)
 
 
 def test_template_without_record_is_found_by_its_look() -> None:

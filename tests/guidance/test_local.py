@@ -31,7 +31,6 @@ from trainer_hooks.guidance import (
 from trainer_hooks.guidance.summary import unguided
 from trainer_hooks.replay import BufferStore
 from trajstore.errors import StoreWriteError
-from trajstore.operations.inspect import inspect
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -62,27 +61,6 @@ def test_experience_does_not_feed_on_itself() -> None:
         assert plain.messages[1]["content"] == "please do cup"
     taken_out = with_guidance(rollout("cup", "go"), Guidance("discard", ("1",), (Insertion(1, block),), True))
     assert unguided(taken_out, template).messages == taken_out.messages
-
-
-def test_what_was_summarized_is_found_by_its_task(tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "experience")
-    maker = LocalMaker(store)
-    assert maker.retrieve("cup", 3).text == ""
-    assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 2
-    assert maker.summarize([rollout("cup", "go kitchen"), rollout("book", "go attic")]) == 0, "none twice"
-    experiences = maker.retrieve("where is the cup", 1)
-    assert "go kitchen" in experiences.text
-    assert "go attic" not in experiences.text
-    assert len(experiences.names) == 1
-    store.close()
-    assert inspect(tmp_path / "experience")["trajectories"] == 2
-
-    store = BufferStore.open(tmp_path / "experience")
-    again = LocalMaker(store)
-    assert len(again) == 2
-    assert again.retrieve("where is the cup", 1) == experiences
-    assert again.summarize([rollout("cup", "go kitchen")]) == 0
-    store.close()
 
 
 def test_a_summary_that_fails_does_not_keep_others_from_theirs() -> None:

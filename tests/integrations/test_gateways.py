@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Collection, Iterator
-from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,7 @@ import pytest
 from tests.pages import blocks, section
 from tests.support.engine import engine, tokens_of
 from trainer_hooks.integrations import nemo_gym
-from trainer_hooks.integrations.gateway import restored, shortened, task_of
+from trainer_hooks.integrations.gateway import task_of
 from trainer_hooks.integrations.nemo_gym import TokenStore
 from trainer_hooks.integrations.rllm import SessionTraceStore
 from trajstore import Reward, TrajectoryReplayBuffer
@@ -40,25 +39,6 @@ def test_a_task_is_found_in_the_ids_of_gateways() -> None:
         "a\n-1": "a\n",
     }
     assert {rollout_id: task_of(rollout_id) for rollout_id in ids} == ids
-
-
-COPIES = {"prompt": [1, 2], "messages": [{"role": "user"}], "answer": {"role": "x"}, "empty": []}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        {"a": [1, 2], "b": {"c": [{"role": "user"}], "d": {"role": "x"}}, "e": [[1, 2], [1, 2, 3], []], "f": None},
-        {"$": "prompt"},
-        {"$": None, "value": [1, 2]},
-        [{"$": {"$": [1, 2]}}],
-        "text",
-    ],
-)
-def test_shortened_json_is_restored(value: Any) -> None:
-    before = deepcopy(value)
-    assert restored(shortened(value, COPIES), COPIES) == value == before
-    assert shortened([1, 2], COPIES) == {"$": "prompt"}
 
 
 # -- rLLM ---------------------------------------------------------------------------------------------
@@ -147,6 +127,7 @@ def test_odd_traces_are_kept_or_refused_by_name(
         {"msg": "a", "n": None},
         {"prompt_token_ids": [], "completion_token_ids": [1], "logprobs": None},
         {"logprobs": [-0.1, None]},
+        made_trace(0, [1], [], raw_request={"$": "prompt"}, more=[{"$": {"$": [1]}}, {"$": None, "value": [1]}]),
         made_trace(1, [1], [], logprobs=[-0.1, -0.3]),  # no float32
         made_trace(2, [1], [], response_message={}),
         made_trace(3, [1, 2], "no list"),  # type: ignore[arg-type]

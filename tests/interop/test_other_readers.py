@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.interop.test_formats import ROLLOUTS, full_rollout
+from tests.interop.test_formats import ROLLOUTS
 from tests.stores import stored
 from trajstore import AgentTrajectory
 from trajstore.interop.convert import convert_to
@@ -115,18 +115,3 @@ def test_other_readers_see_what_was_stored_in_many_sets(
     name: str, rollouts: list[AgentTrajectory], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     compare(name, rollouts, tmp_path_factory.mktemp(name))
-
-
-@pytest.mark.parametrize("name", ["trl", "verl"])
-def test_datasets_reads_the_same_as_pyarrow(name: str, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
-    texts = ["", "\x00\ufeff\u202e\U0010ffff", "x" * 300_000, '{"a": 1}', "null"]
-    rollouts = [full_rollout()] + [
-        AgentTrajectory(messages=[{"role": "user", "content": [image, {"type": "text", "text": text}]}], query=text)
-        for text in texts
-    ]
-    compare(name, rollouts, tmp_path)
-    files = [str(file) for file in sorted((tmp_path / "out").iterdir())]
-    loaded = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert list(loaded) == rows_of(tmp_path / "out")

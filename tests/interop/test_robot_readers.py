@@ -15,7 +15,7 @@ import torch
 
 from tests.interop.test_formats import read_all
 from tests.stores import stored
-from trajstore import EmbodiedRolloutResult, Trajectory, TrajectoryReplayBuffer
+from trajstore import EmbodiedRolloutResult, Trajectory
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.interop.convert import Converted, convert_from, convert_to
 from trajstore.interop.gymnasium import VectorSteps
@@ -407,18 +407,6 @@ def test_odd_demonstrations_of_robomimic_come_whole_or_are_named(
 
 
 # -- files and arrays ---------------------------------------------------------------------------------
-
-
-def test_hidden_files_are_no_part_of_a_store(tmp_path: Path) -> None:
-    path = stored(tmp_path / "store", [trajectory_of(Episodes(0).one())])
-    with TrajectoryReplayBuffer.open(path) as reader:
-        samples = reader.total_samples
-    for folder in ("pins", "inbox"):
-        (path / folder).mkdir(exist_ok=True)
-        (path / folder / "._x.json").write_bytes(b"\x00\x05\x16\x07")
-        (path / folder / "._x.refused").write_bytes(b"\x00\x05\x16\x07")
-    with TrajectoryReplayBuffer.open(path) as reader:
-        assert reader.total_samples == samples
 
 
 def test_arrays_with_masked_values_are_refused(tmp_path: Path) -> None:

@@ -229,18 +229,6 @@ def test_a_step_of_1024_rows_takes_at_most_48_bytes_per_row(tmp_path: Path) -> N
     assert same(TrainedStep.from_json(record, "ledger"), replace(made, options={}, updates=()))
 
 
-def test_ages_and_steps_of_a_trajectory(tmp_path: Path) -> None:
-    with Ledger(tmp_path) as ledger:
-        for number in (1, 2):
-            made = step(number)
-            made.rows["trajectory"], made.rows["version"] = [4, 5, 4 + number], [-1, number - 1, 1]
-            ledger.record(made)
-    table = read(tmp_path).table()
-    rows = table[table["trajectory"] == 5]
-    assert rows[["step", "row", "age"]].tolist() == [(1, 0, 1), (1, 0, 0), (2, 0, 1)]
-    assert np.isnan(table["age"][table["trajectory"] == 4]).all()
-
-
 def test_steps_that_cannot_be_recorded_exactly_are_refused(tmp_path: Path) -> None:
     with Ledger(tmp_path) as ledger:
         ledger.record(step(1))

@@ -351,6 +351,8 @@ def test_rows_of_several_numbers_are_lists_and_the_names_of_stores_may_differ(tm
             [4.0, 0.0],
         ]
         assert "of_tokens" not in run.query("steps").sql("select * from steps").columns
+        with pytest.raises(UnknownColumnError, match="pair: in the table steps"):
+            run.query().where("pair is null").ids()
         with pytest.raises(ConfigurationError, match="no column 'pair'"):
             run.query("tokens").where("pair is null").rows()
 
@@ -445,19 +447,6 @@ def test_a_stream_is_of_one_moment_and_can_be_read_again(tmp_path: Path, caplog:
         writer.evict([1, 3])
         assert len(pl.DataFrame(asked)) == len(expected) - 2 - 1
         assert "2 trajectories cannot be read, so the answer lacks messages: 1, 3; the first" in caplog.text
-
-
-def test_ranks_and_pins_are_asked(tmp_path: Path) -> None:
-    for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as buffer:
-            buffer.add_trajectories([conversation("t", [{"role": "user", "content": f"of {rank}"}])])
-            buffer.flush()
-            buffer.points.pin("first")
-            buffer.evict([0] if rank else [])
-    with TrajectoryReplayBuffer.open(tmp_path) as reader:
-        assert reader.query("messages").select("rank", "content").rows() == [{"rank": 0, "content": "of 0"}]
-    with TrajectoryReplayBuffer.open(tmp_path / "rank_1", pin="first") as reader:
-        assert reader.query("messages").select("content").rows() == [{"content": "of 1"}]
 
 
 def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
@@ -567,12 +556,3 @@ def test_conditions_on_columns_of_rows_name_their_table() -> None:
         buffer.query().where("rewards > 2").ids()
     with pytest.raises(UnknownColumnError, match="rewards, dones: in the table steps"):
         buffer.sample(2, where="rewards > 2 and dones")
-
-
-def test_late_values_by_row_in_a_condition_name_their_table(tmp_path: Path) -> None:
-    with writer_to(tmp_path) as writer:
-        writer.add_trajectories([Trajectory(rewards=torch.rand(3, 2, 1))])
-        annotate(writer, [0], {"success": [torch.ones(3, 2)]})
-        with pytest.raises(UnknownColumnError, match="success: in the table steps"):
-            writer.query().where("success > 0").ids()
-        assert writer.query("steps").where("success > 0").ids().tolist() == [0]
