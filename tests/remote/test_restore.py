@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.remote.stores import add, is_sound, make
-from tests.stores import flip, keys_at, keys_of
+from tests.stores import flip, keys_at
 from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.sealed import RESTORE_NAME
@@ -187,17 +187,6 @@ def test_hundreds_of_restores_leave_ids_to_a_run(tmp_path: Path, mirror: Path, m
     left = inspect(mirror)["ids_left"]
     restore(mirror, tmp_path / "new")
     assert 0 < left - inspect(tmp_path / "new")["ids_left"] < left / 1000
-
-
-def test_a_restored_store_is_written_on(tmp_path: Path, mirror: Path) -> None:
-    restore(mirror, tmp_path / "new")
-    with make(tmp_path / "new", mirror) as buffer:
-        state = buffer.points.rollback(3)
-        assert state == {"a": 1}
-        assert keys_of(buffer) == {0: 0, 1: 1, 2: 2, 3: 3}
-        add(buffer, [8])
-    is_sound(mirror)
-    assert sorted(keys_at(mirror).values()) == [0, 1, 2, 3, 8]
 
 
 def test_a_pin_whose_trajectories_the_mirror_lacks_is_left_out(

@@ -12,7 +12,6 @@ import pytest
 
 from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.buffer.view import View
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore.errors import StoreError, StoreWriteError
 from trajstore.operations.verify import verify
@@ -46,25 +45,6 @@ def kept(path: str | Path) -> tuple[int, list[str]]:
 
 
 AFTER = (1, ["step-1.0", "step-2.0"])
-
-
-def test_files_of_an_abandoned_state_stay_until_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: dict[int, int] = {}
-    replaced = View.replaced
-
-    def look(view: View) -> None:
-        read.update(keys_of(buffer))
-        replaced(view)
-
-    with make(tmp_path, trajectory_format="pkl", enable_cache=False) as buffer:
-        add(buffer, range(2))
-        buffer.points.save(1)
-        add(buffer, range(2, 4))
-        monkeypatch.setattr(View, "replaced", look)
-        buffer.points.rollback(1, aside=False)
-        assert read == THEN
-        assert keys_of(buffer) == {0: 0, 1: 1}
-        assert len(list(tmp_path.glob("shards/*"))) == 1
 
 
 @pytest.mark.parametrize("since", [True, False])
@@ -158,28 +138,6 @@ def test_a_commit_that_came_between_is_not_taken_for_the_change(
     with make(tmp_path):
         pass
     assert len(list((tmp_path / "pins").glob("aside-*.json"))) == 1, "the next writer removes the other one"
-
-
-def test_what_a_head_that_was_left_has_alone_goes_with_it(tmp_path: Path) -> None:
-    def steps(buffer: TrajectoryReplayBuffer) -> list[int]:
-        return [point.step for point in buffer.points.saved]
-
-    with make(tmp_path) as buffer:
-        add(buffer, [0])
-        buffer.points.save(1)
-        add(buffer, [1])
-        buffer.points.save(2)
-        buffer.points.rollback(1)
-        add(buffer, [2])
-        buffer.points.rollback(1)
-        first, second = names_in(tmp_path, "aside")
-        buffer.points.remove(second)
-        buffer.points.go_to(first)
-        assert steps(buffer) == [1, 2]
-        assert [key for _, key in sorted(keys_of(buffer).items())] == [0, 1]
-        buffer.points.rollback(1)
-        buffer.points.remove(first)
-        assert (steps(buffer), names_in(tmp_path, "point")) == ([1], ["step-1.0"])
 
 
 @pytest.mark.parametrize("replaced", [True, False])

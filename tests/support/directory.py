@@ -72,16 +72,6 @@ class DirectoryConformance:
         assert directory.url == open_again().url
         assert not directory.url.endswith("/")
 
-    def test_published_files_are_read_by_others(
-        self, directory: Directory, open_again: Callable[[], Directory]
-    ) -> None:
-        other = open_again()
-        assert other.names() == []
-        publish(directory, top=b"0123456789", shards__one=b"", shards__deep__er__two=b"xyz")
-        assert other.names() == ["shards/deep/er/two", "shards/one", "top"]
-        assert [other.read(name) for name in other.names()] == [b"xyz", b"", b"0123456789"]
-        assert [other.size(name) for name in other.names()] == [3, 0, 10]
-
     def test_what_it_writes_lies_there(self, directory: Directory, behind: MutableMapping[str, bytes]) -> None:
         publish(directory, top=b"0123456789", shards__one=b"", shards__deep__er__two=b"xyz")
         directory.append("log/1", b"a line\n")
@@ -107,11 +97,6 @@ class DirectoryConformance:
         del behind["log/1"]
         with pytest.raises(FileNotFoundError, match="log/1"):
             directory.read("log/1")
-
-    @pytest.mark.parametrize("offset", [0, 1, 9, 10, 11, 1000])
-    def test_read_from_an_offset(self, directory: Directory, offset: int) -> None:
-        publish(directory, log=b"0123456789")
-        assert directory.read("log", offset) == b"0123456789"[offset:]
 
     def test_names_below_a_folder(self, directory: Directory) -> None:
         publish(directory, log__1=b"", log__2__3=b"", logs__1=b"", log2=b"")
@@ -141,13 +126,6 @@ class DirectoryConformance:
         directory.publish([EncodedFile("file", pieces), EncodedFile("none", [])])
         assert directory.read("file") == b"abc" + numbers.tobytes() + b"z" * 5000
         assert directory.read("none") == b""
-
-    def test_publishing_again_replaces(self, directory: Directory) -> None:
-        publish(directory, index=b"long content")
-        publish(directory, index=b"short")
-        assert directory.read("index") == b"short"
-        assert directory.size("index") == 5
-        assert directory.names() == ["index"]
 
     def test_absent_files_are_named(self, directory: Directory) -> None:
         publish(directory, folder__file=b"")

@@ -15,8 +15,6 @@ from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import check_trajectory, witness
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions
 from trajstore.errors import CorruptStoreError, UnwritableTrajectoryError
-from trajstore.operations.copying import copy_store
-from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 
 KEYS = [0, 1, 3, 4, 6, 7, 2, 9]
@@ -73,24 +71,6 @@ def test_ranks_share_out_interleaved_shards(crashed: Path) -> None:
     shares = [keys_at(crashed, True, rank, 3) for rank in range(3)]
     assert [list(share) for share in shares] == [[0, 1, 2], [3, 4, 5], [6, 7]]
     assert {number: key for share in shares for number, key in share.items()} == dict(enumerate(KEYS))
-
-
-def test_tools_and_writers_go_on_with_it(crashed: Path, tmp_path: Path) -> None:
-    assert inspect(crashed)["trajectories"] == len(KEYS)
-    assert copy_store(crashed, tmp_path / "copy").trajectories == len(KEYS)
-    assert keys_at(tmp_path / "copy") == dict(enumerate(KEYS))
-    with opened(crashed, writer=LATE) as buffer:
-        buffer.points.pin("first")
-        buffer.evict([1, 2, 6])
-        assert buffer.add_trajectories([witness(key) for key in (10, 12, 13)]) == [8, 9, 10]
-        buffer.flush()
-        buffer.compact()
-        assert shards_in(crashed) == 2
-        buffer.save_checkpoint(tmp_path / "checkpoint")
-    left = {number: key for number, key in enumerate([*KEYS, 10, 12, 13]) if number not in (1, 2, 6)}
-    assert keys_at(crashed) == keys_at(tmp_path / "checkpoint") == left
-    assert keys_at(crashed, pin="first") == dict(enumerate(KEYS))
-    assert verify(crashed).sound
 
 
 def test_a_checkpoint_of_memory_has_one_shard_for_each_kind(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +19,8 @@ from tests.stores import add_each, contents_of, flip, reader_of, writer_to
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import Retention, TrajectoryReplayBuffer, WriterOptions, errors
-from trajstore._core.files.base import Directory, EncodedFile
+from trajstore._core.files.base import EncodedFile
 from trajstore._core.files.local import LocalDirectory
-from trajstore._core.store.catalog import Catalog
 from trajstore._core.writing.rewriting import Usage, choose
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
@@ -67,21 +65,6 @@ def test_a_reader_that_never_refreshes_holds_what_it_sees_and_no_more(
         add_each(source, range(60, 61))
         assert len(shard_files(tmp_path)) == 5
         assert source.get_stats()["held_bytes"] == 0
-
-
-def test_a_reader_of_a_pin_keeps_its_files_when_the_pin_goes(tmp_path: Path) -> None:
-    with writer_to(tmp_path, enable_cache=False) as source:
-        add_each(source, range(3))
-        source.points.pin("kept")
-        source.evict([0, 1])
-        reader = TrajectoryReplayBuffer(sample_window_size=0)
-        reader.load_checkpoint(tmp_path, pin="kept")
-        source.points.remove("kept")
-        assert [check_trajectory(reader.get(number)) for number in range(3)] == [0, 1, 2]
-        reader.close()
-        add_each(source, range(3, 4))
-        source.evict([2])
-        assert len(shard_files(tmp_path)) == 1
 
 
 def test_a_writer_that_opens_while_somebody_reads_deletes_what_was_left_when_the_reader_has_passed(
@@ -195,20 +178,6 @@ def test_a_damaged_shard_is_not_rewritten(tmp_path: Path, caplog: pytest.LogCapt
     assert [problem.file.split("/")[-1] for problem in verify(tmp_path).problems] == [damaged.name]
 
 
-def test_looking_for_shards_to_rewrite_puts_no_deletion_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held: list[int] = []
-
-    def look(*arguments: Any, **keywords: Any) -> list[int]:
-        held.append(source._sink.writer.log.garbage.holds)  # type: ignore[attr-defined]
-        return choose(*arguments, **keywords)
-
-    with writer_to(tmp_path) as source:
-        add_each(source, range(2))
-        monkeypatch.setattr("trajstore._core.writing.rewriting.choose", look)
-        source.compact()
-    assert set(held) == {0}
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     shards=st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8), st.integers(0, 1)), max_size=12),
@@ -262,41 +231,6 @@ def test_inspect_tells_what_is_live_what_lies_on_disk_and_who_reads(tmp_path: Pa
         reader.close()
         report = inspect(tmp_path)
         assert (report["readers"], report["kept_on_disk"]) == ([], [])
-
-
-def test_who_opens_keeps_only_what_it_will_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files held only by other readers are deleted while a follower reopens, which may take long."""
-    with writer_to(tmp_path, enable_cache=False) as source:
-        add_each(source, range(4))
-        earlier = reader_of(tmp_path)
-        source.evict([0, 1])
-        source._sink.writer.log.snapshot()  # type: ignore[attr-defined]
-        genuine = Catalog.open.__func__  # type: ignore[attr-defined]
-        seen: list[int] = []
-
-        def opening(cls: type[Catalog], directory: Directory) -> Catalog:
-            seen.append(len(shard_files(tmp_path)))
-            earlier.close()
-            source.evict([2])
-            seen.append(len(shard_files(tmp_path)))
-            catalog: Catalog = genuine(cls, directory)
-            return catalog
-
-        monkeypatch.setattr(Catalog, "open", classmethod(opening))
-        reader = reader_of(tmp_path)
-        assert seen == [4, 2], "the first two went with their last reader; the third stays for the one that opens"
-        assert check_trajectory(reader.get(3)) == 3
-        reader.close()
-
-
-def test_a_process_whose_readers_keep_much_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with writer_to(tmp_path, retention=Retention(max_trajectories=2), enable_cache=False) as source:
-        for key in range(0, 60, 6):
-            add_each(source, range(key, key + 2))
-            reader = reader_of(tmp_path)
-            add_each(source, range(key + 2, key + 6))
-            reader.close()
-    assert sum("readers still show them" in message for message in caplog.messages) == 1
 
 
 def test_a_store_is_closed_only_when_nothing_is_rewritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats import FORMATS
 from trajstore._core.reading.contents import Contents
 from trajstore._core.store.additions import NewEntries
-from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.queue import WriteQueue
 from trajstore.errors import PartlyAddedError, StoreWriteError, UnwritableTrajectoryError
 from trajstore.operations.verify import verify
@@ -238,22 +237,6 @@ def test_what_nobody_closed_is_written_at_exit(tmp_path: Path, how: str) -> None
         assert contents_of(tmp_path / "mirror") == list(range(10))
         assert "pt: closed with 10 trajectories that are not on the mirror" in ended.stderr
         assert ended.stderr.count("not on the mirror") == 1, "those added before the end are"
-
-
-def test_the_log_never_sees_a_half_made_change(tmp_path: Path) -> None:
-    """Changes of the log run where they cannot be interrupted."""
-    threads: list[str] = []
-    real = CommitLog.evict
-
-    def evict(self: CommitLog, ids: Sequence[int]) -> None:
-        threads.append(threading.current_thread().name)
-        real(self, ids)
-
-    with pytest.MonkeyPatch.context() as patched, opened(tmp_path / "store") as buffer:
-        patched.setattr(CommitLog, "evict", evict)
-        buffer.add_trajectories([witness(0)])
-        buffer.evict([0])
-    assert threads == ["trajstore-change"]
 
 
 # -- lists larger than a shard -----------------------------------------------------------------------
