@@ -40,27 +40,6 @@ def finding(ids: Mapping[tuple[str, str], int]) -> Recorded:
     return lambda made: [ids.get((one.task_id, one.rollout_id)) for one in made]
 
 
-@pytest.mark.parametrize("kind", ["pt", "pkl"])
-def test_a_pool_is_found_again_in_its_directory(tmp_path: Path, kind: str) -> None:
-    store = BufferStore.open(tmp_path / "pool", format=kind)
-    manager = ExperienceManager(RULES, store=store)
-    for number in range(100):
-        train(manager, number)
-    before = view(manager)
-    (taken,) = manager.get_offpolicy_batch(["t1"], 1)
-    store.close()
-
-    store = BufferStore.open(tmp_path / "pool", format=kind)
-    again = ExperienceManager(RULES, store=store)
-    assert view(again) == before
-    (batch,) = again.get_offpolicy_batch(["t1"], 1)
-    assert torch.equal(batch.input_ids, taken.input_ids)  # type: ignore[arg-type]
-    assert torch.equal(batch.old_log_probs, taken.old_log_probs)  # type: ignore[arg-type]
-    assert (batch.metadata, batch.policy_version) == (taken.metadata, taken.policy_version)
-    assert len(store.ids()) < 100
-    store.close()
-
-
 def train_until_killed(path: Path, is_recorded: bool, pipe: Connection) -> None:
     buffer, ids = TrajectoryReplayBuffer(auto_save=True, auto_save_path=path), {}
 
@@ -171,19 +150,6 @@ def test_a_point_of_another_store_is_not_here(tmp_path: Path, caplog: pytest.Log
     assert "of another store" in caplog.text
     store.close()
     other.close()
-
-
-def test_training_steps_may_begin_again_in_a_pool(tmp_path: Path) -> None:
-    store = BufferStore.open(tmp_path / "pool")
-    manager = ExperienceManager(RULES, store=store)
-    train(manager, 100)
-    first, then = manager.state_dict(), view(manager)
-    train(manager, 3)
-    second, now = manager.state_dict(), view(manager)
-    for state, contents in ((first, then), (second, now)):
-        manager.load_state_dict(state)
-        assert view(manager) == contents
-    store.close()
 
 
 def test_a_pool_that_is_begun_among_other_trajectories_says_so(

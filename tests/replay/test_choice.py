@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from tests.replay.conftest import build
 from tests.sampling.chance import fits
-from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of, mean_entropy, token_digest
 from trainer_hooks.replay.selection import choose_histories, choose_to_save, undecided
-from trajstore.errors import ConfigurationError, TrajectoryUnavailableError
+from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory
 
 
@@ -61,23 +60,6 @@ def test_entropies_of_what_nothing_else_decides_choose_as_all_entropies_do(
     assert set(by_all) == set(by_some)
     if mode in ("random", "reward") or n >= len(histories):
         assert not scored, "outcome or chance decide, or all come out"
-
-
-def test_the_policy_scores_only_histories_that_are_equal_in_uses() -> None:
-    """Two of five are drawn: first all are scored, then the three unused ones, then one is certain."""
-    manager = pool(in_turns=True)
-    manager.save_trajectories_to_memory([build(tokens=t, entropy=float(t)) for t in range(5)])
-    asked: list[list[int]] = []
-
-    def current(held: Any) -> list[float]:
-        asked.append(sorted(int(history.input_ids[-1]) // 1000 for history in held))
-        return [-float(history.input_ids[-1]) for history in held]
-
-    manager.current_entropy = current
-    assert [drawn(manager, 2) for _ in range(3)] == [[4, 3], [2, 1], [0, 4]]
-    assert asked == [[0, 1, 2, 3, 4], [0, 1, 2], [1, 2, 3, 4]]
-    assert len(drawn(manager, 5)) == 5
-    assert len(asked) == 3, "all of them came"
 
 
 def test_at_random_every_order_is_as_likely_and_the_seed_decides() -> None:
@@ -158,21 +140,6 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path)
     for pool in (manager, resumed, crashed):
         assert [drawn(pool), drawn(pool), drawn(pool)] == [[0], [0], []]
     store.close()
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ({"max_uses": 0}, "max_uses: 0, must be `int` >= 1"),
-        ({"in_turns": "often"}, "in_turns: 'often' is a str, must be true or false"),
-        ({"policy_versions": "all"}, "policy_versions: 'all', must be one of 'any', 'spread'"),
-    ],
-)
-def test_choices_that_make_no_sense_are_refused(rules: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        PoolRules(n_rollout=4, **rules)
-    with pytest.raises(ConfigurationError, match=message):
-        ExperienceReplayConfig.from_mapping(rules)
 
 
 def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,12 +18,6 @@ from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
 ALL = PoolRules(n_rollout=4, max_trajectories_per_task=3)
-VARIANTS = {
-    "success": ALL,
-    "best": dataclasses.replace(ALL, save_filter="best"),
-    "positive": dataclasses.replace(ALL, save_filter="positive", exp_select_mode="reward"),
-    "bounds": dataclasses.replace(ALL, experience_lbound=0, experience_rbound=3, exp_select_mode="random"),
-}
 
 
 def random_rollouts(generator: np.random.Generator, step: int) -> list[AgentTrajectory]:
@@ -52,20 +46,6 @@ def check_sums(done: Exchanged) -> None:
     never = sum(int(sentence.split()[0].replace(",", "")) for sentence in done.left_out)
     assert done.read == done.entered + done.refused.total() + never + done.unreadable
     assert done.trajectories == done.before + done.entered - done.left.total()
-
-
-@pytest.mark.parametrize("rules", VARIANTS.values(), ids=VARIANTS)
-def test_what_is_told_of_an_import_adds_up(tmp_path: Path, rules: PoolRules) -> None:
-    generator = np.random.default_rng(0)
-    left, before = set[str](), 0
-    for part in ("first", "second"):  # the second is imported into a non-empty pool
-        record(tmp_path / part, [history for step in range(1, 13) for history in random_rollouts(generator, step)])
-        done = seed_pool(tmp_path / "pool", tmp_path / part, rules)
-        assert (done.read, done.before) == (240, before)
-        check_sums(done)
-        left |= set(done.left)
-        before = done.trajectories
-    assert left == {"task_solved", "replaced"}
 
 
 def pool_of(path: Path, rules: PoolRules = ALL) -> dict[str, list[AgentTrajectory]]:

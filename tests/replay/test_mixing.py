@@ -136,26 +136,6 @@ def test_a_ratio_out_of_range_is_refused_in_its_step() -> None:
         ExperienceMixCollateFn(manager_with([], []), str, exp_ratio=lambda progress: -1)(["a"], 1.0)
 
 
-def test_tasks_that_gave_way_are_rolled_out_later() -> None:
-    """Over two epochs at the default ratio and start, every task is rolled out about equally often."""
-    tasks = [f"t{number}" for number in range(80)]
-    manager = manager_with([f"r{number}" for number in range(9)], [])
-    mix = ExperienceMixCollateFn(manager, str)
-    visits = dict.fromkeys(tasks, 0)
-    given: set[str] = set()
-    for number in range(20):
-        batch = tasks[number % 10 * 8 : number % 10 * 8 + 8]
-        given.update(batch)
-        experience, fresh = mix(batch, number / 20)
-        assert len(experience) + len(fresh) == 8
-        for task in fresh:
-            visits[task] += 1
-        never = {task for task in given if not visits[task]}
-        assert never <= set(manager.waiting_tasks), "whatever was given and not rolled out waits"
-        assert mix.metrics["experience_replay/waiting_tasks"] == len(manager.waiting_tasks)
-    assert min(visits.values()) >= 1
-
-
 def test_waiting_tasks_go_with_the_pool_into_a_checkpoint() -> None:
     manager = manager_with(["a", "b"], [])
     mix = ExperienceMixCollateFn(manager, str)

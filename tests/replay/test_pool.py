@@ -24,16 +24,6 @@ def numbers(trajectories: Sequence[AgentTrajectory]) -> list[int]:
     return [int(trajectory.input_ids[-1]) // 1000 for trajectory in trajectories if trajectory.input_ids is not None]
 
 
-def test_the_two_updates_may_come_in_either_order() -> None:
-    manager = pool()
-    for outcomes in ([1, 1], [1, 0], [1, 1], [1, 1]):
-        batch = rollouts("a", outcomes)
-        manager.update_skip_uid_set_and_filter_trajectories(batch, torch.ones(2, 4), torch.ones(2, 4))
-        manager.update_difficulty2task_dict(batch)
-        solved = outcomes == [1, 1]
-        assert (manager.skip_uid_set, manager.difficulty2task_dict) == (({"a"}, {}) if solved else (set(), {2: ("a",)}))
-
-
 def test_bounds_are_exclusive_and_the_filter_sets_copies() -> None:
     manager = pool(experience_lbound=1, experience_rbound=3)
     manager.global_steps = 7
@@ -211,29 +201,6 @@ def test_the_calls_of_agentevolvers_design_work_as_written_there() -> None:
         manager.update_skip_uid_set_and_filter_trajectories(solved, asked={"a": 4}, n_rollout=4)
 
 
-def test_state_dict_goes_round_and_choices_go_on() -> None:
-    manager = pool(exp_select_mode="random", max_trajectories_per_task=2)
-    manager.global_steps = 3
-    for name in "abcdefgh":
-        step(manager, rollouts(name, [1, 1, 1, 0], first=ord(name)))
-    step(manager, rollouts("h", [1, 1]))
-    manager.sample_tasks_from_replaypool(2)
-    saved = copy.deepcopy(manager.state_dict())
-
-    other = pool(exp_select_mode="random", max_trajectories_per_task=2, seed=99)
-    step(other, rollouts("stale", [1, 0]))
-    other.load_state_dict(saved)
-    assert other.difficulty2task_dict == manager.difficulty2task_dict
-    assert other.skip_uid_set == {"h"}
-    assert (other.global_steps, other.refused) == (3, manager.refused)
-    assert [numbers(held) for held in other.task2trajectories.values()] == [
-        numbers(held) for held in manager.task2trajectories.values()
-    ]
-    for _ in range(3):
-        assert other.sample_tasks_from_replaypool(4) == manager.sample_tasks_from_replaypool(4)
-        assert numbers(other.get_offpolicy_batch([*"ab"], 1)) == numbers(manager.get_offpolicy_batch([*"ab"], 1))
-
-
 @pytest.mark.parametrize("damage", [{"version": 9}, {"generator": {}}, {"refused": 3}, {"trajectories": {"a": [3]}}])
 def test_a_damaged_state_dict_changes_nothing(damage: dict[str, object]) -> None:
     manager = pool()
@@ -282,19 +249,3 @@ def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(ca
     assert len(caplog.records) == 1
     assert again.get_valid_replay_task_ids() == []
     assert again.get_offpolicy_batch(["a"], 1) == []
-
-
-def test_the_properties_of_a_pool_are_read_only() -> None:
-    manager = ExperienceManager(PoolRules(n_rollout=4))
-    step(manager, rollouts("a", [1, 0]))
-    with pytest.raises(AttributeError):
-        manager.skip_uid_set.add("b")  # type: ignore[attr-defined]
-    with pytest.raises(TypeError):
-        manager.task2trajectories["b"] = []  # type: ignore[index]
-    with pytest.raises(TypeError):
-        manager.difficulty2task_dict[1] = ("b",)  # type: ignore[index]
-    with pytest.raises(AttributeError):
-        manager.difficulty2task_dict[2].append("b")  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError):
-        manager.task2trajectories["a"].clear()  # type: ignore[attr-defined]
-    assert manager.get_task_ids() == ["a"]

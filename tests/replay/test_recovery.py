@@ -179,29 +179,6 @@ PoolMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=15
 TestPoolMachine = PoolMachine.TestCase
 
 
-def test_a_resumed_pool_draws_like_one_that_went_on() -> None:
-    store = LoggedStore()
-    manager = ExperienceManager(RULES, store=store)
-    step(manager, [rollout for task in TASKS for rollout in rollouts(task, [1.0, 0.0])])
-    manager.sample_tasks_from_replaypool(2)
-    manager.global_steps = 4
-    step(manager, rollouts("a", [1.0, 1.0, 0.0], first=10))
-    manager.waiting_tasks["late"] = None
-    state, then = manager.state_dict(), whole(manager)
-    drawn = [manager.sample_tasks_from_replaypool(2) for _ in range(4)]
-    step(manager, rollouts("b", [1.0, 1.0]))
-    step(manager, rollouts("d", [1.0, 0.0]))
-    manager.flush()
-
-    reopened = ExperienceManager(RULES, store=store.first(len(store.log)))
-    assert whole(reopened) == whole(manager)
-    assert not reopened.waiting_tasks, "only a checkpoint restores them"
-    manager.load_state_dict(state)
-    assert whole(manager) == then
-    assert list(manager.waiting_tasks) == ["late"]
-    assert [manager.sample_tasks_from_replaypool(2) for _ in range(4)] == drawn
-
-
 def test_after_a_crash_the_pool_is_that_of_its_point() -> None:
     """What was admitted since, and the trajectories of others, stay in the store; none of them is drawn."""
     store = LoggedStore()

@@ -140,17 +140,6 @@ def test_keys_and_dtypes() -> None:
     assert all(tensor.is_contiguous() for tensor in batch.tensors.values())
 
 
-def test_a_change_of_one_tensor_changes_nothing_else() -> None:
-    row = make_row(2, 3, is_experience_replay=True)
-    before = tokens_of(row)[1].clone()
-    expected = build_batch([row], PAD).tensors
-    for changed in expected:
-        tensors = build_batch([row], PAD).tensors
-        tensors[changed].fill_(1)
-        assert all(torch.equal(tensors[name], expected[name]) for name in tensors if name != changed)
-    assert torch.equal(tokens_of(row)[1], before)
-
-
 def test_what_is_not_a_tensor() -> None:
     rows = [
         make_row(2, 3, seed=5, group_id=0),

@@ -25,7 +25,6 @@ from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.metrics import (
     MAIN,
     PREFIX,
-    StepTimes,
     batch_metrics,
     record_metrics,
 )
@@ -234,15 +233,6 @@ def test_clip_fraction_by_age() -> None:
         label_sums([3], ratio, advantages, mask, 0.2, 1.0)
 
 
-def test_clip_fraction_agrees_with_the_loss() -> None:
-    generator = torch.Generator().manual_seed(1)
-    old, new, advantages = (torch.randn(6, 20, generator=generator) for _ in range(3))
-    mask = torch.randint(2, (6, 20), generator=generator)
-    loss = het_compute_token_on_off_policy_loss(old, new, advantages, mask, mask, 0.2, off_cliprange_high=0.7)
-    by_label = label_sums(["all"] * 6, loss["importance_ratio"], advantages, mask, 0.2, 0.7)
-    assert by_label["all"].clip_fraction == pytest.approx(float(loss["off_pg_clipfrac"]))
-
-
 def test_figures_of_a_step_are_the_same_however_it_is_cut_into_losses() -> None:
     """Mini-batches differ in size; one has no replayed token."""
     figures = []
@@ -335,16 +325,3 @@ def test_batch_metrics() -> None:
     assert "experience_replay/age_mean" not in batch_metrics(["a"], [False], [9], 10)
     mixed = batch_metrics(["a", "b", "c"], [True] * 3, [None, None, 11], 10, demonstrations=1)
     assert mixed["experience_replay/age_unknown_rows"] == 2.0
-
-
-def test_step_times_add_up_and_begin_anew() -> None:
-    ticks = iter([0.0, 1.0, 5.0, 7.5, 10.0, 11.0])
-    times = StepTimes(clock=lambda: next(ticks))
-    with times.measure("mix"):
-        pass
-    with times.measure("mix"):
-        pass
-    with pytest.raises(KeyError), times.measure("batch"):
-        raise KeyError("inside")
-    assert times.take() == {"experience_replay/seconds/mix": 3.5, "experience_replay/seconds/batch": 1.0}
-    assert times.take() == {}

@@ -14,7 +14,6 @@ import torch
 
 from tests.replay.conftest import build
 from tests.support.sessions import Call, session_rows
-from trainer_hooks.advantages import compute_grpo_outcome_advantage
 from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
@@ -145,31 +144,6 @@ def advantages_by_hand(rows: Sequence[AgentTrajectory]) -> list[float]:
         (scores[row.task_id][row.rollout_id] - mean(groups[row.task_id])) / (stdev(groups[row.task_id]) + 1e-6)
         for row in rows
     ]
-
-
-@pytest.mark.parametrize("packs", [False, True])
-def test_group_statistics_count_sessions(packs: bool) -> None:
-    rows = two_groups()
-    hook: ReplayHook[str] = ReplayHook(ExperienceReplayConfig(), n_rollout=4, get_task=str)
-    if packs:
-        fresh = sorted(rows, key=lambda row: row.task_id)
-        of_batch = hook.batch_rows([PlannedTask("a", 4, ()), PlannedTask("b", 3, ())], fresh)
-    else:
-        of_batch = [BatchRow(trajectory=row, group_id=ord(row.task_id)) for row in rows]
-    trained = [row.trajectory for row in of_batch]
-    assert sorted(map(str, (row.input_ids for row in trained))) == sorted(map(str, (row.input_ids for row in rows)))
-    batch = build_batch(of_batch, 0)
-    members = dict(zip(batch.rollouts.tolist(), ((row.task_id, row.rollout_id) for row in trained), strict=True))
-    assert len(members) == len(set(members.values())) == 7
-    rewards = torch.zeros(batch.tensors["response_mask"].shape)
-    rewards[:, 0] = torch.tensor([row.reward.outcome for row in trained])  # type: ignore[union-attr]
-    advantages, _ = compute_grpo_outcome_advantage(
-        rewards, batch.tensors["response_mask"], batch.tensors["group_ids"], rollouts=batch.rollouts
-    )
-    for given, value, row in zip(advantages.tolist(), advantages_by_hand(trained), trained, strict=True):
-        mask = row.response_mask.tolist()  # type: ignore[union-attr]
-        wanted = [value * counts for counts in mask]
-        assert given == pytest.approx(wanted + [0.0] * (len(given) - len(mask)), abs=1e-5)
 
 
 RULES = PoolRules(n_rollout=4, max_trajectories_per_task=4, use_current_policy_entropy=False)
