@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,6 @@ def full_episode() -> Trajectory:
 def read_all(path: Path) -> list[AnyTrajectory]:
     with TrajectoryReplayBuffer.open(path) as reader:
         return [reader.get(number) for number in reader.trajectory_ids.tolist()]
-
-
-def names_of(trajectory: AnyTrajectory) -> set[str]:
-    return {item.name for item in fields(trajectory)}
 
 
 def test_the_command_line_has_all_formats() -> None:

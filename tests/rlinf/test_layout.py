@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.stores import in_memory, reader_of
-from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.columns.fields import walk
 from trajstore.errors import (
     ConfigurationError,
@@ -102,22 +102,6 @@ def read_plainly(path: Path) -> dict[str, Any]:
     return dict(pickle.loads(path.read_bytes()))
 
 
-def test_two_epochs_skip_the_bootstrap_rows_and_keep_them_in_the_file(rlinf: Path) -> None:
-    buffer = loaded(rlinf / "two_epochs_pt")
-    stored = torch.load(next((rlinf / "two_epochs_pt").glob("trajectory_0_*.pt")), weights_only=True)
-    trajectory = buffer.get(0)
-    assert isinstance(trajectory, Trajectory)
-    assert trajectory.dones is not None
-    assert torch.equal(trajectory.dones, stored["dones"])
-    kept = stored["dones"].reshape(2, 5, 2, 4)[:, 1:].reshape(16, 4)
-    batch = buffer.sample(2000)
-    row = {tuple(a.tolist()): i for i, a in enumerate(stored["actions"].reshape(16, -1))}
-    drawn = [(i, row[tuple(a.tolist())]) for i, a in enumerate(batch["actions"]) if tuple(a.tolist()) in row]
-    assert drawn
-    for i, at in drawn:
-        assert torch.equal(batch["dones"][i], kept[at])
-
-
 def test_a_checkpoint_from_memory_loads_as_in_rlinf(rlinf: Path, caplog: pytest.LogCaptureFixture) -> None:
     """RLinf's index lists all trajectories ever added; its files are those of the window."""
     path = rlinf / "checkpoint_from_cache"
@@ -167,20 +151,6 @@ def test_shares_of_a_checkpoint_from_memory_are_of_what_is_there(rlinf: Path) ->
         assert len(buffer.sample(4)["rewards"]) == 4
         shares.append(buffer.trajectory_ids.tolist())
     assert shares == [[2, 3, 4], [5, 6]]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_rank_directories_are_united_and_shared_out(rlinf: Path, world_size: int) -> None:
-    rewards = []
-    ids = []
-    for rank in range(world_size):
-        buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        buffer.load_checkpoint(rlinf / "per_rank" / "replay_buffer", True, rank, world_size)
-        ids += buffer.trajectory_ids.tolist()
-        rewards += [digest(buffer.get(number).rewards) for number in buffer.trajectory_ids.tolist()]  # type: ignore[arg-type, union-attr]
-    files = sorted((rlinf / "per_rank" / "replay_buffer").glob("rank_*/*.pt"))
-    assert sorted(rewards) == sorted(digest(torch.load(f, weights_only=True)["rewards"]) for f in files)
-    assert len(set(ids)) == len(files)
 
 
 CONTENT: Any = {"rewards": torch.zeros(3, 2, 1)}

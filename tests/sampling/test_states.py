@@ -89,20 +89,3 @@ def refusal(loads: Any, state: Any) -> str | None:
     except ConfigurationError as error:
         return str(error)
     return None
-
-
-@pytest.mark.parametrize("name", list(WITH_ALL))
-def test_a_reloaded_sampler_equals_the_running_one_to_the_bit(name: str) -> None:
-    saved, here = running(WITH_ALL[name]), WITH_ALL[name]()
-    here.added(additions({n: 1 + n % 3 for n in range(6)}, versions=range(6), tasks=list("aabbcc")))
-    here.load_state_dict(saved.state_dict())
-    for _ in range(20):
-        first, other = (sampler.draw(2, torch.Generator().manual_seed(4)) for sampler in (saved, here))
-        assert first.ids.tolist() == other.ids.tolist()
-        assert first.samples.tolist() == other.samples.tolist()
-        if first.weights is not None and other.weights is not None:
-            assert first.weights.tobytes() == other.weights.tobytes()
-        if isinstance(saved, WeightedSampler) and isinstance(here, WeightedSampler):
-            for sampler, drawn in ((saved, first), (here, other)):
-                sampler.update(drawn.ids, drawn.samples, [0.1, 0.7])
-    assert plain(saved.state_dict()) == plain(here.state_dict())

@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trajstore._core.sampling.draws import Window
 from trajstore._core.sampling.tree import SumTree
-from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore.errors import ConfigurationError
 
 weight = st.one_of(st.just(0.0), st.floats(1e-9, 1e9))
@@ -47,33 +45,3 @@ def test_a_weight_that_is_none_is_refused_and_nothing_is_set(bad: float) -> None
     with pytest.raises(ConfigurationError, match="at least 0"):
         tree.set(np.array([0, 1]), np.array([1.0, bad]))
     assert tree.total == 0
-
-
-# -- The newest readable trajectories, also if a range of them has left memory --
-
-
-def index_of(sizes: list[int], dropped: int = 0) -> TrajectoryIndex:
-    """Return an index of trajectories with these sample counts, after dropping the oldest."""
-    index = TrajectoryIndex()
-    columns = {name: np.zeros(len(sizes), dtype) for name, dtype in COLUMNS.items()}
-    index.append(columns | {"num_samples": np.array(sizes, np.int64), "trajectory_id": np.arange(len(sizes))})
-    index.drop(np.arange(dropped))
-    return index
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), sizes=st.lists(st.integers(0, 9), max_size=9), size=st.integers(0, 10))
-def test_it_is_the_end_of_the_list_of_what_can_be_read(data: st.DataObject, sizes: list[int], size: int) -> None:
-    dropped = data.draw(st.integers(0, len(sizes)))
-    index = index_of(sizes, dropped)
-    start = data.draw(st.integers(dropped, len(sizes)))
-    low = data.draw(st.integers(start, len(sizes)))
-    gap = range(low, data.draw(st.integers(low, len(sizes))))
-    readable = [at for at in range(start, len(sizes)) if at not in gap]
-    wanted = readable[-size:] if size else readable
-    window = Window.newest(index, size, gap, start)
-    assert [at for at in range(window.first, window.end) if at not in window.gap] == wanted
-    assert window.samples == sum(sizes[at] for at in wanted)
-    assert window.before == sum(sizes[at] for at in wanted if at < window.gap.start)
-    assert window.skipped == sum(sizes[at] for at in window.gap)
-    assert len(window) == len(wanted)

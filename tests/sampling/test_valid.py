@@ -143,19 +143,19 @@ def test_spans_are_of_valid_steps(reader: Reader, world: World) -> None:
             sum(run),
             run[-1] + 100_000,
         )
-    final = sample_hindsight(
-        reader,
-        len(known),
-        goal="curr_obs.goal",
-        achieved="next_obs.code",
-        reward=lambda achieved, goal: goal.float(),
-        share=1,
-        strategy="final",
-        sampler=EpochSampler(),
-    )
-    assert [goal - 100_000 for goal in final["curr_obs"]["goal"].flatten().tolist()] == [
-        world.after[code][-1] for code in codes(final)
-    ]
+    for strategy in ("final", "future"):
+        relabelled = sample_hindsight(
+            reader,
+            len(known),
+            goal="curr_obs.goal",
+            achieved="next_obs.code",
+            reward=lambda achieved, goal: goal.float(),
+            share=1,
+            strategy=strategy,  # type: ignore[arg-type]
+            sampler=EpochSampler(),
+        )
+        for code, goal in zip(codes(relabelled), relabelled["curr_obs"]["goal"].flatten().tolist(), strict=True):
+            assert goal - 100_000 in world.after[code][-1 if strategy == "final" else 0 :]
 
 
 def test_every_count_is_of_valid_steps(world: World, tmp_path: Path) -> None:

@@ -256,14 +256,6 @@ def test_an_order_is_the_same_for_ever(count: int, key: int, found: list[int]) -
     assert permuted(np.array([0, count - 1]), count, key).tolist() == found
 
 
-def test_long_permutations_are_uniform() -> None:
-    """Uniformity of the first item, of successors, and of adjacent pairs."""
-    firsts = np.array([permuted(np.array([0, 1, 4999]), 5000, key) for key in range(2000)])
-    for column in firsts.T:
-        assert fits(np.bincount(column // 500, minlength=10).tolist(), [1] * 10)
-    assert fits(np.bincount((firsts[:, 1] - firsts[:, 0]) % 5000 // 500, minlength=10).tolist(), [1] * 10)
-
-
 def test_what_is_added_waits_for_the_next_epoch_and_what_is_evicted_is_passed_over() -> None:
     sampler, generator = EpochSampler(unit="trajectory", epochs=2), torch.Generator().manual_seed(0)
     sampler.added(additions(dict.fromkeys(range(10), 3)))

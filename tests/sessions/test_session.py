@@ -315,37 +315,6 @@ def test_threads_share_a_session_and_its_writes(tmp_path: Path, monkeypatch: pyt
         assert sorted(call.id for call in other.calls()) == sorted(map(str, range(8)))
 
 
-def test_tasks_of_an_event_loop_share_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    syncs: list[int] = []
-    first = threading.Event()
-
-    def sync(descriptor: int) -> None:
-        syncs.append(descriptor)
-        assert first.wait(600)  # the first write ends when all other calls are queued
-
-    async def run(buffer: TrajectoryReplayBuffer) -> None:
-        sessions = [buffer.session("task", f"{number}") for number in range(16)]
-        monkeypatch.setattr(os, "fdatasync", sync)
-        adding = [asyncio.ensure_future(session.add_call_async([1], [2], [-0.5])) for session in sessions]
-        while not syncs:
-            await asyncio.sleep(0)
-        (journal,) = buffer._sink.sessions._journals.values()
-        while len(journal._queue) < len(sessions):
-            await asyncio.sleep(0)
-        with pytest.raises(errors.InvalidCallError, match="session task/0, call bad: sampled_ids"):
-            await sessions[0].add_call_async([1], [-1], call_id="bad")
-        first.set()
-        calls = await asyncio.gather(*adding)
-        assert [session.calls() for session in sessions] == [[call] for call in calls]
-        await sessions[0].add_call_async([1, 2, 3], [4], [-0.5], call_id="next", policy_version=3)
-
-    with opened(tmp_path) as buffer:
-        asyncio.run(run(buffer))
-        assert len(syncs) <= 3  # at most one for the first, one for those that waited for it, one for the last
-        call = buffer.session("task", "0").calls()[1]
-        assert (call.id, call.parent, call.policy_version) == ("next", buffer.session("task", "0").calls()[0], 3)
-
-
 def test_tasks_that_are_cancelled_and_writes_that_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as buffer:
         session = buffer.session("task", "one")
@@ -370,6 +339,8 @@ def test_tasks_that_are_cancelled_and_writes_that_fail(tmp_path: Path, monkeypat
                 failed = await asyncio.gather(*adding, return_exceptions=True)
             assert all(isinstance(error, errors.StoreWriteError) for error in failed)
             assert session.calls() == [call]
+            with pytest.raises(errors.InvalidCallError, match="session task/one, call bad: sampled_ids"):
+                await session.add_call_async([1], [-1], call_id="bad")
             await session.add_call_async([1, 2, 3], [4], call_id="b")
 
         asyncio.run(failing())
@@ -484,20 +455,6 @@ def test_a_session_without_calls_has_no_rows(tmp_path: Path, caplog: pytest.LogC
         session.incomplete("a")
         assert session.finish() == []
         assert "no rollout" in caplog.text
-
-
-def test_tokens_take_few_bytes(tmp_path: Path) -> None:
-    rng, distinct = np.random.default_rng(0), 0
-    with opened(tmp_path) as buffer:
-        for number in range(8):
-            session = buffer.session("task", str(number))
-            tokens = rng.integers(0, 151_000, 1200 + 30 * 500)
-            for stop in range(1200, len(tokens), 500):
-                session.add_call(tokens[:stop], tokens[stop : stop + 150], np.full(150, -0.5))
-            distinct += len(tokens)
-        (journal,) = tmp_path.glob("calls/*.calls")
-        assert journal.stat().st_size <= 4.5 * distinct + (64 << 10)  # with the space for the next calls
-    assert journal.stat().st_size <= 4.5 * distinct
 
 
 def test_a_frozen_session_takes_gaps_and_a_discarded_one_nothing(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from trajstore import TrajectoryReplayBuffer, errors
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.index import COLUMNS
 from trajstore._core.store.index_file import index_from_json
-from trajstore._core.store.log_records import decode_lines, lie_in
+from trajstore._core.store.log_records import decode_lines
 from trajstore._core.store.packing import StringTable, pack
 from trajstore._core.store.sealed import INDEX_NAME, unseal
 from trajstore._core.store.shard_table import ShardTable
@@ -187,16 +187,6 @@ def test_as_many_ranges_as_one_likes_cost_what_they_are_long(path: Path) -> None
     buffer.load_checkpoint(path)
     assert buffer.trajectory_ids.tolist() == [2, 3, 4, 5, 6]
     assert verify(path).sound
-
-
-def test_ids_in_ranges_agree_with_a_loop() -> None:
-    chance = np.random.default_rng(2)
-    for count in range(40):
-        lows = chance.integers(0, 60, count)
-        ranges = np.stack([lows, lows + chance.integers(0, 9, count)], axis=1).reshape(-1, 2)
-        ids = chance.integers(0, 80, 50)
-        expected = [any(low <= number <= high for low, high in ranges.tolist()) for number in ids.tolist()]
-        assert lie_in(ids, ranges).tolist() == expected
 
 
 # -- values of the wrong kind, with valid checksums --------------------------------------------------

@@ -120,14 +120,6 @@ def test_a_thread_adds_to_a_table_while_another_adds_or_reads() -> None:
         assert seen == tables[0].texts()[: len(seen)]
 
 
-def test_a_table_with_one_string_many_times_is_read() -> None:
-    for text, times in ((b"", 5000), (b"a name of weights that is as long as a name may be", 5000)):
-        blob = np.frombuffer(text * times, "V1")
-        again = StringTable.from_json({"bytes": pack(blob), "ends": pack(np.arange(1, times + 1) * len(text))})
-        assert len(again) == times
-        assert again[times - 1] == text.decode()
-
-
 @pytest.mark.parametrize(
     ("text", "ends"),
     [
@@ -196,22 +188,3 @@ def test_an_index_that_borrows_arrays_holds_what_one_with_its_own_does(data: st.
         left = [index.find_many(twin["trajectory_id"]).tolist() for index in (store, twin)]
         for at, twin_at in zip(*left, strict=True):
             assert (store.entry(at), store.given(at)) == (twin.entry(twin_at), twin.given(twin_at))
-
-
-def test_entries_that_a_view_shows_are_in_memory_once() -> None:
-    view, store = TrajectoryIndex("slot"), TrajectoryIndex()
-    flat = flatten(witness(1))
-    for number in range(1000):
-        entry = dict(
-            NewEntries.of(
-                FlatTrajectories.runs([flat]), [number], number.to_bytes(16, "big"), view.texts, number
-            ).columns
-        )
-        rows = starts_of(np.array([flat.extent]), flat.schema.kind)
-        view.append({**entry, **rows, "slot": np.zeros(1)})
-        store.borrow(view, np.array([number]))
-        store.append({**entry, **rows, "shard": np.zeros(1)})
-    for name in ("uuid", "nbytes", "version_low"):
-        assert np.shares_memory(view[name], store[name])
-    assert np.shares_memory(view.before, store.before)
-    assert store.texts is view.texts

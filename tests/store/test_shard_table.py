@@ -19,7 +19,6 @@ from trajstore._core.store.log_records import (
     encode_line,
     manifest_from_json,
     manifest_to_json,
-    natural,
     parse_ranges,
 )
 from trajstore._core.store.packing import StringTable, pack
@@ -146,11 +145,6 @@ def test_a_torn_end_is_left_out(torn: bytes) -> None:
     assert (tail.end, tail.torn) == (100 + len(whole), len(torn))
 
 
-def test_a_bad_line_before_a_good_one_is_damage_and_named() -> None:
-    with pytest.raises(CorruptStoreError, match="log/1: the record at byte 117 is damaged"):
-        decode_lines(line(b'{"a":1}') + b"00000000 {}\n" + line(b'{"b":2}'), "log/1", offset=100)
-
-
 # -- manifests ---------------------------------------------------------------------------------------
 
 
@@ -209,11 +203,3 @@ def test_entries_that_do_not_add_up_are_refused(changes: dict[str, Any]) -> None
 def test_what_is_no_ranges_is_refused(value: Any) -> None:
     with pytest.raises(CorruptStoreError):
         parse_ranges(value)
-
-
-@pytest.mark.parametrize("value", [-1, 1.0, "1", None, True, 1 << 63])
-def test_what_is_no_natural_number_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="natural number"):
-        natural(value)
-    assert natural(0) == 0
-    assert natural((1 << 63) - 1) == (1 << 63) - 1

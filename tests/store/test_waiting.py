@@ -63,28 +63,6 @@ def store(tmp_path: Path) -> Path:
     return path
 
 
-def test_who_reads_and_samples_does_not_unpack_them(store: Path) -> None:
-    with reader_of(store) as reader:
-        assert reader.get(4).task_id == "task 4"
-        reader.sample_trajectories(3)
-        contents = reader._live.contents
-        assert "uuid" not in contents.index.unpacked(slice(0, 1))
-        assert len(set(reader._uuids.tolist())) == 6
-        assert contents.index.unpacked(slice(0, 1)).keys() >= {"uuid"}
-
-
-def test_a_reader_that_follows_has_them_of_old_and_new(store: Path) -> None:
-    with writer_to(store) as writer, reader_of(store) as reader:
-        for number in range(6, 9):
-            writer.add_trajectories([rollout(number)])
-            writer.flush()
-            reader.refresh()
-        both = [buffer._uuids.tolist() for buffer in (reader, writer)]
-        assert both[0] == both[1]
-        assert reader.query().where("task = 'task 7'").ids().tolist() == [7]
-        assert reader.query().where("task = 'task 1'").ids().tolist() == [1]
-
-
 def test_a_reader_that_follows_evictions_has_those_of_what_is_left(store: Path) -> None:
     with writer_to(store) as writer, reader_of(store) as reader:
         for number in range(6, 9):

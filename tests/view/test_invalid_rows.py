@@ -23,9 +23,7 @@ from trajstore.interop.rlinf.trajectory import flatten_trajectory
 from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader
 from trajstore.samplers import (
     EpochSampler,
-    Hindsight,
     WeightedSampler,
-    sample_hindsight,
 )
 
 STEPS, BATCH = 20, 2
@@ -194,35 +192,6 @@ def test_inspect_shows_each_step_by_its_number(path: Path, capsys: pytest.Captur
     report = json.loads(capsys.readouterr().out)
     assert (report["samples"], report["invalid_steps"]) == (len(VALID), 7)
     assert report["rewards"]["mean"] == pytest.approx(np.mean(VALID))
-
-
-def episode_of(seen: int) -> set[int]:
-    """Return the colours of a step's episode from it on: those before the environment's next invalid step."""
-    number, row = divmod(seen - 1, 100)
-    step, environment = divmod(row, BATCH)
-    invalid = (INVALID, FIRST)[number]
-    end = next((at for at in range(step, STEPS) if (at, environment) in invalid), STEPS)
-    return {colour(number, at, environment) for at in range(step, end)}
-
-
-@pytest.mark.parametrize("strategy", ["future", "final"])
-def test_goals_of_hindsight_are_of_valid_steps_of_the_episode(reader: TrajectoryReplayBuffer, strategy: Any) -> None:
-    arguments: dict[str, Any] = {
-        "goal": "curr_obs.states",
-        "achieved": "next_obs.states",
-        "reward": lambda achieved, goal: (achieved == goal).float(),
-        "strategy": strategy,
-        "share": 1.0,
-    }
-    with ReplayLoader(reader, batch_size=200, rows=Hindsight(**arguments)) as loader:
-        batches = [sample_hindsight(reader, 500, sampler=WeightedSampler(), **arguments), next(loader)]
-    for batch in batches:
-        seen, goals = batch["actions"].flatten().long().tolist(), batch["curr_obs"]["states"].flatten().long() - BATCH
-        assert set(seen) <= set(VALID)
-        assert batch["relabelled"].all()
-        for one, goal in zip(seen, goals.tolist(), strict=True):
-            episode = episode_of(one)
-            assert goal in ({max(episode)} if strategy == "final" else episode)
 
 
 @pytest.mark.parametrize("make", [ReplayBufferDataset, PreloadReplayBufferDataset])
