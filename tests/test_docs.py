@@ -8,10 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.pages import all_blocks, blocks, bytecode, section
-from trajstore.cli import build_parser, commands
 from trajstore.cli.reference import reference
 
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
@@ -21,20 +18,6 @@ def test_command_line_reference_is_current(project_root: Path) -> None:
     assert (project_root / "docs" / "cli.md").read_text() == reference(), (
         "run  python -m trajstore.cli.reference > docs/cli.md"
     )
-
-
-def test_every_option_of_every_command_is_documented(
-    project_root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    text = (project_root / "docs" / "cli.md").read_text()
-    for command in commands():
-        with pytest.raises(SystemExit):
-            build_parser().parse_args([command.name, "--help"])
-        options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
-        section = text.split(f"## trajstore {command.name}\n")[1].split("\n## ")[0]
-        assert options or command.name == "completion"
-        assert [option for option in sorted(options) if option not in section] == []
 
 
 KEEPING = ("Limit disk space", "Copies, checkpoints, pins", "Merge, split, prune, compact", "Recover from a lost node")
@@ -130,15 +113,6 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
     assert unknown == []
 
 
-def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
-    demo, tests, *_ = blocks((project_root / "README.md").read_text(), "sh")
-    assert demo.count("\n") == 1, "one line that can be pasted"
-    assert "pip install -c constraints.txt -e '.[demo]'" in demo
-    assert demo.rstrip().endswith("python -m examples.demo")
-    assert "-m pytest" in tests
-    assert tests.rstrip().endswith("-m pytest")
-
-
 def test_links_lead_somewhere(project_root: Path) -> None:
     pages = [project_root / "README.md", project_root / "CONTRIBUTING.md", *(project_root / "docs").rglob("*.md")]
     broken = [
@@ -161,12 +135,6 @@ def test_the_first_page_leads_to_every_page_of_the_site(project_root: Path) -> N
     linked = {"index.md", *_LINK.findall((project_root / "docs" / "index.md").read_text())}
     assert 40 < len(pages) <= 50
     assert [page for page in pages if page not in linked] == []
-
-
-def test_the_glossary_is_a_page_with_one_meaning_for_each_word(project_root: Path) -> None:
-    words = re.findall(r"^\| (?!word |---)(.+?) \|", text_of(project_root, "docs/promises.md#Glossary"), re.MULTILINE)
-    assert len(words) <= 60
-    assert sorted(set(words)) == sorted(words)
 
 
 def test_every_promise_names_a_test_that_is_there(project_root: Path) -> None:

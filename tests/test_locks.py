@@ -26,29 +26,6 @@ def test_a_lock_that_is_taken_out_of_order_is_told_with_both_places() -> None:
     assert "with inner, outer" in breaches[0]
 
 
-def test_each_thread_has_locks_of_its_own_and_to_try_one_breaks_no_order() -> None:
-    with checked() as breaches:
-        outer, inner = locks.lock("Contents.lock"), locks.lock("WriteQueue._lock")
-        with inner:
-            thread = threading.Thread(target=lambda: outer.acquire() and outer.release())
-            thread.start()
-            thread.join()
-            assert outer.acquire(blocking=False)
-            outer.release()
-    assert breaches == []
-
-
-@pytest.mark.parametrize("name", ["Sink.lock", "Contents.lock"])
-def test_a_lock_may_be_taken_again_by_its_own_thread(name: str) -> None:
-    with checked() as breaches:
-        reentrant, below = locks.rlock(name), locks.lock("WriteQueue._lock")
-        with reentrant, below, reentrant:
-            pass
-        with reentrant:
-            pass
-    assert breaches == []
-
-
 def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
     with checked() as breaches:
         with locks.rlock("Contents.lock"), locks.rlock("Contents.lock"):
@@ -58,17 +35,6 @@ def test_locks_of_two_objects_of_a_class_only_where_the_order_says_so() -> None:
             pass
     assert len(breaches) == 1
     assert breaches[0].startswith("Sink.lock is taken while Sink.lock is held")
-
-
-def test_who_waits_at_a_condition_holds_nothing() -> None:
-    with checked() as breaches:
-        changed = locks.condition("Prefetcher._changed")
-        with changed:
-            changed.wait(0.001)
-            changed.notify_all()
-        with locks.lock("Arena._lock"):
-            pass
-    assert breaches == []
 
 
 def test_unchecked_locks_are_those_of_threading(monkeypatch: pytest.MonkeyPatch) -> None:

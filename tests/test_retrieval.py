@@ -68,16 +68,6 @@ def test_what_was_removed_was_never_there(texts: list[str], query: str, choice: 
     assert index.search(query, 200) == plain.search(query, 200)
 
 
-@settings(deadline=None, max_examples=30)
-@given(text=st.text(st.characters(exclude_categories=())), other=st.text(st.characters(exclude_categories=())))
-def test_any_text_is_found_by_itself(text: str, other: str) -> None:
-    index = RetrievalIndex()
-    index.add([1, 2], [text, other])
-    keys = {hit.key for hit in index.search(text, 2)}
-    assert (1 in keys) == bool(words_of(text))
-    assert (2 in keys) == bool(set(words_of(text)) & set(words_of(other)))
-
-
 @pytest.mark.parametrize(
     "query",
     ['go" OR "', "words:go", "go*", "^go", "NEAR(go kitchen)", "NOT go", "go\0", "\ud800 go", "go 🙂", '"', "-go"],

@@ -42,25 +42,6 @@ def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path)
     assert result.problems == []
 
 
-def test_what_nothing_tells_of_is_no_loss_that_verify_must_count(tmp_path: Path) -> None:
-    build(STORE, tmp_path)
-    whole = files_of(tmp_path)
-    log = next(name for name in whole if name.startswith("log/"))
-    lines = whole[log].splitlines(keepends=True)
-    pin = next(name for name in whole if name.startswith("pins/") and name.endswith(".values"))
-    point = f"{pin.split('.')[0]}.json"
-
-    def weighed(log_lines: list[bytes], **other: bytes | None) -> tuple[Level, bool]:
-        files = {**whole, log: b"".join(log_lines), **other}
-        stakes = weigh(STORE, whole, {name: data for name, data in files.items() if data is not None}, forged=False)
-        return stakes.level, stakes.cut
-
-    assert weighed(lines[1:]) == (Level.DAMAGE, False)
-    assert weighed(lines[1:-1]) == (Level.DAMAGE, True), "the end is gone too, as a crash leaves it"
-    assert weighed(lines, **{pin: whole[pin] + b"0"}) == (Level.DAMAGE, False)
-    assert weighed(lines, **{pin: whole[pin] + b"0", point: None}) == (Level.UNPINNED, False)
-
-
 # -- the campaign detects faults: one by default, the others in the long campaign --------------------
 
 

@@ -19,11 +19,10 @@ from examples.grpo.config import TrainerConfig
 from examples.grpo.environments import SortEnvironment, TextTask
 from examples.grpo.trainer import ReferenceTrainer
 from tools.bench import t13_picture, t13_replay, t13_trainers
-from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, main, read_results, table
+from tools.bench.t13_replay import ARMS, RULES, UNGUIDED, Run, config_of, table
 from tools.bench.t13_trainers import BufferTrainer, ChoosingTrainer, RepeatingTrainer
 from trainer_hooks.batch import Batch
 from trainer_hooks.plan import MixedTasks
-from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -53,28 +52,6 @@ def run_of(arm: str, seed: int, solved: bool = True) -> Run:
 
 def configured(arm: str, seed: int, steps: int, environment: str = "household") -> TrainerConfig:
     return config_of(arm, seed, replace(t13_replay.BASE, environment=environment, steps=steps))
-
-
-def test_runs_that_were_made_are_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, int]] = []
-
-    def measure(arm: str, config: object) -> Run:
-        seed = configured(arm, len(made) % 2, 3).seed
-        made.append((arm, seed))
-        return run_of(arm, seed)
-
-    monkeypatch.setattr(t13_replay, "measure", measure)
-    results = tmp_path / "runs.jsonl"
-    results.write_text(json.dumps(asdict(run_of("neither", 0, solved=False))) + '\n{"arm": "tur')
-    words = ["--results", str(results), "--steps", "3", "--seeds", "0"]
-    main([*words, "--arms", "neither", "turns"])
-    assert made == [("turns", 0)]
-    assert [run.arm for run in read_results(results, replace(t13_replay.BASE, steps=3))] == ["neither", "turns"]
-    with pytest.raises(SystemExit):
-        main(["--results", str(results), "--steps", "4"])
-    results.write_text(results.read_text() + "{}\n")
-    with pytest.raises(ConfigurationError, match=r"runs\.jsonl:3: is no run"):
-        read_results(results, replace(t13_replay.BASE, steps=3))
 
 
 def test_every_run_is_in_the_table() -> None:
@@ -128,27 +105,6 @@ def test_arms_differ_in_the_two_mechanisms_alone() -> None:
     warm = {f"{arm}-warm": mechanisms for arm, mechanisms in unguided.items()}
     assert on == {**unguided, "guidance": (True, False), "both": (True, True), **warm}
     assert configured("neither-warm", 1, 9).guidance.is_on, "it has the template in its warm start"
-
-
-def test_arms_with_the_same_supervised_start_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(t13_replay, "_STARTS", {})
-    monkeypatch.setattr(t13_replay, "BASE", replace(t13_replay.BASE, warm_start_steps=2))
-    made: list[int] = []
-    genuine = ReferenceTrainer.warm_start
-
-    def warm_start(trainer: ReferenceTrainer) -> float:
-        made.append(trainer.config.seed)
-        return genuine(trainer)
-
-    monkeypatch.setattr(ReferenceTrainer, "warm_start", warm_start)
-    weights = []
-    for arm, seed in [("neither", 1), ("neither-warm", 1), ("replay", 1), ("both", 1), ("neither", 2)]:
-        with ARMS[arm].trainer(configured(arm, seed, 1, "sort")) as trainer:
-            t13_replay.start(trainer)
-            weights.append(trainer.model.state_dict())
-    assert made == [1, 1, 2]
-    for first, second in ((0, 2), (1, 3)):
-        assert all(weights[first][name].equal(value) for name, value in weights[second].items())
 
 
 @pytest.mark.parametrize(
