@@ -14,12 +14,11 @@ from tests.replay.foreign_pools import of_conversations
 from trainer_hooks.batch import build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.replay import ExperienceManager, PoolRules, newest_pool
+from trainer_hooks.replay import PoolRules, newest_pool
 from trainer_hooks.replay.conversation import Context
-from trainer_hooks.replay.entry import is_demonstration
 from trainer_hooks.replay.exchange import seed_pool
 from trainer_hooks.replay.message_rows import MessageTokenizer, tokenized
-from trainer_hooks.replay.persistence import PoolContents, read_pool, write_pool
+from trainer_hooks.replay.persistence import read_pool
 from trainer_hooks.replay.rows import rows_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import ConfigurationError
@@ -166,33 +165,6 @@ def test_pools_of_conversations_are_trained_on(shared_fixtures: Path, tokenizer:
     fitting = [entry for entry in known.values() if entry.asked == asked[entry.task]]
     assert len(came) == len(tokens)
     assert tokens == {(entry.task, str([row.ids for row in entry.rows])) for entry in fitting}
-
-
-def test_one_that_cannot_become_tokens_does_not_block_the_others(
-    tmp_path: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def bare(rollout: str, said: list[dict[str, Any]], **fields: Any) -> AgentTrajectory:
-        return AgentTrajectory(
-            messages=said, task_id="t", rollout_id=rollout, reward=Reward(outcome=1.0), policy_version=7, **fields
-        )
-
-    asked, answer = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4 <|im_end|> 5"}
-    ok = bare("ok", [asked, answer])
-    held = [ok, bare("image", [asked, {"role": "assistant", "content": [{"type": "image"}]}]), bare("silent", [asked])]
-    write_pool(tmp_path / "step_1", PoolContents({1: ["t"]}, [], {"t": held}))
-    manager = ExperienceManager(RULES, tokenizer=MessageTokenizer.of(tokenizer))
-    with caplog.at_level(logging.WARNING):
-        assert manager.load_experience_pool_from_disk(tmp_path / "step_1") == 3
-    assert manager.refused == {"no_tokens": 2}
-    assert "messages[1].content: has parts that are not text" in caplog.text
-    assert "none is the model's" in caplog.text
-    (demonstration,) = manager.task2trajectories["t"]
-    assert is_demonstration(demonstration)
-    assert demonstration.policy_version is None
-    assert demonstration.tokenizer_fingerprint == manager.tokenizer_fingerprint
-    assert demonstration.messages[1]["content"] == "4 < |im_end|> 5", "a text cannot end its message"
-    assert manager.save_trajectories_to_memory([ok]) == 0  # the same tokens from a training step
-    assert manager.refused == {"no_tokens": 2, "duplicate": 1}
 
 
 def test_rollouts_of_messages_come_out_of_a_store(tmp_path: Path, shared_fixtures: Path, tokenizer: Any) -> None:

@@ -245,3 +245,18 @@ def test_the_line_is_known_without_the_index(tmp_path: Path, saves: bool) -> Non
     assert [point["name"] for point in report["saved_points"]] == ["step-1.0", "step-2.1"][: 1 + saves]
     assert report["other_points"] == ["step-2.0"]
     assert [head["points"] for head in report["aside"]] == [["step-2.0"]]
+
+
+def test_refresh_of_a_points_reader_tells_of_commits_and_draws_on(tmp_path: Path) -> None:
+    with make(tmp_path) as buffer:
+        add(buffer, range(4))
+        buffer.points.save(1)
+        reader, still = (TrajectoryReplayBuffer.open(tmp_path, pin="step-1", seed=5) for _ in range(2))
+        with reader, still:
+            assert not reader.refresh()
+            add(buffer, range(4, 8))
+            buffer.evict([0])
+            assert reader.refresh()
+            assert reader.trajectory_ids.tolist() == [0, 1, 2, 3]
+            assert not reader.refresh()
+            assert torch.equal(reader.sample(8)["rewards"], still.sample(8)["rewards"])
