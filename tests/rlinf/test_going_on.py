@@ -9,9 +9,7 @@ import pytest
 
 from tests.stores import flip, writer_to
 from trajstore import Retention, TrajectoryReplayBuffer
-from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
-from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import copy_store
@@ -70,8 +68,6 @@ def test_it_knows_the_policy_versions_of_its_trajectories(shared_fixtures: Path,
         number: (int(values.min()), int(values.max())) for number, values in expected.items() if values is not None
     }
     assert len(version_ranges) == 6
-    index = Catalog.open(open_directory(tmp_path / "store")).index
-    assert {number: index.entry(number).versions for number in range(6)} == version_ranges
     newest = max(high for _, high in version_ranges.values())
     limit = Retention(max_policy_age=1)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", retention=limit) as buffer:

@@ -33,20 +33,6 @@ def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trajector
     made.close()
 
 
-def test_samplers_hear_of_additions_and_evictions_and_keep_to_the_window(buffer: TrajectoryReplayBuffer) -> None:
-    sampler = EpochSampler(unit="sample")
-    ids = buffer.add_trajectories([block(key) for key in range(4)])
-    assert sorted(keys(buffer.sample(24, sampler=sampler))) == sorted([0, 1, 2, 3] * 6)
-    buffer.evict([ids[1]])
-    buffer.add_trajectories([block(9)])
-    assert sorted(keys(buffer.sample(24, sampler=sampler))) == sorted([0, 2, 3, 9] * 6)
-    buffer.sample_window_size = 2
-    assert sorted(keys(buffer.sample(12, sampler=sampler))) == sorted([3, 9] * 6)
-    buffer.clear()
-    buffer.add_trajectories([block(11)])
-    assert set(keys(buffer.sample(6, sampler=EpochSampler()))) == {11}
-
-
 def test_priorities_decide_and_come_back_by_row(buffer: TrajectoryReplayBuffer) -> None:
     sampler = WeightedSampler(priorities=Priorities(alpha=1, eps=0))
     buffer.add_trajectories([block(0), block(1)])

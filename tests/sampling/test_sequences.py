@@ -93,17 +93,6 @@ def test_padded_sequences_are_the_steps_around_each_step(
     check_windows(sample_sequences(world.buffer, 32, length, pad=True, burn_in=burn_in), world.after, burn_in, length)
 
 
-def test_whole_sequences_are_uniform_among_the_starts_that_have_one() -> None:
-    world = World([(9, 2), (3, 1), (12, 3)], seed=4)
-    batch = sample_sequences(world.buffer, 6000, 3, burn_in=2)
-    starts = batch["curr_obs"]["code"][:, 2, 0].tolist()
-    possible = [code for code, run in world.after.items() if len(run) >= 3]
-    assert set(starts) <= set(possible)
-    assert fits([starts.count(code) for code in possible], [1] * len(possible))
-    assert batch["mask"][:, 2:].all()
-    check_windows(batch, world.after, 2, 3)
-
-
 class OfTheUsers(EpochSampler):
     def draw(self, count: int, generator: torch.Generator, first: int | None = None) -> Drawn:  # type: ignore[override]
         return super().draw(count, generator, first)

@@ -30,22 +30,6 @@ def rows_of(drawn: Drawn) -> list[tuple[int, int]]:
     return list(zip(drawn.ids.tolist(), drawn.samples.tolist(), strict=True))
 
 
-def test_without_factors_every_transition_is_as_likely() -> None:
-    sizes = {3: 5, 4: 1, 8: 14}
-    sampler = WeightedSampler()
-    sampler.added(additions(sizes))
-    drawn = rows_of(sampler.draw(20_000, torch.Generator().manual_seed(0)))
-    every = [(number, at) for number, size in sizes.items() for at in range(size)]
-    assert fits([drawn.count(row) for row in every], [1] * 20)
-
-
-def test_a_window_excludes_older_trajectories() -> None:
-    sampler = WeightedSampler()
-    sampler.added(additions(dict.fromkeys(range(50), 2)))
-    drawn = sampler.draw(5000, torch.Generator().manual_seed(0), first=45)
-    assert fits(np.bincount(drawn.ids, minlength=50).tolist(), [0] * 45 + [1] * 5)
-
-
 @pytest.mark.parametrize("per", ["sample", "trajectory"])
 def test_priorities_are_chances_and_importance_weights_correct_them(per: str) -> None:
     """Against the formulas written out over all rows."""

@@ -156,6 +156,8 @@ def test_options_under_which_nothing_could_be_replayed_are_refused(values: dict[
 
 def test_all_problems_are_told_at_once() -> None:
     alone = {"exp_ratio": 2, "experience_lbound": "9", "sede": 1, "enable": None}
+    with pytest.raises(ConfigurationError, match=r"sede: unknown key; did you mean seed\?"):
+        ExperienceReplayConfig.from_mapping(alone)
     beside_others = {"off_cliprange_high": 2.0, "clip_off_policy": False}
     for wrong in (alone, beside_others):
         with pytest.raises(ConfigurationError) as caught:

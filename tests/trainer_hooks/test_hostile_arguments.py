@@ -92,11 +92,6 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
         assert answer is not None or may_take(kind.__name__, field.name, value), (field.name, value)
 
 
-def test_unknown_keys_are_named_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigurationError, match=r"exp_rato: unknown key; did you mean exp_ratio\?"):
-        ExperienceReplayConfig.from_mapping({"exp_rato": 0.5})
-
-
 @pytest.mark.parametrize(
     ("call", "arguments"),
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +78,6 @@ def test_a_checkpoint_of_memory_has_one_shard_for_each_kind(tmp_path: Path) -> N
         buffer.save_checkpoint(tmp_path / "saved")
     assert shards_in(tmp_path / "saved") == 2
     assert keys_at(tmp_path / "saved") == dict(enumerate(KEYS))
-
-
-def test_callbacks_get_the_ids_of_a_commit_in_order(tmp_path: Path) -> None:
-    committed: list[Sequence[int]] = []
-    with opened(tmp_path, writer=LATE, on_commit=committed.append) as buffer:
-        for key in KEYS:
-            buffer.add_trajectories([witness(key)])
-    assert [list(ids) for ids in committed] == [list(range(len(KEYS)))]
 
 
 # -- failures ----------------------------------------------------------------------------------------
