@@ -89,7 +89,7 @@ def test_single_preferences_are_labelled_by_their_outcome(tmp_path: Path) -> Non
     done = convert_to(store, tmp_path / "out", "kto", check=True)
     assert (done.written, done.checked, done.not_chosen) == (4, 4, {"without an outcome": 1})
     rows = pl.read_parquet(tmp_path / "out")
-    assert rows["label"].to_list() == [False, False, True, True]
+    assert (rows["label"].to_list(), rows["trajectory_id"].to_list()) == ([False, False, True, True], [*"0123"])
     assert rows["completion"][0].to_list()[0]["content"] == "a"
 
 
