@@ -119,7 +119,7 @@ def test_the_stores_of_a_run_go_back_together_or_not_at_all(tmp_path: Path, run:
     with make(tmp_path / "rank_0") as buffer:
         add(buffer, [9])
         buffer.points.save(770)
-    message = "rank_1: no saved point of step 770; there are: 750, 760"
+    message = "the saved point of step 770 is incomplete: of 2 ranks, it is not in rank_1; complete are: 750, 760"
     assert message in run.err("rollback", tmp_path, "--step", 770)
     assert run.json("inspect", tmp_path)["stores"] == "per_rank"
     assert run.json("inspect", tmp_path / "rank_1")["stores"] == "per_rank"

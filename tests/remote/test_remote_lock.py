@@ -98,7 +98,16 @@ def test_lock_of_a_dead_process_of_this_machine_is_taken_over(memory_url: str) -
         directory.lock_writer()
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"heartbeat": "x", "ttl": 1}', b'{"heartbeat": 0}'])
+def test_the_lock_of_an_uploaded_store_holds_only_while_its_process_lives(memory_url: str) -> None:
+    directory, local = open_directory(memory_url), orjson.dumps(holder_document())
+    for text in (b"", orjson.dumps({**holder_document(), "pid": dead_process()})):
+        write_lock(directory, text)
+        directory.lock_writer().release()
+    write_lock(directory, local)
+    assert is_refused(directory.lock_writer, "(if no such process runs, delete writer.lock)")
+
+
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"heartbeat": "x", "ttl": 1}', b'{"heartbeat": 0}'])
 def test_unreadable_lock_is_left_to_people(memory_url: str, text: bytes) -> None:
     directory = open_directory(memory_url)
     write_lock(directory, text)

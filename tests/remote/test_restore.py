@@ -166,6 +166,22 @@ def test_an_interrupted_restore_of_a_run_is_no_run_and_is_taken_up(tmp_path: Pat
     assert not list((tmp_path / "new").rglob(RESTORE_NAME))
 
 
+def test_a_restore_that_begins_again_counts_what_it_had_copied(tmp_path: Path, mirror: Path) -> None:
+    parts: list[int] = []
+
+    def progress(done: int, _: int) -> None:
+        parts.append(done)
+        if len(parts) == 2:  # as if the mirror had deleted the file read next, with a later commit
+            with make(tmp_path / "lost", mirror) as buffer:
+                add(buffer, [9])
+            raise FileNotFoundError(2, "gone", str(mirror / "shards" / "shard"))
+
+    restored = restore(mirror, tmp_path / "new", progress)
+    assert len(parts) > 2
+    assert restored.copied == restored.nbytes > 0
+    is_sound(tmp_path / "new")
+
+
 def test_a_target_that_is_removed_meanwhile_is_not_damage_of_the_mirror(tmp_path: Path, mirror: Path) -> None:
     with pytest.raises(StoreWriteError, match="is not complete; call restore again"):
         restore(mirror, tmp_path / "new", lambda *_: shutil.rmtree(tmp_path / "new", ignore_errors=True))

@@ -94,7 +94,9 @@ def cell(name: str, value: Any) -> str:
         return format_range(dict(value)) + "".join(others)
     if name == "gaps":
         return ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in value)
-    if name == "lacking" or (isinstance(value, list | tuple) and all(isinstance(item, str) for item in value)):
+    if name == "lacking":
+        return ", ".join(f"rank_{rank}" for rank in value)
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return ", ".join(map(str, value))
     return shown_value(value)
 

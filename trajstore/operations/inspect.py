@@ -414,13 +414,11 @@ def _mirror(catalog: Catalog, writer: Report | None) -> Report | None:
         return None
     since, generation = record.pop("since"), record["generation"]
     behind = int((catalog.index["trajectory_id"] > record["newest_id"]).sum())
-    is_fed = writer is not None and writer["state"] in ("running", None) and writer["since"] == since
-    if record["error"] is None and 0 <= generation < catalog.generation and not is_fed:
+    state = "gone" if writer is None or writer["since"] != since else writer["state"]
+    if record["error"] is None and 0 <= generation < catalog.generation and state in ("gone", "stopped"):
         changes = counted(catalog.generation - generation, "commit")
-        record["error"] = (
-            f"the store has {changes} more, and no running writer has opened it with mirror=...; the next one that "
-            "does copies them"
-        )
+        why = "no running writer has opened it with mirror=...; the next one that does copies them"
+        record["error"] = f"the store has {changes} more, and {'its writer is stopped' if state == 'stopped' else why}"
     record |= {name: None for name in ("generation", "newest_id") if record[name] < 0}
     return record | {"behind": behind}
 

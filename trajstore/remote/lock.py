@@ -237,9 +237,10 @@ class RemoteWriterLock(WriterLock):
         return parse_holder(holder).get("token") == self._document["token"]
 
     def _refusal(self, holder: bytes) -> StoreLockedError:
+        wait = f"wait {self._ttl:g} s or " if "ttl" in parse_holder(holder) else ""  # an uploaded lock has none
         return StoreLockedError(
             f"{self._objects.url} is being written by {describe_holder(holder)}; close that writer, or open the "
-            f"directory for reading (if no such process runs, wait {self._ttl:g} s or delete {LOCK_NAME})",
+            f"directory for reading (if no such process runs, {wait}delete {LOCK_NAME})",
             brief=parse_holder(holder).get("brief") is True,
         )
 
@@ -286,17 +287,17 @@ def holder_of(objects: ObjectStore) -> dict[str, Any]:
 def _is_over(holder: Stamped) -> bool:
     """Return whether a lock was released or has expired, or its holder is known to be dead."""
     document = parse_holder(holder.data)
+    if not holder.data or document.get("released") is True:  # empty: of a closed local store that was uploaded
+        return True
     try:
-        if document.get("released") is True:
-            return True
         ttl, heartbeat = float(document["ttl"]), float(document["heartbeat"])
         # Stores report write times in whole seconds.
         if (holder.age - 1.0 if holder.age is not None else time.time() - heartbeat) > ttl:
             return True
     except (KeyError, TypeError, ValueError, OverflowError):
-        return False  # of unknown origin: left to the operator
+        pass  # of an uploaded local store, or unknown: nobody renews it, so its age says nothing
     here = holder_document()["host"], _pid_namespace()
-    is_here = here[1] is not None and (document.get("host"), document.get("pid_namespace")) == here
+    is_here = here[1] is not None and (document.get("host"), document.get("pid_namespace", here[1])) == here
     return is_here and not process_may_live(document)
 
 

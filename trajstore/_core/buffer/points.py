@@ -240,7 +240,10 @@ class Points:
         Raises:
             StoreNotFoundError, StoreError, CorruptStoreError: see :meth:`go_to`.
         """
-        return self._stores.changes(_name(name), truth("aside", aside))
+        name, aside = _name(name), truth("aside", aside)
+        if self._stores.count != 1:
+            self._check(name)
+        return self._stores.changes(name, aside)
 
     def pin(self, name: str) -> SavedPoint:
         """Keep the present state under a name.

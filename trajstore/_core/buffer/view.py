@@ -191,7 +191,7 @@ class View(CommitListener):
         if lost is not None:
             self._tell(
                 f"{self._own.directory.url}: {lost}; they are not shown. Copy the files back and open it again; where "
-                "there is no copy, evict them: the rest is sound then"
+                "there is no copy, evict them and remove the pins that name them: the rest is sound then"
             )
             self._own_lost = frozenset(lost.ids.tolist())
             index.drop(lost.positions)

@@ -162,6 +162,7 @@ def _check_mirror(source: Directory) -> None:
 
 
 def _restore(source: Directory, target: Directory, progress: Progress | None) -> Restored:
+    copied = dict[str, int]()
     for attempt in range(_ATTEMPTS):
         lease = source.announce_reader(oldest_generation(source))
         try:
@@ -170,7 +171,7 @@ def _restore(source: Directory, target: Directory, progress: Progress | None) ->
             if _begin(catalog, target):
                 with claimed(target, target.path) if isinstance(target, LocalDirectory) else nullcontext():
                     if _begin(catalog, target):  # another process may have completed it meanwhile
-                        return _Copy(catalog, target, progress).run()
+                        return _Copy(catalog, target, progress, copied).run()
             return _ended(source, target)
         except OSError as error:
             if isinstance(error, StoreNotFoundError | StoreWriteError):
@@ -227,14 +228,14 @@ def _ended(source: Directory, target: Directory) -> Restored:
 
 
 class _Copy:
-    """One attempt to copy a catalog's files."""
+    """One attempt to copy a catalog's files; ``copied`` has the sizes of files by name, those of earlier ones too."""
 
-    def __init__(self, catalog: Catalog, target: Directory, progress: Progress | None) -> None:
+    def __init__(self, catalog: Catalog, target: Directory, progress: Progress | None, copied: dict[str, int]) -> None:
         self._catalog = catalog
         self._source = catalog.directory
         self._target = target
         self._progress = progress
-        self._done = self._copied = 0
+        self._done, self._copied = 0, copied
         self._there = target.sizes()
 
     def run(self) -> Restored:
@@ -270,7 +271,7 @@ class _Copy:
             newest_id=newest,
             next_id=catalog.next_id,
             nbytes=total,
-            copied=self._copied,
+            copied=sum(size for name, size in self._copied.items() if name in kept),
         )
 
     def _heads(self) -> dict[str, Snapshot]:
@@ -311,7 +312,7 @@ class _Copy:
                     "`trajstore repair` makes a store of the intact part"
                 )
             self._target.publish([EncodedFile(name, [data])])
-            self._copied += size
+            self._copied[name] = size
         self._done += size
         if self._progress is not None:
             self._progress(self._done, total)
