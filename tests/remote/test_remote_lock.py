@@ -323,16 +323,6 @@ def test_each_writer_has_shard_numbers_of_its_own(memory_url: str) -> None:
     assert names == sorted(f"shards/shard_{block << 32}.pt" for block in (1, 3))
 
 
-def test_fences_outlive_snapshots(memory_url: str) -> None:
-    for number in range(3):
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url) as buffer:
-            buffer.add_trajectories([witness(number)])
-    directory = open_directory(memory_url)
-    fences = Catalog.open(directory).fences
-    assert [f"log/{generation:016d}.log" for generation in fences] == directory.names("log")
-    assert len(fences) == 3
-
-
 def test_a_writer_steps_over_the_fence_of_one_that_lost_the_store_while_it_opened_it(memory_url: str) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=memory_url, sample_window_size=0) as buffer:
         for change in (lambda: buffer.add_trajectories([witness(1)]), lambda: buffer.evict([0]), buffer.compact):

@@ -169,6 +169,9 @@ def test_what_comes_out_is_a_marked_copy() -> None:
     assert again.messages == pristine.messages
     assert torch.equal(again.input_ids, pristine.input_ids)  # type: ignore[arg-type]
     assert torch.equal(again.old_log_probs, pristine.old_log_probs)  # type: ignore[arg-type]
+    for name in ("attention_mask", "loss_mask", "response_mask"):
+        mask, given_mask = getattr(again, name), getattr(pristine, name)
+        assert (mask.dtype, mask.tolist()) == (torch.int64, given_mask.tolist()), "as trainers have it"
 
 
 def test_sampling_takes_valid_tasks_of_the_wanted_bucket() -> None:
