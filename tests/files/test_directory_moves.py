@@ -91,18 +91,6 @@ def test_a_store_that_is_removed_under_its_writer_is_an_error_and_not_made_anew(
     assert not (path / part).exists()
 
 
-def test_a_folder_that_is_put_back_goes_on(tmp_path: Path) -> None:
-    with opened(tmp_path / "run") as buffer:
-        add_each(buffer, [0])
-        os.rename(tmp_path / "run" / "shards", tmp_path / "away")
-        with pytest.raises(errors.StoreWriteError, match=r"run/shards.*|shards: .* was removed while"):
-            add_each(buffer, [1])
-        os.rename(tmp_path / "away", tmp_path / "run" / "shards")
-        buffer.flush()
-        add_each(buffer, [2])
-    assert contents_of(tmp_path / "run") == [0, 1, 2]
-
-
 def test_a_log_that_somebody_else_has_changed_is_not_continued(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
     add_each(buffer, [0])

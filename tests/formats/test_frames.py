@@ -252,16 +252,6 @@ def test_images_take_the_bytes_of_their_distinct_frames(tmp_path: Path) -> None:
     assert sizes[True] < 1.05
 
 
-def test_stores_without_the_option_have_the_same_bytes(tmp_path: Path) -> None:
-    """A field that does not repeat is written as ever, and named once."""
-    content = ShardContent.of([flatten(trajectory) for trajectory in ADDED])
-    for form, options in KINDS:
-        files = [get_format(form, **options).encode("shard_00000000", content).files]
-        files.append(encoded_shard(get_format(form, **options), "shard_00000000", content)[0])
-        first, second = ([b"".join(map(bytes, map(memoryview, file.pieces))) for file in each] for each in files)
-        assert first == second
-
-
 def test_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     alone = Trajectory(
         rewards=torch.zeros(4, 2, 1), curr_obs={"x": torch.zeros(4, 2, 99)}, next_obs={"x": torch.ones(4, 2, 99)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
@@ -21,7 +20,6 @@ from trajstore._core.formats.base import EncodedShard, ShardContent, ShardManife
 from trajstore._core.formats.checksums import ENVELOPE, check_file, column_region, manifest_of
 from trajstore._core.formats.frames import folded
 from trajstore._core.formats.packed import is_packed, packed
-from trajstore._core.store.log_records import manifest_from_json, manifest_to_json
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 from trajstore.trajectory import AgentTrajectory, Reward, Trajectory
 
@@ -251,10 +249,6 @@ class FormatConformance:
                 "a file system allows 255 and we add .tmp"
             )
 
-    def test_manifest_passes_the_checks_of_the_log(self, shard: StoredShard) -> None:
-        again = manifest_from_json(manifest_to_json(shard.manifest, 0), [shard.manifest.schema])
-        assert again == shard.manifest
-
     @pytest.mark.parametrize("case", sorted(SHARDS))
     def test_encoding_again_gives_the_same_bytes(self, format: TrajectoryFormat, case: str) -> None:  # noqa: A002
         flats = SHARDS[case]()
@@ -264,10 +258,6 @@ class FormatConformance:
         assert first.places == second.places
         for flat, tensors in zip(flats, before, strict=True):
             assert all(same_bytes(a, b) for a, b in zip(flat.tensors, tensors, strict=True))
-
-    def test_sound_files_pass_the_check(self, shard: StoredShard) -> None:
-        for number, file in enumerate(shard.manifest.files):
-            assert check_file(shard.files[file.name], shard.manifest, number) == []
 
     def test_every_flipped_bit_is_found_and_attributed(self, steps: StoredShard) -> None:
         manifest = steps.manifest
@@ -300,28 +290,6 @@ class FormatConformance:
             message = _read_all(format, lacking)
             assert message is not None, name
             assert name in message
-
-    def test_every_file_is_read(self, format: TrajectoryFormat, steps: StoredShard) -> None:  # noqa: A002
-        fetched = set()
-
-        def fetch(name: str) -> Buffer:
-            fetched.add(name)
-            return steps.fetch(name)
-
-        reader = format.open(fetch, steps.manifest)
-        for column, (_, rows) in enumerate(steps.manifest.stored):
-            reader.rows(column, 0, rows)
-        assert fetched == set(steps.files)
-
-    def test_several_threads_read_and_write(self, format: TrajectoryFormat) -> None:  # noqa: A002
-        def work(_: int) -> bool:
-            shard = store_shard(format, _one_step())
-            reader = format.open(shard.fetch, shard.manifest)
-            columns = enumerate(shard.manifest.stored)
-            return all(same_bytes(reader.rows(c, 0, rows), shard.column(c)) for c, (_, rows) in columns)
-
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(work, range(8)))
 
     def test_format_is_a_value(self, format: TrajectoryFormat) -> None:  # noqa: A002
         again = pickle.loads(pickle.dumps(format))
