@@ -293,12 +293,10 @@ def test_a_copy_within_its_own_source_is_refused(tmp_path: Path, copy: Callable[
     assert verify(tmp_path / "store").sound
 
 
-def test_repair_brings_saved_points_and_copy_says_that_it_does_not(tmp_path: Path) -> None:
+def test_copy_says_that_it_brings_no_saved_points(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
         buffer.add_trajectories([witness(0)])
         buffer.points.save(7)
-    assert repair_store(tmp_path / "store", tmp_path / "repaired").problems == []
-    assert (tmp_path / "repaired/pins/step-7.0.json").exists()
     [note, _] = copy_store(tmp_path / "store", tmp_path / "copy").notes
     assert note.startswith(
         "pins/: 1 saved points and pins are not copied, and the copy cannot go back to them; a mirror"

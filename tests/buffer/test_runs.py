@@ -203,15 +203,6 @@ def test_the_only_point_of_a_run_whose_store_was_lost_is_not_taken_for_that_of_a
         assert "nothing was ever added to rank_1, so a store was lost" in str(newest(tmp_path, 2))
 
 
-def test_points_of_ranks_that_do_not_say_how_many_they_are(tmp_path: Path) -> None:
-    for rank in range(3):
-        with open_rank(tmp_path, rank) as buffer:
-            buffer.add_trajectories([witness(rank)])
-            if rank < 2:
-                buffer.points.save(5)
-    assert listing(tmp_path) == [(5, 3, (2,), 2)]
-
-
 def test_what_is_no_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 

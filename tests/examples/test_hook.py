@@ -235,16 +235,6 @@ def test_options_without_effect_are_told(caplog: pytest.LogCaptureFixture) -> No
     assert "before training progress 0.02 (replay_start_ratio); it is 0.01 now" in message
 
 
-def test_a_resume_says_what_it_did(caplog: pytest.LogCaptureFixture) -> None:
-    replay = hook(offpolicy_trajectories_per_task=1)
-    do_step(replay, 1)
-    state = replay.state_dict()
-    do_step(replay, 2)
-    with caplog.at_level(logging.INFO):
-        replay.resume(state, 1)
-    assert "back at step 1 of the checkpoint with 8 trajectories of 4 tasks; the store held 16" in caplog.text
-
-
 def test_the_batchs_own_mask_fits_the_loss() -> None:
     replay = hook(exp_ratio=1.0, offpolicy_trajectories_per_task=2)
     do_step(replay, 1)

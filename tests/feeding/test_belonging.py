@@ -135,6 +135,8 @@ def test_another_batch_size_is_refused_unless_it_is_wanted(tmp_path: Path) -> No
         assert sizes == [8] * under_way + [4] * (6 - under_way)
         ReplayLoader(reader(tmp_path), 4, sampler=EpochSampler()).load_state_dict(loader.state_dict())
     plain = state_after(reader(tmp_path))
+    with pytest.raises(ConfigurationError, match=r"sample_window_size \[0\] \(here \[4\]\)"):
+        ReplayLoader(TrajectoryReplayBuffer.open(tmp_path, sample_window_size=4), 8).load_state_dict(plain)
     for changed in (False, True):  # no remedy that would be refused in turn
         with pytest.raises(ConfigurationError, match=r"where= or ids= given: \[False\], here \[True\]"):
             ReplayLoader(reader(tmp_path), 8, ids=[1, 2]).load_state_dict(plain, changed=changed)

@@ -495,19 +495,6 @@ def test_waiting_without_end_is_said(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert caplog.text.count("no batch for 0.05 s") == 1
 
 
-def test_the_window_is_part_of_a_loaders_state(store: Store) -> None:
-    path = Path(str(store()._path))
-    with ReplayLoader(TrajectoryReplayBuffer.open(path, sample_window_size=4), 8) as loader:
-        next(loader)
-        state = loader.state_dict()
-    other = ReplayLoader(TrajectoryReplayBuffer.open(path), 8)
-    with pytest.raises(ConfigurationError, match=r"sample_window_size \[4\] \(here \[0\]\)"):
-        other.load_state_dict(state)
-    other.load_state_dict(state, changed=True)
-    next(other)
-    other.close()
-
-
 def test_ranks_of_a_store_without_a_seed_are_refused() -> None:
     buffer = TrajectoryReplayBuffer(seed=None)
     with pytest.raises(ConfigurationError, match=r"rank: \(1, 2\) .*no seed"):

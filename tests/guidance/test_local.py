@@ -17,18 +17,12 @@ from tests.guidance.loopback import Loopback, send
 from tests.guidance.rollouts import rollout
 from tools.crash.forked import forking
 from trainer_hooks.guidance import (
-    EXPERIENCE_TEMPLATE,
     EndpointSummarizer,
     Experience,
-    ExperienceTemplate,
     ExtractiveSummarizer,
-    Guidance,
-    Insertion,
     LocalMaker,
     MakerError,
-    with_guidance,
 )
-from trainer_hooks.guidance.summary import unguided
 from trainer_hooks.replay import BufferStore
 from trajstore.errors import StoreWriteError
 from trajstore.trajectory import AgentTrajectory
@@ -49,18 +43,6 @@ def test_long_replies_are_cut() -> None:
     [made] = ExtractiveSummarizer()([rollout("cup", "x" * 100_000, query="y" * 100_000)])
     assert len(made.content) < 2000
     assert len(made.when_to_use) < 500
-
-
-def test_experience_does_not_feed_on_itself() -> None:
-    template = ExperienceTemplate.of(EXPERIENCE_TEMPLATE)
-    block = template.fill("old tip")
-    guided = rollout("cup", "go kitchen")
-    guided.messages[1]["content"] = block + "please do cup"
-    recorded = with_guidance(guided, Guidance("keep", ("1",), (Insertion(1, block),)))
-    for plain in (unguided(recorded), unguided(guided, template)):
-        assert plain.messages[1]["content"] == "please do cup"
-    taken_out = with_guidance(rollout("cup", "go"), Guidance("discard", ("1",), (Insertion(1, block),), True))
-    assert unguided(taken_out, template).messages == taken_out.messages
 
 
 def test_a_summary_that_fails_does_not_keep_others_from_theirs() -> None:
