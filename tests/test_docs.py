@@ -113,6 +113,15 @@ def test_every_page_with_code_is_run_or_said_not_to_be(project_root: Path) -> No
     assert unknown == []
 
 
+def test_readme_begins_with_demo_and_tests(project_root: Path) -> None:
+    demo, tests, *_ = blocks((project_root / "README.md").read_text(), "sh")
+    assert demo.count("\n") == 1, "one line that can be pasted"
+    assert "pip install -c constraints.txt -e '.[demo]'" in demo
+    assert demo.rstrip().endswith("python -m examples.demo")
+    assert "-m pytest" in tests
+    assert tests.rstrip().endswith("-m pytest")
+
+
 def test_links_lead_somewhere(project_root: Path) -> None:
     pages = [project_root / "README.md", project_root / "CONTRIBUTING.md", *(project_root / "docs").rglob("*.md")]
     broken = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.saved_points.stores import add, keys_of, loaded, make, moments, state_files
+from tests.saved_points.stores import add, keys_of, loaded, make, moments, names_in, state_files
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.store.saved_points import Snapshot
@@ -139,6 +139,33 @@ def test_a_kill_while_the_store_returns_leaves_it_here_or_there(killed: Any) -> 
             assert values_in(buffer) == {1: 1.0, 6: 2.0}
             assert [point.step for point in buffer.points.saved] == [1, 2]
     assert seen == {len(THEN), len(NOW)}
+
+
+@pytest.mark.parametrize("change", ["values", "points"])
+def test_a_kill_while_values_or_points_alone_return(tmp_path: Path, change: str) -> None:
+    """Both states have the same trajectories, so only the index distinguishes them."""
+    path = tmp_path / "store"
+    with make(path) as buffer:
+        add(buffer, range(2))
+        buffer.points.save(1)
+        if change == "values":
+            annotate(buffer, [0], {"v": 1.0})
+        buffer.points.save(2)
+        buffer.points.rollback(1)
+        [name] = names_in(path, "aside")
+        with moments(path, tmp_path / "moments") as copies:
+            buffer.points.go_to(name)
+    there = {0: 1.0} if change == "values" else {}
+    seen = []
+    for copy in copies:
+        with make(copy) as buffer:
+            state = values_in(buffer), [point.step for point in buffer.points.saved]
+            assert state in (({}, [1]), (there, [1, 2]))
+            seen.append(state[1] == [1, 2])
+            buffer.points.go_to(name)
+            assert (values_in(buffer), [point.step for point in buffer.points.saved]) == (there, [1, 2])
+    assert set(seen) == {False, True}
+    assert seen == sorted(seen)
 
 
 @pytest.mark.parametrize("what", ["pins/aside", "trajectory_index.json", "metadata.json"])
