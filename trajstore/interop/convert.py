@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore._core.formats import FORMATS as SHARD_FORMATS
 from trajstore._core.reading.contents import Contents
-from trajstore._core.store.run_ids import own_id, rank_of_id, shown_id, written_id
+from trajstore._core.store.run_ids import own_id, shown_id, written_id
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
@@ -218,7 +218,7 @@ def convert_to(
         counts: dict[str, Counter[str]] = defaultdict(Counter)
 
         def stored() -> Iterable[Item]:
-            items = _stored(reader, wanted, form.kind)
+            items = _stored(reader, wanted, form.kind, frozenset(row["trajectory_id"] for row in found))
             return items if form.thoughts is None else _in_chat_form(items, form.thoughts, counts)
 
         chosen = None
@@ -307,9 +307,18 @@ def convert_from(
     return result
 
 
-def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> Iterator[Item]:
-    """Yield the rollouts of a store, or the episodes of its step trajectories, joined where they cross blocks."""
-    joiner, done, next_ids = Joiner(), 0, dict[int, int]()
+def _stored(
+    reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind, there: Collection[int] = ()
+) -> Iterator[Item]:
+    """Yield the rollouts of a store, or the episodes of its step trajectories, joined where they cross blocks.
+
+    Args:
+        reader: of the store.
+        rows: ids and commit times of what is converted.
+        kind: of what is converted.
+        there: ids that were chosen, of both kinds: a block whose predecessor is none of them may begin in an episode.
+    """
+    joiner, done = Joiner(), 0
 
     def item(part: Part) -> Item:
         return Item(part.key, lambda: part.trajectory, done, part.facts)
@@ -320,8 +329,7 @@ def _stored(reader: Reader, rows: Sequence[Mapping[str, Any]], kind: Kind) -> It
         if kind == "rollouts":
             yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
             continue
-        follows = next_ids.get(rank_of_id(number), 0) == own_id(number)
-        next_ids[rank_of_id(number)] = own_id(number) + 1
+        follows = own_id(number) == 0 or number - 1 in there
         try:
             whole = reader.get(number)
             parts = list(joiner.add(key, whole, facts, follows=follows)) if isinstance(whole, Trajectory) else []

@@ -89,8 +89,9 @@ class Joiner:
                 part, self._reach = earlier, max(self._reach, reach)
             else:
                 self._waiting.append(part)
-                if border is not None and self._gap and environment not in newest:
-                    self._uncertain.append((self._blocks - self._gap, part.key))
+                since = self._blocks - self._gap if self._gap else NEAR
+                if border is not None and since < NEAR and environment not in newest:
+                    self._uncertain.append((since, part.key))
             newest[environment] = part
         if border is None and not all(has_ended(part.trajectory) for part in newest.values()):
             logger.warning(

@@ -55,7 +55,7 @@ def mirror_record(directory: Directory) -> dict[str, Any] | None:
 
 def warn_of_mirror(directory: Directory) -> None:
     """Warn once per process, before a change without a mirror, if the store has one."""
-    if (record := mirror_record(directory)) is not None and directory.url not in _warned:
+    if directory.url not in _warned and (record := mirror_record(directory)) is not None:
         _warned.add(directory.url)
         logger.warning(
             "%s: is opened for writing without its mirror %s, which does not follow until a writer opens the store "
