@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.stores import add_each, opened
+from tests.support.witness import key_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.files.local import LocalDirectory
-from trajstore.errors import IncompleteCheckpointError
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError
+from trajstore.operations.copying import copy_store
 
 
 def test_a_refresh_shows_the_commits_of_a_writer_that_closes_meanwhile(
@@ -40,3 +42,23 @@ def test_ranks_that_begin_at_this_moment_are_no_damage(tmp_path: Path) -> None:
     (tmp_path / "rank_1" / "metadata.json").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"rank_0 is absent.*rank_1: no trajectory store here"):
         TrajectoryReplayBuffer.open(tmp_path)
+
+
+def test_a_reader_of_a_copy_keeps_what_it_shows_once_a_writer_has_begun_there(tmp_path: Path) -> None:
+    """Nobody had written there, so it was not announced: at the next refresh it is."""
+    with opened(tmp_path / "store") as buffer:
+        add_each(buffer, [1, 2])
+    for name in ("copy", "other"):
+        copy_store(tmp_path / "store", tmp_path / name)
+    with TrajectoryReplayBuffer.open(tmp_path / "copy") as reader, opened(tmp_path / "copy") as writer:
+        reader.refresh()
+        writer.evict([0, 1])
+        writer.compact()
+        assert key_of(reader.get(0)) == 1
+    with TrajectoryReplayBuffer.open(tmp_path / "other") as reader, opened(tmp_path / "other") as writer:
+        writer.evict([0, 1])
+        writer.compact()
+        with pytest.raises(CorruptStoreError, match="a writer, which does not know of this reader, has begun"):
+            reader.get(0)
+        reader.refresh()
+        assert len(reader) == 0

@@ -16,7 +16,16 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from trajstore._core.base.arguments import finite, truth, whole
-from trajstore._core.files.base import Buffer, Directory, EncodedFile, Reader, ReaderLease, WriterLock, check_name
+from trajstore._core.files.base import (
+    Buffer,
+    Directory,
+    EncodedFile,
+    LateLease,
+    Reader,
+    ReaderLease,
+    WriterLock,
+    check_name,
+)
 from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.partial import PartialMaps, Range
@@ -307,7 +316,7 @@ class RemoteDirectory(Directory):
     def announce_reader(self, generation: int = 0) -> ReaderLease:
         files, folders = self.listing()
         if LOCK_NAME not in files and "log" not in folders:
-            return ReaderLease()  # never written in place (a checkpoint, a foreign directory)
+            return LateLease(self.announce_reader, generation)
         try:
             return RemoteReaderLease(self._objects, generation, self._lease_ttl)
         except OSError as error:

@@ -254,6 +254,8 @@ class View(CommitListener):
 
     def request_if_changed(self) -> LoadRequest | None:
         """Return what to load again; None without a load, or without new commits and ranks."""
+        for lease in self._leases:
+            lease.notice()
         changed = self._half_followed or self._has_changed() or self._has_joined()
         return self.request if changed else None
 

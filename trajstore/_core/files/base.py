@@ -10,7 +10,7 @@ import errno
 import re
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -101,6 +101,9 @@ class ReaderLease:
     A new lease is looking: it protects its first generation and all newer ones, until :meth:`settle`.
     """
 
+    def notice(self) -> None:
+        """Take the lease now if that had no use before."""
+
     def look(self) -> None:
         """Protect all newer generations too, before reading one."""
 
@@ -109,6 +112,33 @@ class ReaderLease:
 
     def release(self) -> None:
         """Release all protected files. Releasing again does nothing."""
+
+
+class LateLease(ReaderLease):
+    """Of a directory that nobody has written in place (a checkpoint, a copy): a lease once a writer has begun there.
+
+    Args:
+        announce: ``announce_reader`` of the directory.
+        generation: that is read.
+    """
+
+    def __init__(self, announce: Callable[[int], ReaderLease], generation: int) -> None:
+        self._announce, self._generation, self._lease = announce, generation, ReaderLease()
+
+    def notice(self) -> None:
+        if type(self._lease) is ReaderLease and not isinstance(lease := self._announce(self._generation), LateLease):
+            self._lease = lease
+            lease.settle(self._generation)
+
+    def look(self) -> None:
+        self._lease.look()
+
+    def settle(self, generation: int) -> None:
+        self._generation = generation
+        self._lease.settle(generation)
+
+    def release(self) -> None:
+        self._lease.release()
 
 
 @dataclass(frozen=True, slots=True)

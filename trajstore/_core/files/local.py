@@ -21,6 +21,7 @@ from trajstore._core.files.base import (
     Buffer,
     Directory,
     EncodedFile,
+    LateLease,
     Reader,
     ReaderLease,
     WriterLock,
@@ -69,6 +70,7 @@ class LocalDirectory(Directory):
         self._uncut: dict[str, int] = {}  # segments that end in a partial record that could not be truncated
         self._lock: LocalWriterLock | None = None
         self._pid = os.getpid()
+        self._is_announced = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LocalDirectory, (self.path, self.root.where)
@@ -177,6 +179,8 @@ class LocalDirectory(Directory):
             fate = self.root.fate()
             if fate is None and os.getpid() != self._pid:
                 fate = "this process was forked, and its parent may have let go of it since"
+            if fate is None and not self._is_announced and self._has_been_written():
+                fate = "a writer, which does not know of this reader, has begun there since it was opened"
             reason = SEE_VERIFY if fate is None else f"; {fate}; load it again"
             raise CorruptStoreError(f"{self.url}/{name}: is missing, but the index names it{reason}") from error
 
@@ -364,15 +368,22 @@ class LocalDirectory(Directory):
             return {}
 
     def announce_reader(self, generation: int = 0) -> ReaderLease:
-        try:
-            self.root.stat(LOCK_NAME)
-        except (FileNotFoundError, CorruptStoreError):
-            return ReaderLease()  # never written in place (a checkpoint, a foreign directory)
+        self._is_announced = self._has_been_written()
+        if not self._is_announced:
+            return LateLease(self.announce_reader, generation)
         try:
             return LocalReaderLease(self.root, generation)
         except OSError as error:  # a read-only file system, where no writer evicts either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
             return ReaderLease()
+
+    def _has_been_written(self) -> bool:
+        """Return whether a writer has ever begun in place: not in a checkpoint, a copy, or a foreign directory."""
+        try:
+            self.root.stat(LOCK_NAME)
+        except (FileNotFoundError, CorruptStoreError):
+            return False
+        return True
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
         readers = (read_lease(self.root, name, tidy) for name in self.names(READERS_FOLDER))
