@@ -156,7 +156,9 @@ class Model:
         going, self.going = self.going, None
         self.durable, self.evicting, self.evicted = self._before
         has_happened = set(seen) == going.ids
-        self.gone = going, None if has_happened and going.ids == going.before[0] else has_happened
+        contents = going.before[0]  # what was not durable of it is gone after a crash
+        is_alike = going.ids == contents or (crashed and contents & self.durable <= going.ids <= contents)
+        self.gone = going, None if has_happened and is_alike else has_happened
         if has_happened:
             later = (self.keys.keys() & self.durable if crashed else self.keys.keys()) - going.ids
             self.keys = {number: self.ever[number] for number in going.ids}

@@ -21,6 +21,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import own_id, rank_of_id
 from trajstore._core.store.saved_points import Snapshot
 from trajstore.errors import (
+    CorruptStoreError,
     EmptyBufferError,
     IncompleteCheckpointError,
     StoreNotFoundError,
@@ -493,6 +494,8 @@ class Reader(Client):
 
     is_current = False
     pauses: tuple[float, ...]
+    may_be_unknown = False
+    """Whether the disk may fail in its world."""
     others: Collection[int] | None = None
     """Durable ids of the other store of a run."""
 
@@ -504,7 +507,11 @@ class Reader(Client):
             if hasattr(self, "buffer"):
                 (name,) = self.chance.choices([*reads], weights=[*reads.values()])
                 with self.calling(name):
-                    getattr(self, name)()
+                    try:
+                        getattr(self, name)()
+                    except CorruptStoreError as error:  # a full disk may have kept its lease from being written
+                        if not (self.may_be_unknown and "does not know of this reader" in str(error)):
+                            raise
             else:
                 self.reopen()
         if hasattr(self, "buffer"):
@@ -539,7 +546,12 @@ class RunReader(Reader):
 
     def listed(self) -> None:
         known = [(model, model.known()) for model in (self.model, self.sibling)]
-        self.buffer.refresh()
+        try:
+            self.buffer.refresh()
+        except IncompleteCheckpointError:  # the other rank begins at this moment; nothing has changed
+            if self.sibling.durable:
+                raise
+            return
         ids = self.buffer.trajectory_ids
         for rank, (model, before) in enumerate(known):
             model.check_seen(own_id(ids[rank_of_id(ids) == rank]).tolist(), before)

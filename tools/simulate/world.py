@@ -415,7 +415,7 @@ class World:
             self._start_sibling()
         for _ in range(self.plan.readers):
             reader = self._reader()
-            reader.keys, reader.pauses = self.keys, self.plan.pauses
+            reader.keys, reader.pauses, reader.may_be_unknown = self.keys, self.plan.pauses, bool(self.plan.faults)
             self._process(lambda reader=reader: reader.run(self.plan.calls, self.plan.reads), "reader")  # type: ignore[misc]
         for _ in range(self.plan.annotators):
             annotator = self._client(Annotator)

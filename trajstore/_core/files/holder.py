@@ -30,9 +30,12 @@ def parse_holder(holder: bytes) -> dict[str, Any]:
 
 
 def may_live(holder: bytes) -> bool:
-    """Return whether the process named by a local directory's lock may be alive; False for an empty text."""
+    """Return whether the process named by a local directory's lock may be alive; False if it names none.
+
+    The text is empty once the lock is released, and may be torn after a power loss.
+    """
     fields = parse_holder(holder)
-    return bool(holder) and (fields.get("host") != socket.gethostname() or process_may_live(fields))
+    return "host" in fields and (fields["host"] != socket.gethostname() or process_may_live(fields))
 
 
 def may_be_brief(holder: bytes) -> bool:

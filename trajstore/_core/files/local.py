@@ -373,17 +373,20 @@ class LocalDirectory(Directory):
             return LateLease(self.announce_reader, generation)
         try:
             return LocalReaderLease(self.root, generation)
-        except OSError as error:  # a read-only file system, where no writer evicts either
+        except OSError as error:  # a full disk, or a read-only one, where no writer evicts either
             logger.debug("%s: reading without an announcement: %s", self.path, error)
-            return ReaderLease()
+            self._is_announced = False
+            return LateLease(self.announce_reader, generation)
 
     def _has_been_written(self) -> bool:
-        """Return whether a writer has ever begun in place: not in a checkpoint, a copy, or a foreign directory."""
-        try:
+        """Return whether a writer has begun in place, or is to: not in a checkpoint, a copy, or a foreign directory."""
+        with contextlib.suppress(FileNotFoundError, CorruptStoreError):
             self.root.stat(LOCK_NAME)
-        except (FileNotFoundError, CorruptStoreError):
-            return False
-        return True
+            return True
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.close(self.root.open_folder("log"))
+            return True
+        return False
 
     def readers(self, *, tidy: bool = False) -> list[Reader]:
         readers = (read_lease(self.root, name, tidy) for name in self.names(READERS_FOLDER))
