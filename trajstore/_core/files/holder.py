@@ -30,20 +30,18 @@ def parse_holder(holder: bytes) -> dict[str, Any]:
 
 
 def may_live(holder: bytes) -> bool:
-    """Return whether the process named by a local directory's lock may be alive; False if it names none.
-
-    The text is empty once the lock is released, and may be torn after a power loss.
-    """
+    """Return whether the process named by a local directory's lock may be alive; False for an empty text."""
     fields = parse_holder(holder)
-    return "host" in fields and (fields["host"] != socket.gethostname() or process_may_live(fields))
+    return bool(holder) and (fields.get("host") != socket.gethostname() or process_may_live(fields))
 
 
 def may_be_brief(holder: bytes) -> bool:
     """Return whether a lock that is held, with this text, may soon be free.
 
-    The text is the previous holder's, or empty, until the new one has written its own.
+    The text is the previous holder's, which a power loss may have torn, or empty, until the new one has written its own.
     """
-    return not may_live(holder) or parse_holder(holder).get("brief") is True
+    fields = parse_holder(holder)
+    return "host" not in fields or not may_live(holder) or fields.get("brief") is True
 
 
 def process_may_live(said: Mapping[str, Any]) -> bool:
