@@ -38,7 +38,7 @@ def may_live(holder: bytes) -> bool:
 def may_be_brief(holder: bytes) -> bool:
     """Return whether a lock that is held, with this text, may soon be free.
 
-    The text is the previous holder's, which a power loss may have torn, or empty, until the new one has written its own.
+    The text is the previous holder's, which a power loss may have torn, or empty, until the new one has written.
     """
     fields = parse_holder(holder)
     return "host" not in fields or not may_live(holder) or fields.get("brief") is True
