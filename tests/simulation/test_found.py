@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,15 @@ def test_a_reader_of_a_copy_keeps_what_it_shows_once_a_writer_has_begun_there(tm
             reader.get(0)
         reader.refresh()
         assert len(reader) == 0
+
+
+def test_reading_a_directory_of_rlinf_writes_nothing_whatever_its_log_is(shared_fixtures: Path, tmp_path: Path) -> None:
+    source = next(shared_fixtures.rglob("trajectory_index.json")).parent
+    shutil.copytree(source, tmp_path / "store")
+    (tmp_path / "store" / "log").mkdir()
+    with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        assert len(reader)
+        assert not (tmp_path / "store" / "readers").exists()
 
 
 def test_a_lock_whose_text_a_power_loss_has_torn_names_nobody() -> None:

@@ -87,9 +87,10 @@ class Reader(Closing):
         verify_shards: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> Reader:
-        """Open a path for reading, also while another process writes there. Nothing is written.
+        """Open a path for reading, also while another process writes there.
 
-        A store, a checkpoint, a directory of RLinf, or a run with one folder per rank. The reader shows the
+        A store, a checkpoint, a directory of RLinf, or a run with one folder per rank. Where a writer has begun, a
+        lease is written into ``readers/``; elsewhere nothing. The reader shows the
         trajectories of this moment; :meth:`refresh` shows later commits.
 
         Args:

@@ -383,8 +383,9 @@ class LocalDirectory(Directory):
         with contextlib.suppress(FileNotFoundError, CorruptStoreError):
             self.root.stat(LOCK_NAME)
             return True
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.close(self.root.open_folder("log"))
+        with contextlib.suppress(OSError, CorruptStoreError):  # a restored store has both; others may have one of them
+            for name in ("log", "shards"):
+                os.close(self.root.open_folder(name))
             return True
         return False
 
