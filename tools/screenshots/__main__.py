@@ -1,8 +1,7 @@
 """Pictures of ``trajstore view``, light and dark:  python -m tools.screenshots FOLDER.
 
 Makes small stores, opens each view over them in Chromium, and writes ``view-NAME-light.png`` and ``-dark.png``.
-``python -m tools.screenshots docs/images`` makes those of the documentation again. ``--all`` adds the other views, and
-each view on a narrow screen (``view-NAME-light-400.png``). Exit code 1 where a view complains.
+``python -m tools.screenshots docs/images`` makes those of the documentation again. Exit code 1 where a view complains.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from PIL import Image
 from tools.browser import NoBrowserError, Page, browser, serving
 from tools.screenshots.stores import WRITERS
 
-WIDE, NARROW = 1280, 400
+WIDTH = 1280
 COLORS = 255
 """Colours that a picture keeps, at a third of the bytes. Those of small things are among them (maximum coverage)."""
 
@@ -43,9 +42,6 @@ class View:
         address: address within the page.
         drawn: JavaScript expression that is true once the view is drawn.
         height: of the window.
-        damaged: whether the page is expected to report an error.
-        who: author of values given in the page; None if the page is read-only.
-        other: store to compare.
     """
 
     name: str
@@ -53,14 +49,6 @@ class View:
     address: str
     drawn: str
     height: int = 800
-    damaged: bool = False
-    who: str | None = None
-    other: str | None = None
-
-    @property
-    def served(self) -> tuple[str, str | None, str | None]:
-        """Arguments of its server."""
-        return self.store, self.who, self.other
 
 
 _CURVES = "document.querySelectorAll('.curves:not(section *) canvas').length"
@@ -106,50 +94,13 @@ VIEWS = (
     ),
 )
 
-_COMPARED = "document.querySelector('[data-curve=log_prob] [role=slider]')?.ariaValueText.includes('runs/slower -')"
-_FACTS = "document.querySelector('.neighbours a') && document.querySelector('.facts dd')"
-_PRESSED = """document.querySelector('dialog') ||
-void document.body.dispatchEvent(new KeyboardEvent('keydown', { key: '?', bubbles: true }))"""
-_OPENED = "document.querySelector('.row') && (document.querySelector('.late details').open = true)"
-_READ = "document.querySelectorAll('.message').length"
-OTHER_VIEWS = tuple(
-    View(*view, **more)
-    for *view, more in (
-        ("compare", "terminal", "overview", _COMPARED, {"other": "slower"}),
-        ("conversation", "terminal", "trajectory/52?where=turns+%3E+3&order=response+desc", _FACTS, {}),
-        ("keys", "terminal", "table", _PRESSED, {}),
-        ("mask", "terminal", "trajectory/52?color=loss_mask&show=tokens", "document.querySelector('.token')", {}),
-        ("group-all", "terminal", "group?task=undo-commit&version=all", f"{_READ} > 8", {}),
-        ("late", "noted", "trajectory/3", "document.querySelector('.give') && " + _READ, {"who": "anna"}),
-        ("give-all", "noted", "table", _OPENED, {"who": "anna"}),
-        ("blocks", "pusher", "overview", "document.querySelector('[data-curve=reward] canvas')", {}),
-        ("blocks-table", "pusher", "table", "document.querySelectorAll('.row').length > 8", {}),
-        ("open-sessions", "sessions", "overview", "document.querySelector('.open tbody tr')", {}),
-        ("beside", "pusher", "beside/9?other=3&step=20", "document.querySelectorAll('[data-drawn]').length === 24", {}),
-        ("pool-group", "experience_pool", "group?task=undo-commit", _READ, {}),
-        ("damaged", "damaged", "trajectory/3", "document.querySelector('#trouble').textContent", {"damaged": True}),
-        ("damaged-overview", "damaged", "overview", f"{_CURVES} === 5", {"damaged": True}),
-        (
-            "refused",
-            "terminal",
-            "table?where=taks%20%3D%201",
-            "document.querySelector('.refused').textContent",
-            {"damaged": True},
-        ),
-        ("empty", "empty", "overview", "document.querySelector('.nothing')", {}),
-    )
-)
-
 
 class ComplaintError(Exception):
     """A view has an error; the message says which view, and what the page says."""
 
 
-def pictures(*, every: bool = False) -> Iterator[tuple[str, bytes]]:
+def pictures() -> Iterator[tuple[str, bytes]]:
     """Yield the name and the PNG of each picture.
-
-    Args:
-        every: all views, also on a narrow screen; else those of the documentation.
 
     Raises:
         ComplaintError: a view has an error.
@@ -158,26 +109,17 @@ def pictures(*, every: bool = False) -> Iterator[tuple[str, bytes]]:
     with tempfile.TemporaryDirectory(prefix="trajstore_pictures_") as folder, contextlib.chdir(folder):
         runs = Path("runs")
         runs.mkdir()
-        profile = Path(folder, "profile")
-        views = [*VIEWS, *(OTHER_VIEWS if every else ())]
-        with browser(profile) as driver, contextlib.ExitStack() as stack:
-            for store in {store for view in views for store in (view.store, view.other) if store is not None}:
-                WRITERS[store](runs / store)
-            addresses = {
-                served: stack.enter_context(
-                    serving(runs / store, who=who, compare=None if other is None else runs / other)
-                )
-                for served in {view.served for view in views}
-                for store, who, other in (served,)
-            }
+        with browser(Path(folder, "profile")) as driver, contextlib.ExitStack() as stack:
+            addresses = {}
+            for store, write in WRITERS.items():
+                write(runs / store)
+                addresses[store] = stack.enter_context(serving(runs / store))
             page = Page(driver)
-            for view in views:
-                for width in (WIDE, NARROW) if every else (WIDE,):
-                    size = {"width": width, "height": view.height, "deviceScaleFactor": 1, "mobile": width == NARROW}
-                    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-                    for theme in ("light", "dark"):
-                        name = f"view-{view.name}-{theme}{'' if width == WIDE else f'-{width}'}.png"
-                        yield name, _picture(page, view, addresses[view.served], theme)
+            for view in VIEWS:
+                size = {"width": WIDTH, "height": view.height, "deviceScaleFactor": 1, "mobile": False}
+                driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+                for theme in ("light", "dark"):
+                    yield f"view-{view.name}-{theme}.png", _picture(page, view, addresses[view.store], theme)
 
 
 def _picture(page: Page, view: View, address: str, theme: str) -> bytes:
@@ -191,7 +133,7 @@ def _picture(page: Page, view: View, address: str, theme: str) -> bytes:
         raise ComplaintError(f"{view.name}, {theme}: {error}") from None
     page.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     said = [*page.run(COMPLAINTS), *page.console()]
-    if said and not view.damaged:
+    if said:
         raise ComplaintError(f"{view.name}, {theme}: {'; '.join(said)}")
     data = page.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png"})["data"]
     return _small(base64.b64decode(data))
@@ -212,12 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pictures; return 1 where a view has an error, 2 where there is no browser."""
     parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the pictures are written")
-    parser.add_argument("--all", action="store_true", help="all views, also on a narrow screen")
-    options = parser.parse_args(arguments)
-    folder: Path = options.folder.absolute()
+    folder: Path = parser.parse_args(arguments).folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        for name, png in pictures(every=options.all):
+        for name, png in pictures():
             (folder / name).write_bytes(png)
             sys.stdout.write(f"{name}  {len(png) / 1000:.0f} kB\n")
     except (ComplaintError, NoBrowserError) as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import tomllib
 from collections.abc import Iterator, Mapping
-from itertools import chain, groupby, islice
+from dataclasses import dataclass
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,41 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tools.screenshots.tasks import DETOURS, TASKS, Step, Task
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
-from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 
 VERSIONS, SIBLINGS = 16, 8
 SYSTEM = "You work in a terminal. Call it as often as you need, then answer in one sentence."
 END = "<|end|>"
 
 Message = dict[str, Any]
+Step = tuple[str, str, str]
+"""A call of the terminal: what is thought before it, the command, what it prints."""
 
 
-def write_rollouts(path: Path, slowness: float = 6) -> None:
+@dataclass(frozen=True)
+class Task:
+    """A task of ``tasks.toml``."""
+
+    name: str
+    question: str
+    hard: float
+    steps: list[Step]
+    answer: str
+    slip: Step
+    wrong: str
+
+
+_TOLD = tomllib.loads(Path(__file__).with_name("tasks.toml").read_text())
+DETOURS: list[Step] = _TOLD["detours"]
+TASKS = [Task(**values) for values in _TOLD["tasks"]]
+
+
+def write_rollouts(path: Path) -> None:
     """Write a store of rollouts, and the tokenizer that they name beside it."""
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
-        for rollout in _rollouts(path.parent / "tokenizer", slowness):
+        for rollout in _rollouts(path.parent / "tokenizer"):
             writer.add_trajectories([rollout])
-
-
-def write_slower(path: Path) -> None:
-    """Write a store of rollouts of an agent that learns more slowly."""
-    write_rollouts(path, 16)
 
 
 def write_pool(path: Path) -> None:
@@ -48,16 +64,6 @@ def write_pool(path: Path) -> None:
         manager.admit(list(rollouts))
         manager.flush()
     store.close()
-
-
-def write_noted(path: Path) -> None:
-    """Write a store of a few of the rollouts, a shard each, with late values."""
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, seed=1) as writer:
-        for rollout in islice(_rollouts(path.parent / "tokenizer"), 24):
-            writer.add_trajectories([rollout])
-            writer.flush()
-        annotate(writer, [3], {"judge": 0.41564119654091314, "reviewed_by": "anna"}, who="judge-v2@node-17.cluster")
-        annotate(writer, [3], {"judge": 0.25, "remark": "Counts lines with 500 anywhere. " * 4}, who="anna")
 
 
 def write_sessions(path: Path) -> None:
@@ -84,22 +90,11 @@ def write_sessions(path: Path) -> None:
                 session.finish(Reward(outcome=1.0))
 
 
-def write_damaged(path: Path) -> None:
-    """Write a store that has lost the shard of trajectory 3."""
-    write_noted(path)
-    (path / "shards" / "shard_00000003.pt").unlink()
-
-
-def write_empty(path: Path) -> None:
-    """Write a store without trajectories."""
-    TrajectoryReplayBuffer(auto_save=True, auto_save_path=path).close()
-
-
-def _rollouts(folder: Path, slowness: float = 6) -> Iterator[AgentTrajectory]:
+def _rollouts(folder: Path) -> Iterator[AgentTrajectory]:
     """Yield rollouts, version by version and task by task; their tokenizer is written into a folder."""
     chance = random.Random(5)
     made = [
-        (task, version, *_conversation(task, version * 6 / slowness, chance))
+        (task, version, *_conversation(task, version, chance))
         for version in range(VERSIONS)
         for task in TASKS
         for _ in range(SIBLINGS)
@@ -125,10 +120,11 @@ def _conversation(task: Task, version: float, chance: random.Random) -> tuple[bo
 
 
 def _called(step: Step) -> list[Message]:
-    call = {"function": {"name": "terminal", "arguments": json.dumps({"command": step.command})}}
+    thought, command, output = step
+    call = {"function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
     return [
-        {"role": "assistant", "content": step.thought, "tool_calls": [call]},
-        {"role": "tool", "content": step.output},
+        {"role": "assistant", "content": thought, "tool_calls": [call]},
+        {"role": "tool", "content": output},
     ]
 
 
@@ -276,12 +272,8 @@ def _picture(hand: npt.NDArray[Any], cube: npt.NDArray[Any], mark: npt.NDArray[A
 
 WRITERS = {
     "terminal": write_rollouts,
-    "slower": write_slower,
     "pusher": write_blocks,
     "experience_pool": write_pool,
-    "noted": write_noted,
     "sessions": write_sessions,
-    "damaged": write_damaged,
-    "empty": write_empty,
 }
 """Writers of the stores by name."""
