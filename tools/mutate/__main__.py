@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools.campaigns import command, counted, main
-from tools.mutate.campaign import Result, run_campaign
+from tools.campaigns import Result, command, main
+from tools.mutate.campaign import run_campaign
 from tools.mutate.pristine import KINDS, kinds_of
 
 
@@ -19,26 +18,10 @@ def _campaign(folder: Path, kind: str | None, only: int | None, **options: Any) 
     return run_campaign(folder, kinds, only=only, **options)
 
 
-def _summary(result: Result) -> str:
-    lines = []
-    kinds: Counter[tuple[str, str]] = Counter()
-    levels: Counter[tuple[str, str]] = Counter()
-    for (kind, level, outcome), count in result.outcomes.items():
-        kinds[kind, outcome] += count
-        levels[level, outcome] += count
-    for title, counts in (("kind", kinds), ("change", levels)):
-        outcomes = sorted({outcome for _, outcome in counts})
-        lines += ["", " | ".join([f"{title:26}", "all", *outcomes])]
-        for name in dict.fromkeys(name for name, _ in counts):
-            row = [counts[name, outcome] for outcome in outcomes]
-            lines.append(" | ".join([f"{name:26}", str(sum(row)), *map(str, row)]))
-    return "\n".join([*lines, "", counted(result)])
-
-
 if __name__ == "__main__":
     groups = sorted({kind.name.split("_")[0] for kind in KINDS} | {kind.name for kind in KINDS})
     parser = command("tools.mutate", __doc__, "the damage")
     parser.add_argument("--mutations", type=int, default=10_000, help="number of mutations of all kinds")
     parser.add_argument("--kind", choices=groups, help="a kind, or a group of kinds; default: all")
     parser.add_argument("--only", type=int, help="number of a single mutation of a kind")
-    sys.exit(main(parser, _campaign, _summary))
+    sys.exit(main(parser, _campaign))

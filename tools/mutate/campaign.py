@@ -6,16 +6,14 @@ import random
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import orjson
 
-from tools import campaigns
+from tools.campaigns import Result
 from tools.mutate.damage import disturb
 from tools.mutate.forgery import forge
 from tools.mutate.pristine import Kind, build, files_of
@@ -31,17 +29,6 @@ _FORGED = 0.35
 _PRECIOUS = b"precious"
 
 Probe = Callable[[Path, Kind], Report]
-
-
-@dataclass(kw_only=True)
-class Result(campaigns.Result):
-    """Results of a campaign.
-
-    Attributes:
-        outcomes: number of mutations by (kind, level, outcome).
-    """
-
-    outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
 
 def run_campaign(
@@ -148,7 +135,7 @@ def _mutate(folder: Path, kind: Kind, pristine: Pristine, seed: int, number: int
         canary.unlink()
     if any(not file.exists() or file.read_bytes() != _PRECIOUS for file in outside) or len(list(case.iterdir())) != 2:
         problems.append("a file outside the directory was changed")
-    result.outcomes[kind.name, stakes.level.value, outcome(report, pristine)] += 1
+    result.counts[f"{stakes.level.value}: {outcome(report, pristine)}"] += 1
     if problems:
         which = f"--kind {kind.name} --seed {seed} --only {number}: {done} ({stakes.level.value})"
         result.problems.append("\n    ".join([which, *problems]))

@@ -52,7 +52,7 @@ def _disturb_one(path: Path, files: Files, chance: random.Random) -> str:
         file.write_bytes(theirs)
         (path / other).write_bytes(data)
         return f"swapped {name} and {other}"
-    change = chance.choice(_LINE_CHANGES if name.endswith(".log") and chance.random() < 0.4 else _CHANGES)
+    change = _lines if name.endswith(".log") and chance.random() < 0.4 else chance.choice(_CHANGES)
     what, changed = change(data, chance)
     file.write_bytes(changed)
     return f"{what} of {name}"
@@ -99,30 +99,21 @@ def _replace(data: bytes, chance: random.Random) -> tuple[str, bytes]:
     return f"replaced by {new[:12]!r}", new
 
 
-def _line_twice(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    lines = data.splitlines(keepends=True)
-    if not lines:
-        return _grow(data, chance)
-    at, to = chance.randrange(len(lines)), chance.randint(0, len(lines))
-    return f"line {at} once more before line {to}", b"".join([*lines[:to], lines[at], *lines[to:]])
-
-
-def _line_removed(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    lines = data.splitlines(keepends=True)
-    if not lines:
-        return _grow(data, chance)
-    at = chance.randrange(len(lines))
-    return f"removed line {at} of {len(lines)}", b"".join(lines[:at] + lines[at + 1 :])
-
-
-def _lines_exchanged(data: bytes, chance: random.Random) -> tuple[str, bytes]:
+def _lines(data: bytes, chance: random.Random) -> tuple[str, bytes]:
     lines = data.splitlines(keepends=True)
     if len(lines) < 2:
         return _cut(data, chance)
     one, other = chance.sample(range(len(lines)), 2)
-    lines[one], lines[other] = lines[other], lines[one]
-    return f"exchanged lines {one} and {other}", b"".join(lines)
+    done = chance.choice(
+        (f"removed line {one}", f"line {one} once more before line {other}", f"exchanged lines {one} and {other}")
+    )
+    if done.startswith("exchanged"):
+        lines[one], lines[other] = lines[other], lines[one]
+    elif done.startswith("removed"):
+        del lines[one]
+    else:
+        lines.insert(other, lines[one])
+    return done, b"".join(lines)
 
 
 _CHANGES: tuple[Change, ...] = (_flip, _flip, _flip, _flip, _cut, _cut_a_little, _grow, _zero, _zero, _twice, _replace)
-_LINE_CHANGES: tuple[Change, ...] = (_line_twice, _line_removed, _lines_exchanged)

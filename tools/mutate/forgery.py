@@ -31,22 +31,11 @@ NAMES = (
     *("../x", "../../x", "/etc/passwd", "shards/../../x", "shards//x", "shards/./x", "a\0b", "", ".", "..", "x" * 300),
     *("C:\\x", "..\\x", "shards", "~/x", "metadata.json", "trajectory_index.json", "writer.lock", "\ud7ff", "a\nb"),
 )
+_NAMED = {"file_names", "files", "name", "format", "model_weights_id", "weights", "trajectory_format", "store_id"}
+"""Keys of values that name something."""
 _OTHERS: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    1.5,
-    -0.0,
-    1e308,
-    "",
-    "x",
-    "AAAA",
-    "x" * 5000,
-    [],
-    {},
-    [[]],
-    [None],
-    {"": {}},
+    *(None, True, False, 1.5, -0.0, 1e308, "", "x", "AAAA", "x" * 5000),
+    *([], {}, [[]], [None], {"": {}}),
 )
 _TEXTS = (
     b"[" * 100_000,
@@ -87,7 +76,7 @@ def forge(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
         canary: a file that hostile pickles create if they run.
         chance: source of randomness.
     """
-    ways = [_values, _values, _values, _names, _texts]
+    ways = [_values, _values, _values, _values, _texts]
     if INDEX_NAME in files and _is_ours(files):
         ways += [_packed, _packed]
     if any(name.endswith((".pkl", ".pt", "zarr.json")) for name in files):
@@ -179,16 +168,18 @@ def _at(value: Any, path: tuple[Any, ...]) -> Any:
 
 
 def _values(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Replace one value, remove it, or repeat it."""
+    """Replace one value, remove it, or repeat it; one in four is a name that leads elsewhere."""
     document = chance.choice(documents(files))
     value = document.value
     places = list(_places(value))
     if not places:
         return f"nothing to change in {document.name}"
-    place = chance.choice(places)
+    names = [place for place in places if _NAMED & set(place) and isinstance(_at(value, place), str)]
+    is_name = bool(names) and chance.random() < 0.25
+    place = chance.choice(names if is_name else places)
     holder, key = _at(value, place[:-1]), place[-1]
     old = holder[key]
-    way = chance.random()
+    way = 1.0 if is_name else chance.random()
     where = f"{'.'.join(map(str, place))} in {document.name}"
     if way < 0.1:
         del holder[key]
@@ -197,7 +188,7 @@ def _values(root: Path, files: Files, canary: Path, chance: random.Random) -> st
         holder.insert(key, old)
         done = f"repeated {where}"
     else:
-        holder[key] = new = _hostile(old, chance)
+        holder[key] = new = chance.choice(NAMES) if is_name else _hostile(old, chance)
         done = f"{where} = {str(new)[:40]!r}"
     (root / _file_of(document)).write_bytes(document.encode(value))
     return done
@@ -214,23 +205,6 @@ def _hostile(old: Any, chance: random.Random) -> Any:
             deep = [deep]
         return deep
     return chance.choice((*_OTHERS, *NUMBERS))
-
-
-def _names(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
-    """Replace a name, or part of one, by one that leads elsewhere."""
-    name = chance.choice(NAMES)
-    words = {"file_names", "files", "name", "format", "model_weights_id", "weights", "trajectory_format", "store_id"}
-    found = []
-    for document in documents(files):
-        for place in _places(document.value):
-            if words & set(place) and isinstance(_at(document.value, place), str):
-                found.append((document, place))
-    if not found:
-        return _values(root, files, canary, chance)
-    document, place = chance.choice(found)
-    _at(document.value, place[:-1])[place[-1]] = name
-    (root / _file_of(document)).write_bytes(document.encode(document.value))
-    return f"{'.'.join(map(str, place))} in {document.name} = {name[:40]!r}"
 
 
 def _texts(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
@@ -285,24 +259,27 @@ def _payload(root: Path, files: Files, canary: Path, chance: random.Random) -> s
     """Replace a shard or trajectory file by a hostile one."""
     name = chance.choice([name for name in files if name.endswith((".pkl", ".pt", "zarr.json"))])
     data = files[name]
-    attack = partial(chance.choice((pickles.code, pickles.code, _bomb)), canary)
+
+    def attack() -> bytes:
+        return pickles.bomb(chance) if chance.randrange(3) == 0 else pickles.code(canary, chance)
+
+    def program(old: bytes) -> bytes:
+        return attack() if chance.randrange(2) else pickles.wrong_shape(old, chance)
+
+    ways: dict[str, Callable[[], bytes]] = {"pickle": attack}
     if name.endswith("zarr.json"):
-        what, new = "values", _zarr_document(data, chance)
+        ways = {"values": lambda: _zarr_document(data, chance)}
     elif name.endswith(".pkl"):
-        what, new = chance.choice((("pickle", attack(chance)), ("values", pickles.wrong_shape(data, chance))))
+        ways["values"] = lambda: pickles.wrong_shape(data, chance)
     else:
-        change = chance.choice((lambda old: attack(chance), lambda old: pickles.wrong_shape(old, chance)))
-        ways: tuple[tuple[str, Callable[[], bytes]], ...] = (
-            ("zip", lambda: pickles.lying_zip(data, chance)),
-            ("program", lambda: pickles.with_program(data, change)),
-            ("pickle without zip", lambda: attack(chance)),
-            ("documents", lambda: _other_documents(root, name, data, chance)),
-        )
-        what, make = chance.choice(ways)
-        try:
-            new = make()
-        except _SPOILT:
-            what, new = "pickle without zip", attack(chance)
+        ways["zip"] = lambda: pickles.lying_zip(data, chance)
+        ways["program"] = lambda: pickles.with_program(data, program)
+        ways["documents"] = lambda: _other_documents(root, name, data, chance)
+    what = chance.choice(list(ways))
+    try:
+        new = ways[what]()
+    except _SPOILT:
+        what, new = "pickle", attack()
     if _is_ours(files) and chance.random() < 0.8:
         with suppress(*_SPOILT):
             _approve(root, files, name, new)
@@ -325,10 +302,6 @@ def _other_documents(root: Path, name: str, data: bytes, chance: random.Random) 
         at = chance.choice(letters) if letters and chance.random() < 0.7 else chance.randrange(start, stop)
         changed[at] = chance.choice(b"abmnrtx" if at in letters else b'"{}[]:,0-. ')
     return bytes(changed)
-
-
-def _bomb(canary: Path, chance: random.Random) -> bytes:
-    return pickles.bomb(chance)
 
 
 def _zarr_document(data: bytes, chance: random.Random) -> bytes:

@@ -132,42 +132,29 @@ def with_program(archive: bytes, change: Callable[[bytes], bytes]) -> bytes:
     return torch_zip(change(program), records)
 
 
+_ZIP_FIELDS = {
+    b"PK\x05\x06": ((8, 2), (12, 4), (16, 4)),  # the directory: number of entries, size, offset
+    # An entry: flags, method, sizes one by one and together, lengths of name, extra field and comment, offset.
+    b"PK\x01\x02": ((8, 2), (10, 2), (20, 4), (24, 4), (20, 8), (28, 2), (30, 2), (32, 2), (42, 4)),
+    b"PK\x03\x04": ((6, 2), (8, 2), (26, 2), (28, 2)),  # a record: flags, method, lengths of name and extra field
+}
+"""Offset and size of fields by the magic of what they are in: PKWARE APPNOTE 6.3.10, 4.3.7, 4.3.12, 4.3.16."""
+
+
 def lying_zip(archive: bytes, chance: random.Random) -> bytes:
-    """Return an archive with a false directory."""
-    data = bytearray(archive)
-    magics = (b"PK\x05\x06", b"PK\x01\x02", b"PK\x03\x04")
-    ends, entries, locals_ = ([found.start() for found in re.finditer(magic, archive)] for magic in magics)
-    if not ends or not entries:
-        return archive + b"PK\x05\x06"
-    huge = struct.pack("<I", chance.choice((0, 1, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, len(archive))))
-    at = chance.choice(entries)
-    # Offsets within the records: PKWARE APPNOTE 6.3.10, 4.3.7, 4.3.12, 4.3.16.
-    lie = chance.randrange(9)
-    if lie == 0:  # the directory: number of entries, size, offset
-        field = ends[-1] + chance.choice((8, 12, 16))
-        data[field : field + (2 if field == ends[-1] + 8 else 4)] = huge[: 2 if field == ends[-1] + 8 else 4]
-    elif lie == 1:  # an entry: stored size, size, offset of its record
-        field = at + chance.choice((20, 24, 42))
-        data[field : field + 4] = huge
-    elif lie == 2:
-        data[at + 20 : at + 28] = huge * 2
-    elif lie == 3:  # flagged as compressed
-        data[at + 10 : at + 12] = b"\x08\x00"
-    elif lie == 4:  # two entries for one record
-        other = chance.choice(entries)
-        data[at + 42 : at + 46] = archive[other + 42 : other + 46]
-    elif lie == 5:  # lengths of name, extra field, comment
-        field = at + chance.choice((28, 30, 32))
-        data[field : field + 2] = b"\xff\xff"
-    elif lie == 6 and locals_:
-        field = chance.choice(locals_) + chance.choice((6, 8, 26, 28))
-        data[field : field + 2] = chance.choice((b"\xff\xff", b"\x08\x00", b"\x00\x00"))
-    elif lie == 7:  # compressed a thousandfold
+    """Return an archive with a false directory, or one that is compressed a thousandfold."""
+    if chance.random() < 0.1:
         target = io.BytesIO()
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as packed:
             packed.writestr("archive/data.pkl", b"\x80\x04" + b"N0" * 200_000 + b"N.")
             packed.writestr("archive/data/0", bytes(4_000_000))
         return target.getvalue()
-    else:
-        data[chance.choice(entries) + 8] ^= 1  # encrypted
-    return bytes(data)
+    magic = chance.choice(list(_ZIP_FIELDS))
+    places = [found.start() for found in re.finditer(re.escape(magic), archive)]
+    if not places:
+        return archive + magic
+    offset, size = chance.choice(_ZIP_FIELDS[magic])
+    at, other = (chance.choice(places) + offset for _ in range(2))
+    lies = [2 * struct.pack("<I", lie) for lie in (0, 1, 8, 0x7FFFFFFF, 0xFFFFFFFE, 0xFFFFFFFF, len(archive))]
+    lie = chance.choice([archive[other : other + size], *lies])[:size]
+    return archive[:at] + lie + archive[at + size :]

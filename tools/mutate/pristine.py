@@ -146,15 +146,8 @@ def _rlinf(path: Path, form: str) -> None:
 
 
 def _fill(pool: ExperienceManager, keys: range) -> None:
-    trajectories = [agent_witness(key) for key in keys]
     pool.global_steps += 1
-    pool.update_difficulty2task_dict(trajectories)
-    kept = pool.update_skip_uid_set_and_filter_trajectories(
-        trajectories,
-        [one.entropys for one in trajectories if one.entropys is not None],
-        [one.response_mask for one in trajectories if one.response_mask is not None],
-    )
-    pool.save_trajectories_to_memory(kept)
+    pool.admit([agent_witness(key) for key in keys])
     pool.flush()
 
 
