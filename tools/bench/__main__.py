@@ -1,7 +1,7 @@
 """Run benchmarks: ``python -m tools.bench [t1 t2 ...] [--json] [--repeats 7] [--scale 1.0] [--folder DIR]``.
 
-Prints one JSON line per figure, and a table in the end. Needs up to 8 GB of disk and a few minutes
-for all, t16 (verl) eight more.
+Prints one JSON line per figure, and a table in the end. Without names it runs all that need no GPU, in some minutes
+with up to 8 GB of disk.
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import torch
 
 from tools.bench.report import Figure, Options, SkippedError, table
 
@@ -52,6 +55,7 @@ BENCHMARKS = {
     "t33": "t33_requests.figures",
     "t34": "t34_waits.figures",
     "t35": "t35_run.figures",
+    **{f"gpu_{name}": f"gpu.{name}" for name in ("loader", "loss", "trainer", "threads")},
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",
@@ -70,13 +74,15 @@ def figures_of(name: str, options: Options) -> Iterator[Figure]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmarks of the command line; return 0, also if a target is missed."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="tN", help=f"which (all): {' '.join(BENCHMARKS)}")
+    parser.add_argument(
+        "names", nargs="*", metavar="tN", help=f"which (all but those on a GPU): {' '.join(BENCHMARKS)}"
+    )
     parser.add_argument("--json", action="store_true", help="only JSON lines, no table")
     parser.add_argument("--repeats", type=int, default=7, help="how often each thing is timed (7)")
     parser.add_argument("--scale", type=float, default=1.0, help="size of the workloads (1)")
     parser.add_argument("--folder", type=Path, help="folder on the disk to be measured (the temporary folder)")
     chosen = parser.parse_args(arguments)
-    names = [name.lower() for name in chosen.names] or list(BENCHMARKS)
+    names = [name.lower() for name in chosen.names] or [name for name in BENCHMARKS if not name.startswith("gpu_")]
     if unknown := [name for name in names if name not in BENCHMARKS]:
         parser.error(f"no benchmark {', '.join(unknown)}; there are {' '.join(BENCHMARKS)}")
     figures: list[Figure] = []
@@ -90,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except SkippedError as reason:
                 sys.stdout.write(json.dumps({"id": name.upper(), "skipped": str(reason)}) + "\n")
     if not chosen.json:
-        sys.stdout.write("\n" + table(figures) + "\n")
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+        sys.stdout.write(f"\n{table(figures)}\n\n{device}, torch {torch.__version__}, {os.cpu_count()} cores\n")
     return 0
 
 

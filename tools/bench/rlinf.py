@@ -29,7 +29,11 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: there is no checkout.
     """
-    theirs = load_rlinf().TrajectoryReplayBuffer
+    if not os.environ.get(CHECKOUT):
+        raise SkippedError(f"needs {CHECKOUT}, the path of a checkout of RLinf")
+    sys.path.insert(0, os.environ[CHECKOUT])
+    theirs = importlib.import_module("rlinf.data.storage.replay").TrajectoryReplayBuffer
+    logging.getLogger("RLinf").setLevel(logging.ERROR)
     states = [_trajectory(32, 8, {"states": (32,)}) for _ in range(options.count(50, 2))]
     steps = [_trajectory(1, 1, {"states": (32,)}) for _ in range(options.count(2000, 2))]
     images = [_trajectory(16, 4, {"main_images": (64, 64, 3)}) for _ in range(options.count(60, 2))]
@@ -38,21 +42,6 @@ def figures(options: Options) -> Iterator[Figure]:
     for layout in ("trajstore", "rlinf"):
         name = f"save from memory, images, layout {layout}"
         yield _compared(options, theirs, name, lambda cls, to=layout: _save(cls, images, options.folder, to))
-
-
-def load_rlinf() -> Any:
-    """Return RLinf's package with its buffer and datasets.
-
-    Raises:
-        SkippedError: there is no checkout.
-    """
-    if not os.environ.get(CHECKOUT):
-        raise SkippedError(f"needs {CHECKOUT}, the path of a checkout of RLinf")
-    if os.environ[CHECKOUT] not in sys.path:
-        sys.path.insert(0, os.environ[CHECKOUT])
-    found = importlib.import_module("rlinf.data.storage.replay")
-    logging.getLogger("RLinf").setLevel(logging.ERROR)
-    return found
 
 
 def _trajectory(steps: int, batch: int, observed: dict[str, tuple[int, ...]]) -> Trajectory:
