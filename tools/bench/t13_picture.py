@@ -1,4 +1,4 @@
-"""Draw the runs of T13, and print them as a table of arms and a table of seeds for each task.
+"""Draw the runs of T13, and print a table of arms for each task.
 
 python -m tools.bench.t13_picture docs/t13/*.jsonl [--picture docs/images/t13.svg] [--against equal-work]
 """
@@ -7,66 +7,13 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
-from tools.bench.t13_replay import ARMS, Run, figures, table
+from tools.bench.t13_replay import ARMS, Run, by_arm, read, summary
 from trajstore.errors import ConfigurationError, MissingDependencyError
-
-
-def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
-    """Return the runs of results files by task.
-
-    Raises:
-        ConfigurationError: an arm has two runs with one seed, or the runs of a task have different numbers of steps.
-    """
-    tasks: dict[str, list[Run]] = {}
-    for path in paths:
-        for line in path.read_text().splitlines():
-            run = Run(**json.loads(line))
-            tasks.setdefault(run.task, []).append(run)
-    for task, runs in tasks.items():
-        if len({(run.arm, run.seed) for run in runs}) < len(runs):
-            raise ConfigurationError(f"{task}: an arm has two runs with one seed; name each results file once")
-        if len({run.steps_at_most for run in runs}) > 1:
-            raise ConfigurationError(f"{task}: the runs have different numbers of steps; use files of one call")
-    return tasks
-
-
-def summary(runs: Sequence[Run], against: str) -> str:
-    """Return a row for each arm: runs solved, mean of the last success rates, fresh rollouts, ratios and intervals."""
-    ratios = {line["name"].rpartition(", ")[2].partition(" over ")[0]: line for line in figures(runs, against)}
-    lines = [
-        f"| arm | solved | success at the end | median | mean | median ÷ {against} | mean ÷ {against} |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for arm, of_arm in by_arm(runs).items():
-        rollouts = [run.fresh_rollouts for run in of_arm]
-        cells = [_ratio(ratios.get(arm), name) for name in ("ratio", "ratio_of_means")]
-        solved = f"{sum(run.solved for run in of_arm)} of {len(of_arm)}"
-        last = [run.final for run in of_arm if run.final is not None]
-        end = f"{fmean(last):.2f}" if last else ""
-        lines.append(
-            f"| `{arm}` | {solved} | {end} | {median(rollouts):,.0f} | {fmean(rollouts):,.0f} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
-
-
-def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Return the runs of each arm that has any, in the order of ``ARMS``."""
-    found = {arm: [run for run in runs if run.arm == arm] for arm in ARMS}
-    return {arm: of_arm for arm, of_arm in found.items() if of_arm}
-
-
-def _ratio(line: dict[str, Any] | None, name: str) -> str:
-    if line is None:
-        return ""
-    low, high = line[f"{name}_interval"]
-    return f"{line[name]:.2f} ({low:.2f} to {high:.2f})"
 
 
 def draw(tasks: dict[str, list[Run]], path: Path) -> None:
@@ -114,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigurationError, OSError, ValueError, TypeError) as error:
         parser.error(str(error))
     for task, runs in tasks.items():
-        sys.stdout.write(f"## {task}\n\n{summary(runs, options.against)}\n\n{table(runs)}\n\n")
+        sys.stdout.write(f"## {task}\n\n{summary(runs, options.against)}\n\n")
     if options.picture is not None:
         draw(tasks, options.picture)
     return 0

@@ -1,17 +1,15 @@
 """T13: fresh rollouts until the reference task is solved, each arm over a baseline, over seeds.
 
 A run ends at the first evaluation (which is never guided) that reaches ``solved_at``, or at the last step; such a run
-counts with all its rollouts, which is then a lower bound ("censored"). Prints a JSON line for each run, one for each
-arm beside the baseline (ratios of medians and of means, with 90 % percentile bootstrap intervals; seeds are drawn in
-pairs), and a table of all runs.
+counts with all its rollouts. Prints a JSON line for each run, and a table with a row for each arm: ratios of medians
+and of means to the baseline, with 90 % percentile bootstrap intervals; seeds are drawn in pairs.
 
 Arms differ in the rows of a step:
 
 * ``neither``: 128 fresh rollouts.
 * ``equal-work``: 96 fresh rollouts, 32 of them twice: as many rows and optimizer steps as with replay.
 * ``replay``: up to 32 of 128 are histories, four of a task (the default): successes with the lowest entropy under the
-  current policy. ``saved``, ``argmax``, ``turns``, ``random``: the lowest entropy when sampled, the highest, the least
-  used first, any. ``one``: one history of a task, so up to 8 rows.
+  current policy. ``one``: one history of a task, so up to 8 rows.
 * ``choice``: as ``equal-work``, with the tasks that ``replay`` would choose.
 * ``exgrpo``: as ``replay``, with tasks by difficulty (``normal``) and shaped ratios (gamma 0.1; arXiv 2510.02245).
 * ``equal-work-64``: 64 fresh rollouts, each twice.
@@ -23,8 +21,7 @@ A guided policy knows the template's words and has read experience in its superv
 from those of an unguided policy with the same seed. Arms that end in ``-warm`` have that start and no guidance.
 
 Each run is a line of the results file, if there is one, as soon as it has ended. Runs that the file holds are not made
-again, so an interrupted call is continued by the same call; runs of another task or number of steps are refused. Two
-processes need different seeds and different files; a call with both files' lines in one file prints all figures.
+again, so an interrupted call is continued by the same call. Two processes need different seeds and different files.
 
 The steps at most bound the ratios: an unsolved run of an arm with 96 rollouts per step counts 19,200 after 200 steps,
 which is less than twice the rollouts of a typical *household* run with replay. Use ``--steps 250`` against
@@ -36,7 +33,7 @@ Processor time of an early step, on a busy core of an AMD EPYC: *household* 0.59
 takes 14 s, 3 s and 14 s, once for all arms of a seed that have the same template.
 
     python -m tools.bench.t13_replay [--seeds 0 1 2 3 4] [--environment household] [--arms neither replay]
-        [--against neither] [--results runs.jsonl] [--steps 200] [--threads 1]
+        [--against neither] [--results runs.jsonl] [--steps 200]
         [--hidden-size 64] [--layers 2] [--learning-rate 0.0005] [--device cpu]
 """
 
@@ -46,7 +43,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
@@ -65,12 +62,7 @@ from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.metrics import PREFIX
 from trajstore.errors import ConfigurationError
 
-TARGETS = {
-    "household": {"neither": 0.4, "equal-work": 0.5},
-    "sort": {"neither": 0.7, "equal-work": 0.8},
-    "treasure": {"neither": 0.7, "equal-work": 0.8},
-}
-"""Environment -> baseline -> highest ratio of ``replay``. Those of *treasure* were set before its first measurement."""
+ENVIRONMENTS = ("household", "sort", "treasure")
 RESAMPLES = 10_000
 
 GUIDANCE = GuidanceConfig(
@@ -88,14 +80,10 @@ WARM = replace(GUIDANCE, enable_summarizer=False, updated_freq=0, rollout_exprat
 
 RULES: Mapping[str, Mapping[str, Any]] = {
     "replay": {},
-    "saved": {"use_current_policy_entropy": False},
-    "argmax": {"exp_select_mode": "argmax"},
-    "turns": {"in_turns": True},
-    "random": {"exp_select_mode": "random"},
     "one": {"offpolicy_trajectories_per_task": 1},
     "exgrpo": {"task_sampling": "normal", "off_policy_shaping": 0.1},
 }
-"""What chooses among the histories of a task, by the name of the arm."""
+"""What differs from the usual replay, by the name of the arm."""
 
 
 @dataclass(frozen=True)
@@ -142,16 +130,15 @@ def _buffer(arm: str) -> Arm:
     def trainer(config: TrainerConfig) -> ReferenceTrainer:
         return BufferTrainer(config, CHOICES[arm, config.environment].capacity, whole_groups=arm == "groups")
 
-    return Arm(
-        fresh_tasks={environment: CHOICES[arm, environment].fresh_tasks for environment in TARGETS}, trainer=trainer
-    )
+    fresh_tasks = {environment: CHOICES[arm, environment].fresh_tasks for environment in ENVIRONMENTS}
+    return Arm(fresh_tasks=fresh_tasks, trainer=trainer)
 
 
 UNGUIDED: Mapping[str, Arm] = {
     "neither": Arm(),
-    "equal-work": Arm(fresh_tasks=dict.fromkeys(TARGETS, 12), trainer=RepeatingTrainer),
-    "equal-work-64": Arm(fresh_tasks=dict.fromkeys(TARGETS, 8), trainer=RepeatingTrainer),
-    "choice": Arm({}, fresh_tasks=dict.fromkeys(TARGETS, 12), trainer=ChoosingTrainer),
+    "equal-work": Arm(fresh_tasks=dict.fromkeys(ENVIRONMENTS, 12), trainer=RepeatingTrainer),
+    "equal-work-64": Arm(fresh_tasks=dict.fromkeys(ENVIRONMENTS, 8), trainer=RepeatingTrainer),
+    "choice": Arm({}, fresh_tasks=dict.fromkeys(ENVIRONMENTS, 12), trainer=ChoosingTrainer),
     **{name: Arm(rule) for name, rule in RULES.items()},
     "fifo": _buffer("fifo"),
     "groups": _buffer("groups"),
@@ -193,12 +180,15 @@ class Run:
     @property
     def task(self) -> str:
         """The environment, and what of model and device differs from the base."""
-        mine = (self.hidden_size, self.layers, self.learning_rate, self.device)
-        model = BASE.model
-        if mine == (model.hidden_size, model.layers, BASE.learning_rate, BASE.device):
-            return self.environment
-        size = f"{self.layers} layers of {self.hidden_size}"
-        return f"{self.environment}, {size}, learning rate {self.learning_rate:g}, {self.device}"
+        return task_of(self.environment, self.hidden_size, self.layers, self.learning_rate, self.device)
+
+
+def task_of(environment: str, hidden_size: int, layers: int, learning_rate: float, device: str) -> str:
+    """Return the name of a task: the environment, and what of model and device differs from the base."""
+    base = (BASE.model.hidden_size, BASE.model.layers, BASE.learning_rate, BASE.device)
+    if (hidden_size, layers, learning_rate, device) == base:
+        return environment
+    return f"{environment}, {layers} layers of {hidden_size}, learning rate {learning_rate:g}, {device}"
 
 
 def config_of(arm: str, seed: int, base: TrainerConfig) -> TrainerConfig:
@@ -257,107 +247,66 @@ def measure(arm: str, config: TrainerConfig) -> Run:
         replayed=round(fmean(rows), 4) if config.replay.enable else None,
         replayed_tokens=round(fmean(tokens), 4) if config.replay.enable else None,
         seconds=round(time.perf_counter() - began, 1),
-        **_model_of(config),
+        hidden_size=config.model.hidden_size,
+        layers=config.model.layers,
+        learning_rate=config.learning_rate,
+        device=config.device,
     )
 
 
-def _model_of(config: TrainerConfig) -> dict[str, Any]:
-    """Return the model and device facts of a run."""
-    return {
-        "hidden_size": config.model.hidden_size,
-        "layers": config.model.layers,
-        "learning_rate": config.learning_rate,
-        "device": config.device,
-    }
-
-
-def read_results(path: Path, base: TrainerConfig) -> list[Run]:
-    """Return the runs of a results file; none if there is no file.
-
-    A last line without its end is of a run that was interrupted while it was written: it is left out, and cut off.
+def read(paths: Sequence[Path]) -> dict[str, list[Run]]:
+    """Return the runs of results files by task.
 
     Raises:
-        ConfigurationError: a line is no run, or of a run with another task, model, device or number of steps.
+        ConfigurationError: an arm has two runs with one seed, or the runs of a task have different numbers of steps.
     """
-    wanted = base.environment, base.steps, _model_of(base)
-    if not path.exists():
-        return []
-    text = path.read_text()
-    if cut := text.rpartition("\n")[2]:
-        path.write_text(text[: -len(cut)])
-    runs = []
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        try:
+    tasks: dict[str, list[Run]] = {}
+    for path in paths:
+        for line in path.read_text().splitlines():
             run = Run(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ConfigurationError(f"{path}:{number}: is no run of this benchmark: {error}") from error
-        made = run.environment, run.steps_at_most, {name: getattr(run, name) for name in wanted[2]}
-        if made != wanted:
-            raise ConfigurationError(f"{path}:{number}: a run of {_words(made)}, not {_words(wanted)}")
-        runs.append(run)
-    return runs
+            tasks.setdefault(run.task, []).append(run)
+    for task, runs in tasks.items():
+        if len({(run.arm, run.seed) for run in runs}) < len(runs):
+            raise ConfigurationError(f"{task}: an arm has two runs with one seed; name each results file once")
+        if len({run.steps_at_most for run in runs}) > 1:
+            raise ConfigurationError(f"{task}: the runs have different numbers of steps; use files of one call")
+    return tasks
 
 
-def _words(settings: tuple[str, int, Mapping[str, Any]]) -> str:
-    environment, steps, model = settings
-    return f"{environment}, {steps} steps at most, " + ", ".join(f"{name} {value}" for name, value in model.items())
-
-
-def interval(pairs: Sequence[tuple[int, int]], middle: Callable[[Sequence[int]], float]) -> tuple[float, float]:
-    """Return the 90 % bootstrap interval of the ratio of medians or means; seeds are drawn in pairs."""
-    random = Random(0)
-    ratios = []
-    for _ in range(RESAMPLES):
-        drawn = random.choices(pairs, k=len(pairs))
-        ratios.append(middle([mine for mine, _ in drawn]) / middle([other for _, other in drawn]))
-    ratios.sort()
-    return ratios[RESAMPLES // 20], ratios[-RESAMPLES // 20]
-
-
-def figures(runs: Sequence[Run], against: str = "neither") -> Iterator[dict[str, Any]]:
-    """Yield the figures of each arm beside those of the same seeds of the arm ``against``."""
-    without = {run.seed: run for run in runs if run.arm == against}
-    for arm in ARMS:
-        pairs = [(run, without[run.seed]) for run in runs if run.arm == arm and run.seed in without]
-        if arm == against or not pairs:
-            continue
-        rollouts = [(mine.fresh_rollouts, other.fresh_rollouts) for mine, other in pairs]
-        ratios: dict[str, Any] = {}
-        for name, middle in (("ratio", median), ("ratio_of_means", fmean)):
-            ratios[name] = round(middle([mine for mine, _ in rollouts]) / middle([other for _, other in rollouts]), 3)
-            ratios[f"{name}_interval"] = [round(bound, 3) for bound in interval(rollouts, middle)]
-        yield {
-            "id": "T13",
-            "name": f"fresh rollouts until {pairs[0][0].task} is solved, {arm} over {against}",
-            **ratios,
-            "seeds": len(pairs),
-            "censored": sum(not mine.solved for mine, _ in pairs),
-            f"censored_{against}": sum(not other.solved for _, other in pairs),
-            "target": TARGETS.get(pairs[0][0].task, {}).get(against) if arm == "replay" else None,
-        }
-
-
-def table(runs: Sequence[Run]) -> str:
-    """Return all runs as a table for the page of figures: a row per seed, a column per arm."""
-    arms = [arm for arm in ARMS if any(run.arm == arm for run in runs)]
-    found = {(run.arm, run.seed): run for run in runs}
-    lines = ["| seed | " + " | ".join(arms) + " |", "| --- |" + " --- |" * len(arms)]
-    for seed in sorted({run.seed for run in runs}):
-        cells = [_cell(found.get((arm, seed))) for arm in arms]
-        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
-    for name, middle in (("median", median), ("mean", fmean)):
-        of_arms = [middle([run.fresh_rollouts for run in runs if run.arm == arm]) for arm in arms]
-        lines.append(f"| {name} | " + " | ".join(f"{rollouts:,.0f}" for rollouts in of_arms) + " |")
+def summary(runs: Sequence[Run], against: str) -> str:
+    """Return a row for each arm: runs solved, mean of the last success rates, fresh rollouts, ratios and intervals."""
+    lines = [
+        f"| arm | solved | success at the end | median | mean | median ÷ {against} | mean ÷ {against} |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    baseline = {run.seed: run.fresh_rollouts for run in runs if run.arm == against}
+    for arm, of_arm in by_arm(runs).items():
+        rollouts = [run.fresh_rollouts for run in of_arm]
+        pairs = [(run.fresh_rollouts, baseline[run.seed]) for run in of_arm if run.seed in baseline]
+        ratios = [_ratio(pairs, middle) if pairs and arm != against else "" for middle in (median, fmean)]
+        solved = f"{sum(run.solved for run in of_arm)} of {len(of_arm)}"
+        last = [run.final for run in of_arm if run.final is not None]
+        end = f"{fmean(last):.2f}" if last else ""
+        middles = f"{median(rollouts):,.0f} | {fmean(rollouts):,.0f}"
+        lines.append(f"| `{arm}` | {solved} | {end} | {middles} | {' | '.join(ratios)} |")
     return "\n".join(lines)
 
 
-def _cell(run: Run | None) -> str:
-    if run is None:
-        return "not run"
-    if run.solved:
-        return f"{run.fresh_rollouts:,}"
-    best = "never evaluated" if run.best is None else f"best {run.best:.0%}"
-    return f"{run.fresh_rollouts:,}, not solved ({best})"
+def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Return the runs of each arm that has any, in the order of ``ARMS``."""
+    found = {arm: [run for run in runs if run.arm == arm] for arm in ARMS}
+    return {arm: of_arm for arm, of_arm in found.items() if of_arm}
+
+
+def _ratio(pairs: Sequence[tuple[int, int]], middle: Callable[[Sequence[int]], float]) -> str:
+    """Return a ratio of medians or means with its 90 % bootstrap interval; seeds are drawn in pairs."""
+
+    def ratio(drawn: Sequence[tuple[int, int]]) -> float:
+        return middle([mine for mine, _ in drawn]) / middle([other for _, other in drawn])
+
+    random = Random(0)
+    ratios = sorted(ratio(random.choices(pairs, k=len(pairs))) for _ in range(RESAMPLES))
+    return f"{ratio(pairs):.2f} ({ratios[RESAMPLES // 20]:.2f} to {ratios[-RESAMPLES // 20]:.2f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -365,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, help="file of JSON lines, one for each run; is added to")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--environment", choices=TARGETS, default=BASE.environment)
+    parser.add_argument("--environment", choices=ENVIRONMENTS, default=BASE.environment)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["neither", "replay"])
     parser.add_argument("--against", choices=ARMS, default="neither", help="the baseline of the ratios (neither)")
     parser.add_argument("--steps", type=int, default=200, help="training steps of a run at the most (200)")
@@ -373,9 +322,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=BASE.model.layers)
     parser.add_argument("--learning-rate", type=float, default=BASE.learning_rate)
     parser.add_argument("--device", default=BASE.device)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     base = replace(
         BASE,
         environment=options.environment,
@@ -384,10 +332,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device=options.device,
         model=replace(BASE.model, hidden_size=options.hidden_size, layers=options.layers),
     )
-    try:
-        runs = read_results(options.results, base) if options.results else []
-    except ConfigurationError as error:
-        parser.error(str(error))
+    task = task_of(options.environment, options.hidden_size, options.layers, options.learning_rate, options.device)
+    found = read([options.results]) if options.results and options.results.exists() else {}
+    runs = found.pop(task, [])
+    if found or any(run.steps_at_most != options.steps for run in runs):
+        parser.error(f"{options.results} has runs of another task or number of steps: use another file")
     made = {(run.arm, run.seed) for run in runs}
     for seed in options.seeds:
         for arm in options.arms:
@@ -400,9 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     file.write(line)
             sys.stdout.write(line)
             sys.stdout.flush()
-    sys.stdout.write(
-        "".join(json.dumps(line) + "\n" for line in figures(runs, options.against)) + "\n" + table(runs) + "\n"
-    )
+    sys.stdout.write(f"\n{summary(runs, options.against)}\n")
     return 0
 
 
