@@ -14,7 +14,7 @@ from tools.bench.report import Figure, Options, SkippedError, table
 from tools.crash.forked import forking
 
 # Not run, as they start servers.
-NOT_TRIED = ("t16", "t16rows", "t19", "t20", "t29", "t33")
+NOT_TRIED = ("t16", "t19", "t20", "t29", "t33")
 LONG = ("t15", "t21", "t22", "t23", "convert", "gpu_trainer", "gpu_threads")
 """Start a browser, servers, a separate cluster or many processes, train models, or ask many questions."""
 

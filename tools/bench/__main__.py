@@ -36,7 +36,6 @@ BENCHMARKS = {
     "t15": "t15_start.figures",
     "t16": "t16_verl.figures",
     "t16admit": "t16_admit.figures",
-    "t16rows": "t16_verl.row_figures",
     "t17": "t17_priorities.figures",
     "convert": "convert.figures",
     "guided": "guided.figures",

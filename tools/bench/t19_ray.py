@@ -42,8 +42,7 @@ def figures(options: Options) -> Iterator[Figure]:
     ray.init(address="local", include_dashboard=False, log_to_driver=False, num_cpus=PRODUCERS + 2)
     try:
         yield _adding(options, ray)
-        yield _sampling(options, 1)
-        yield _sampling(options, 2)
+        yield _sampling(options)
     finally:
         ray.shutdown()
 
@@ -120,17 +119,15 @@ def _adding(options: Options, ray: Any) -> Figure:
     return Figure("T19", name, value, 0.5, at_least=True, details=details)
 
 
-def _sampling(options: Options, stores: int) -> Figure:
+def _sampling(options: Options) -> Figure:
     from trajstore.distributed import DistributedReplayBuffer
 
-    folder = options.folder / f"sampling-{stores}"
-    handle = DistributedReplayBuffer.create(
-        folder.name, folder, stores=stores, refresh_interval=3600.0, actor_options={"num_cpus": 1}
-    )
+    folder = options.folder / "sampling"
+    handle = DistributedReplayBuffer.create(folder.name, folder, refresh_interval=3600.0, actor_options={"num_cpus": 1})
     added = states(options.count(64, 4))
     add_all(handle, added, len(added), 1)
     with TrajectoryReplayBuffer(sample_window_size=0) as reader:
-        reader.load_checkpoint(folder / "rank_0" if stores == 1 else folder)
+        reader.load_checkpoint(folder / "rank_0")
         works = [lambda: handle.sample(BATCH), lambda: reader.sample(BATCH)]
         ours, theirs = in_turn(works, CALLS * options.repeats, warmup=CALLS, used=time.thread_time)
     handle.stop()
@@ -140,8 +137,5 @@ def _sampling(options: Options, stores: int) -> Figure:
         "processor_ratio": processor_ratio(ours, theirs),
         "processor_us": ours.processor_ms * 1e3,
     }
-    if stores == 1:
-        name, target = "sampling through a handle on the owner's node over a reader's", 1.1
-    else:
-        name, target = f"the same, {stores} stores, over a reader of both", None
-    return Figure("T19", name, ratio(ours, theirs), target, details=details)
+    name = "sampling through a handle on the owner's node over a reader's"
+    return Figure("T19", name, ratio(ours, theirs), 1.1, details=details)

@@ -2,8 +2,8 @@
 
 Two nodes of Ray on this machine, each with its own object store; stores and peers are on the second, the learner is on
 the first and, in its own UTS namespace, has another host name: it can but ask. The peers hold the same transitions in
-memory: three plain actors of ten lines with a list of transitions, the fastest of which in the same run is the
-reference of the target; an actor with a tensor for each column; TorchRL's ``RayReplayBuffer``, where it is installed.
+memory: a plain actor of ten lines with a list of transitions, the reference of the target; an actor with a tensor for
+each column; TorchRL's ``RayReplayBuffer``, where it is installed.
 One call of each, now this one first and now that, medians of all calls. Needs the right to change the host name (root).
 """
 
@@ -46,47 +46,17 @@ def figures(options: Options) -> Iterator[Figure]:
     took = in_child(_measure, options.folder, options.repeats, options.count(16, 4))
     details = {f"us_{name}": one.ms * 1e3 for name, one in took.items()}
     details |= {f"us_thread_{name}": one.processor_ms * 1e3 for name, one in took.items()}
-    fastest = min(_LISTS, key=lambda name: took[name].seconds)
     for stores in _STORES:
         name, mine = f"a batch from {counted(stores, 'store')} on another node", took[f"stores_{stores}"]
-        list_ratio = ratio(mine, took[fastest])
-        yield Figure("T22", f"{name} over the fastest plain list ({fastest})", list_ratio, 0.5, details=details)
+        yield Figure("T22", f"{name} over a plain list", ratio(mine, took["list"]), 0.5, details=details)
         yield Figure("T22", f"{name} over an actor with a tensor for each column", ratio(mine, took["columns"]), None)
         if "torchrl" in took:
             yield Figure("T22", f"{name} over TorchRL's RayReplayBuffer", ratio(mine, took["torchrl"]), 0.5)
-        loader = ratio(took[f"loader_{stores}"], took[fastest])
-        yield Figure("T22", f"{name}, by a loader, over the fastest plain list", loader, None)
     yield Figure("T22", "four stores over one", ratio(took["stores_4"], took["stores_1"]), 1.2)
 
 
-class _Tensors:
-    """A list of transitions, each a tuple of tensors."""
-
-    def add(self, columns: dict[str, Any]) -> None:
-        """Take the transitions."""
-        self._names, self._rows = list(columns), list(zip(*columns.values(), strict=True))
-
-    def sample(self, count: int) -> dict[str, Any]:
-        """Return a batch of arrays, which Ray passes on without a copy."""
-        rows = zip(*random.choices(self._rows, k=count), strict=True)
-        return {name: torch.stack(column).numpy() for name, column in zip(self._names, rows, strict=True)}
-
-
-class _Arrays(_Tensors):
-    """A list of transitions, each a tuple of arrays."""
-
-    def add(self, columns: dict[str, Any]) -> None:
-        """Take the transitions."""
-        super().add({name: column.numpy() for name, column in columns.items()})
-
-    def sample(self, count: int) -> dict[str, Any]:
-        """Return a batch of arrays."""
-        rows = zip(*random.choices(self._rows, k=count), strict=True)
-        return {name: np.concatenate(column).reshape(count, -1) for name, column in zip(self._names, rows, strict=True)}
-
-
-class _Records:
-    """A list of transitions, each its bytes: the fastest list that Python has."""
+class _List:
+    """A list of transitions, each its bytes: lists of tensors and of arrays are slower."""
 
     def add(self, columns: dict[str, Any]) -> None:
         """Take the transitions."""
@@ -113,9 +83,6 @@ class _Columns:
         return {name: column[chosen] for name, column in self._columns.items()}
 
 
-_LISTS: dict[str, type[Any]] = {"tensors": _Tensors, "arrays": _Arrays, "records": _Records}
-
-
 def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWUTS):
         raise OSError(ctypes.get_errno(), "no host name of its own")
@@ -129,7 +96,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         added = states(trajectories)
         columns = raw_columns(added)
         works: dict[str, Callable[[], object]] = {}
-        for name, peer in {**_LISTS, "columns": _Columns}.items():
+        for name, peer in {"list": _List, "columns": _Columns}.items():
             actor = ray.remote(num_cpus=0, resources=_THERE)(peer).remote()
             ray.get(actor.add.remote(columns))
             works[name] = partial(_asked, actor)
@@ -138,7 +105,6 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
             works["torchrl"] = torchrl.sample
         from trajstore.distributed import DistributedReplayBuffer
         from trajstore.distributed.server import MOST_STORES
-        from trajstore.loader import ReplayLoader
 
         for stores in _STORES:
             handle = DistributedReplayBuffer.create(
@@ -158,13 +124,8 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         socket.sethostname("elsewhere")
         for work in works.values():
             work()
-        measured = partial(in_turn, repeats=CALLS * repeats, warmup=CALLS, used=time.thread_time)
-        took = dict(zip(works, measured(list(works.values())), strict=True))
-        for stores in _STORES:
-            other = DistributedReplayBuffer.connect(f"stores-{stores}", refresh_interval=3600.0)
-            with ReplayLoader(other, batch_size=BATCH) as loader:
-                (took[f"loader_{stores}"],) = measured([partial(next, loader)])
-        return took
+        times = in_turn(list(works.values()), CALLS * repeats, warmup=CALLS, used=time.thread_time)
+        return dict(zip(works, times, strict=True))
     finally:
         ray.shutdown()
         cluster.shutdown()

@@ -2,22 +2,21 @@
 
 64 sessions at once, 30 calls each: 1,200 tokens of system and task, 150 sampled and 350 observed a call. Each session
 adds its calls one after another: as a task of an event loop, as in the gateways, and in a thread. Tokens are lists, as
-engines answer, and arrays where this is said. With ``rllm_model_gateway`` and ``nemo_gym`` on the path these are their
-own stores, and the calls come through their interfaces, too; else the stores are code that does the same to the disk.
-What a gateway makes of a call before it is stored is made beforehand.
+engines answer, and arrays where this is said. The gateways are those of ``rllm_model_gateway`` and ``nemo_gym`` that
+are on the path; calls come through their interfaces, too. What a gateway makes of a call before it is stored is made
+beforehand.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sqlite3
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -44,7 +43,9 @@ def figures(options: Options) -> Iterator[Figure]:
     """Yield the times of a call with 64 sessions at once, rates over those of the gateways' stores, and one alone."""
     sessions = [list(_calls(f"{number}", options.count(_CALLS, 2))) for number in range(options.count(64, 2))]
     count = sum(map(len, sessions))
-    gateways = [_rllm(), _nemo_gym()]
+    gateways = [
+        make() for make, package in ((_rllm, "rllm_model_gateway"), (_nemo_gym, "nemo_gym")) if find_spec(package)
+    ]
     rates: dict[str, list[float]] = {}
     times: dict[str, list[float]] = {}
     for turn in range(max(1, options.repeats // 2)):
@@ -56,9 +57,8 @@ def figures(options: Options) -> Iterator[Figure]:
         for gateway in gateways:
             made = [[gateway.made(call) for call in calls] for calls in sessions]
             rates.setdefault(gateway.name, []).append(count / _stored(gateway.theirs(folder), made))
-            if gateway.ours is not None:
-                with opened(folder / f"for {gateway.name}") as buffer:
-                    rates.setdefault(f"{gateway.name}, ours", []).append(count / _stored(gateway.ours(buffer), made))
+            with opened(folder / f"for {gateway.name}") as buffer:
+                rates.setdefault(f"{gateway.name}, ours", []).append(count / _stored(gateway.ours(buffer), made))
     rate = {name: sorted(values)[len(values) // 2] for name, values in rates.items()}
     for name, what in {"tasks": "", "threads": " from 64 threads"}.items():
         about = f"a call until durable, 64 sessions at once{what}"
@@ -66,17 +66,16 @@ def figures(options: Options) -> Iterator[Figure]:
         yield Figure("T32", f"{about}, p50", p50, 20, "ms", details={"calls_per_s": rate[name]})
         yield Figure("T32", f"{about}, p99", p99, 100, "ms", details={"calls": count})
         for gateway in gateways:
-            details = {"theirs_per_s": rate[gateway.name], "what": gateway.what}
+            details = {"theirs_per_s": rate[gateway.name]}
             ratio = rate[name] / rate[gateway.name]
             target = 5 if name == "tasks" else None
             yield Figure(
                 "T32", f"calls a second{what} over {gateway.name}", ratio, target, at_least=True, details=details
             )
     for gateway in gateways:
-        if gateway.ours is not None:
-            ratio = rate[f"{gateway.name}, ours"] / rate[gateway.name]
-            name = f"calls a second through its interface, over {gateway.name}"
-            yield Figure("T32", name, ratio, None, at_least=True, details={"per_s": rate[f"{gateway.name}, ours"]})
+        ratio = rate[f"{gateway.name}, ours"] / rate[gateway.name]
+        name = f"calls a second through its interface, over {gateway.name}"
+        yield Figure("T32", name, ratio, None, at_least=True, details={"per_s": rate[f"{gateway.name}, ours"]})
     yield from _alone(options)
 
 
@@ -148,21 +147,20 @@ class _Gateway:
 
     Attributes:
         name: of the store.
-        what: the package, or ``stand-in``.
         made: returns what the gateway makes of a call.
         theirs: returns what stores that in a folder.
-        ours: returns what stores that in a buffer, through the gateway's interface; None for a stand-in.
+        ours: returns what stores that in a buffer, through the gateway's interface.
     """
 
     name: str
-    what: str
     made: Callable[[Call], Any]
     theirs: Callable[[Path], Put]
-    ours: Callable[[Any], Put] | None = None
+    ours: Callable[[Any], Put]
 
 
 def _rllm() -> _Gateway:
     """Return rLLM's: a row of SQLite without ``fsync``."""
+    from rllm_model_gateway.store.sqlite_store import SqliteTraceStore
 
     def made(call: Call) -> dict[str, Any]:
         session, trace, prompt, sampled, log_probs = call
@@ -174,67 +172,25 @@ def _rllm() -> _Gateway:
     def put_in(store: Any) -> Put:
         return lambda trace: store.store_trace(trace["trace_id"], trace["session_id"], trace)
 
-    name = "rLLM's SQLite store"
-    try:
-        from rllm_model_gateway.store.sqlite_store import SqliteTraceStore
-    except ImportError:
-        return _Gateway(name, "stand-in", made, _sqlite)
     return _Gateway(
-        name,
-        "rllm_model_gateway",
+        "rLLM's SQLite store",
         made,
         lambda folder: put_in(SqliteTraceStore(str(folder / "traces.db"))),
         lambda buffer: put_in(SessionTraceStore(buffer)),
     )
 
 
-def _sqlite(folder: Path) -> Put:
-    database = sqlite3.connect(folder / "traces.db", check_same_thread=False)
-    database.execute("PRAGMA journal_mode=WAL")
-    database.execute("PRAGMA synchronous=NORMAL")
-    database.execute("CREATE TABLE traces (id TEXT PRIMARY KEY, session TEXT, data TEXT)")
-    worker = ThreadPoolExecutor(1)
-
-    async def insert(trace: dict[str, Any]) -> None:
-        def work() -> None:
-            database.execute("INSERT INTO traces VALUES (?, ?, ?)", (trace["trace_id"], trace["session_id"], text))
-            database.commit()
-
-        text = json.dumps(trace)
-        await asyncio.get_running_loop().run_in_executor(worker, work)
-
-    return insert
-
-
 def _nemo_gym() -> _Gateway:
     """Return NeMo Gym's: a line of a rollout's file, with ``fsync``."""
+    from nemo_gym.token_id_capture import TokenCaptureStore, TokenEntry
+
     fields = ("rollout_id", "model_call_id", "prompt_token_ids", "generation_token_ids", "generation_log_probs")
-
-    def values(call: Call) -> dict[str, Any]:
-        return dict(zip(fields, call, strict=True))
-
-    name = "NeMo Gym's file store"
-    try:
-        from nemo_gym.token_id_capture import TokenCaptureStore, TokenEntry
-    except ImportError:
-        return _Gateway(name, "stand-in", values, _files)
     return _Gateway(
-        name,
-        "nemo_gym",
-        lambda call: TokenEntry(**values(call)),
+        "NeMo Gym's file store",
+        lambda call: TokenEntry(**dict(zip(fields, call, strict=True))),
         lambda folder: TokenCaptureStore(folder / "tokens").put,
         lambda buffer: TokenStore(buffer).put,
     )
-
-
-def _files(folder: Path) -> Put:
-    def append(entry: dict[str, Any]) -> None:
-        with (folder / f"{entry['rollout_id']}.jsonl").open("ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-
-    return lambda entry: asyncio.to_thread(append, entry)
 
 
 def _alone(options: Options) -> Iterator[Figure]:
