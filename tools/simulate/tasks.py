@@ -83,6 +83,7 @@ class Tasks:
         self.step = self.alarm = 0
         self.changes: dict[int, str] = {}
         self.trace: list[tuple[int, str, str]] = []
+        self._over = _new_lock()
 
     # -- tasks ------------------------------------------------------------------------------------
 
@@ -104,11 +105,17 @@ class Tasks:
 
         _new_thread(run, ())
 
-    def run(self) -> NoReturn:
-        """Let the first task run. Called outside of them; the world ends by ``end``, which never comes back here."""
+    def run(self) -> None:
+        """Let the first task run; return after :meth:`finish`. Called outside of the tasks."""
+        self._over.acquire()
         self._next(None).turn.release()
+        self._over.acquire()
+
+    def finish(self) -> NoReturn:
+        """Let :meth:`run` return, and no task run again. Called in the running one."""
+        self.mine = None
+        self._over.release()
         never = _new_lock()
-        never.acquire()
         while True:
             never.acquire()
 

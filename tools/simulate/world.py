@@ -8,13 +8,11 @@ import fcntl
 import gc
 import hashlib
 import itertools
-import json
 import logging
 import math
 import os
 import random
 import shutil
-import tempfile
 import threading
 import time
 import traceback
@@ -84,25 +82,26 @@ class Outcome:
 
 
 class World:
-    """Runs one seed and writes the outcome to a descriptor, then ends the process.
+    """Runs one seed. Its threads wait forever afterwards, and what they hold stays.
 
     Args:
         seed: decides everything.
-        out: descriptor for the outcome, as JSON.
+        folder: for its files; made, and removed at the end.
         changes: those of an earlier run, to repeat; None to choose.
         whole: keep the whole trace.
     """
 
-    def __init__(self, seed: int, out: int, changes: Mapping[int, str] | None = None, *, whole: bool = False) -> None:
-        self.seed, self._out = seed, out
+    def __init__(
+        self, seed: int, folder: Path, changes: Mapping[int, str] | None = None, *, whole: bool = False
+    ) -> None:
+        self.seed, self.folder = seed, folder
         self.chance = random.Random(f"work/{seed}")
         self.plan: Plan = plan(self.chance, random.Random(f"training/{seed}"))
         self.model, self._acknowledged, self._trained = Model(limit=self.plan.limit), Acknowledged(), Trained()
         self._whole = whole
         choosing: Choice = strategy(random.Random(f"schedule/{seed}")) if changes is None else Given(changes)
         self.tasks = Tasks(choosing, self._at_step, self.end)
-        base = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-        self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir=base))
+        folder.mkdir()
         self.store = self.folder / "run" / "rank_0" if self.plan.ranks else self.folder / "store"
         self.sibling = Model(limit=self.plan.limit, begun=self.model.begun)
         """Of rank 1, in a run."""
@@ -121,9 +120,9 @@ class World:
     # -- ends -------------------------------------------------------------------------------------
 
     def end(self, problem: str) -> NoReturn:
-        """Report and end the process, without another step of the others."""
+        """End the run, without another step of any task."""
         self.disk.is_unseen = True
-        outcome = Outcome(
+        self._outcome = Outcome(
             self.seed,
             problem,
             self.tasks.step,
@@ -134,13 +133,7 @@ class World:
             self.tasks.now - 1_800_000_000.0,
             len(self.ops),
         )
-        data = json.dumps(asdict(outcome)).encode()
-        shutil.rmtree(self.folder, ignore_errors=True)
-        try:
-            while data:
-                data = data[_write(self._out, data) :]
-        finally:  # also if nobody reads the report any more
-            os._exit(0)
+        self.tasks.finish()
 
     # -- faults -----------------------------------------------------------------------------------
 
@@ -191,8 +184,8 @@ class World:
 
     # -- the run ----------------------------------------------------------------------------------
 
-    def run(self) -> NoReturn:
-        """Run; does not return."""
+    def run(self) -> Outcome:
+        """Run."""
         gc.disable()
         gc.freeze()  # what the collections of ended processes need not look at
         logging.disable(logging.CRITICAL)
@@ -201,23 +194,28 @@ class World:
         def new_uuid() -> uuid.UUID:
             return uuid.UUID(int=numbers.getrandbits(128), version=4)
 
-        with (
-            released_is_unreadable() if self.plan.unreadable else contextlib.nullcontext(),
-            entered(self.tasks),
-            mock.patch.object(os, "urandom", numbers.randbytes),
-            mock.patch.object(random, "_urandom", numbers.randbytes),  # of the module secrets
-            mock.patch.object(uuid, "uuid4", new_uuid),
-            mock.patch.object(os, "getpid", self._pid),
-            mock.patch.object(os, "kill", self._signal),
-            # Its default is the real call, which would leave a number as open.
-            mock.patch.object(Descriptor.close, "__defaults__", (lambda number: os.close(number),)),
-            mock.patch.object(fcntl, "flock", waiting_flock(self.tasks)),
-            self.disk.recording(),
-            zarr_in_thread(),
-        ):
-            # Only threads of ``threading`` have an identity that is theirs alone, so this one starts them and ends.
-            self.tasks.start(lambda: self._thread(self._drive, "driver", 0), name="start", process=0)
-            self.tasks.run()
+        try:
+            with (
+                released_is_unreadable() if self.plan.unreadable else contextlib.nullcontext(),
+                entered(self.tasks),
+                mock.patch.object(os, "urandom", numbers.randbytes),
+                mock.patch.object(random, "_urandom", numbers.randbytes),  # of the module secrets
+                mock.patch.object(uuid, "uuid4", new_uuid),
+                mock.patch.object(os, "getpid", self._pid),
+                mock.patch.object(os, "kill", self._signal),
+                # Its default is the real call, which would leave a number as open.
+                mock.patch.object(Descriptor.close, "__defaults__", (lambda number: os.close(number),)),
+                mock.patch.object(fcntl, "flock", waiting_flock(self.tasks)),
+                self.disk.recording(),
+                zarr_in_thread(),
+            ):
+                # Only threads of ``threading`` have an identity that is theirs alone, so this one starts them and ends.
+                self.tasks.start(lambda: self._thread(self._drive, "driver", 0), name="start", process=0)
+                self.tasks.run()
+        except RuntimeError as error:  # files were changed by other calls than recorded ones
+            self._outcome.problem = self._outcome.problem or str(error)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self._outcome
 
     def _thread(self, call: Callable[[], object], name: str, process: int) -> None:
         thread = threading.Thread(target=self._guarded(call), name=name)
@@ -280,7 +278,6 @@ class World:
             elif self._crashed.startswith("kill") and self._unsettled is None:
                 self._unsettled = self.model.copy()
             self._look(last=last)
-        self.disk._compare()
         self.end("")
 
     _coming = ""
@@ -591,4 +588,3 @@ _ENDING = 1.0
 """Simulated seconds in which threads of a closed store end."""
 _FIRST_PID = 4_200_000
 """Above those of the system."""
-_write = os.write
