@@ -44,7 +44,7 @@ def main() -> int:
             parser.error(f"--fault {arguments.fault!r}: not one of {', '.join(known)}")
         before = known[arguments.fault].put_in
     begun, steps, runs, failed, digests = time.monotonic(), 0, 0, list[int](), dict[int, str]()
-    seeds = [arguments.seed + number // arguments.repeat for number in range(arguments.runs * arguments.repeat)]
+    seeds = [*range(arguments.seed, arguments.seed + arguments.runs)] * arguments.repeat
     for outcome in outcomes(seeds, jobs=arguments.jobs, whole=arguments.trace, before=before):
         runs, steps = runs + 1, steps + outcome.steps
         if digests.setdefault(outcome.seed, outcome.digest) != outcome.digest:

@@ -119,7 +119,7 @@ def outcomes(
     seeds: Sequence[int], *, jobs: int = 1, whole: bool = False, before: Before | None = None
 ) -> Iterator[Outcome]:
     """Run seeds, in several processes at a time; yield what they showed as they end."""
-    size = min(BATCH, -(-len(seeds) // jobs))
+    size = min(BATCH, -(-len(seeds) // jobs), len({*seeds}))  # a seed again would meet what its first run left
     batches = deque(seeds[at : at + size] for at in range(0, len(seeds), size))
     running = dict[int, Runs]()
     try:
