@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.stores import add_each, opened
+from tests.stores import add_each, filled, opened
 from tests.support.witness import key_of
-from trajstore import TrajectoryReplayBuffer
+from trajstore import Reader, TrajectoryReplayBuffer
 from trajstore._core.files.holder import may_be_brief
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError
@@ -78,3 +78,23 @@ def test_reading_a_directory_of_rlinf_writes_nothing_whatever_its_log_is(shared_
 def test_a_lock_whose_text_a_power_loss_has_torn_names_nobody() -> None:
     """A tool that takes it for a moment has not written its own text yet: writers wait."""
     assert may_be_brief(b'{"pid": 4200')
+
+
+@pytest.mark.parametrize("made", [(), ("log",), ("log", "trajectory_index.json")], ids=len)
+def test_a_run_shows_its_ranks_news_while_another_rank_is_being_created(tmp_path: Path, made: tuple[str, ...]) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    for rank in range(2):
+        filled(run / f"rank_{rank}", [rank])
+    opened(whole).close()
+    with Reader.open(run) as reader:
+        (run / "rank_2").mkdir()
+        for name in made:
+            copy = shutil.copytree if (whole / name).is_dir() else shutil.copy
+            copy(whole / name, run / "rank_2" / name)
+        filled(run / "rank_0", [3])
+        assert reader.refresh()
+        assert sorted(key_of(reader.get(number)) for number in reader.trajectory_ids.tolist()) == [0, 1, 3]
+        shutil.copytree(whole, run / "rank_2", dirs_exist_ok=True)
+        filled(run / "rank_2", [4])
+        assert reader.refresh()
+        assert len(reader) == 4

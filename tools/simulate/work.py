@@ -546,12 +546,7 @@ class RunReader(Reader):
 
     def listed(self) -> None:
         known = [(model, model.known()) for model in (self.model, self.sibling)]
-        try:
-            self.buffer.refresh()
-        except IncompleteCheckpointError:  # the other rank begins at this moment; nothing has changed
-            if self.sibling.durable:
-                raise
-            return
+        self.buffer.refresh()
         ids = self.buffer.trajectory_ids
         for rank, (model, before) in enumerate(known):
             model.check_seen(own_id(ids[rank_of_id(ids) == rank]).tolist(), before)

@@ -61,6 +61,8 @@ class LoadRequest:
         quiet: no warnings; the caller reports all damage.
         pending: show late values that wait in the stores' inboxes; a pin never shows them.
         uncommitted: with ``strict=False``, show what interrupted commits left in shards; for a repair.
+        known: names of the ranks that were shown before, if this is a refresh; a new one whose store is just being
+            created joins at a later one.
     """
 
     directory: Directory
@@ -71,6 +73,7 @@ class LoadRequest:
     quiet: bool = False
     pending: bool = False
     uncommitted: bool = False
+    known: frozenset[str] | None = None
 
     @property
     def stride(self) -> int:
@@ -154,12 +157,14 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
     if share is not None:
         share_of(0, *share)
     path = place.url
-    directories, lacking = _directories(place) if united is None else (list(united.values()), [])
+    directories, lacking = _directories(place, request.known) if united is None else (list(united.values()), [])
     leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
     try:
         whole_place = united is None and directories != [place]
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
         opened, kept, errors = _open_all(directories, ranks, leases, request)
+        if request.known is not None:
+            directories = _without_begun(directories, errors, request.known)
         lacking += _absent_above(place, [item.source for item in opened]) if whole_place else []
         above = _above_point(opened, errors, place, request.pin)
         if (strict is not False and (lacking or errors)) or not opened:
@@ -241,13 +246,15 @@ def count_told(directory: Directory) -> int | None:
     return size if isinstance(size, int) and size >= 0 else None
 
 
-def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError]]:
+def _directories(directory: Directory, known: frozenset[str] | None) -> tuple[list[Directory], list[StoreError]]:
     """Return the directories to open, and an error for each unexpected or missing one."""
     path, kind, ranks = directory.url, kind_of(directory), ranks_of(directory)
     if kind in ("store", "rlinf"):
         mixed = [StoreError(mixed_sentence(directory.url, ranks.names))] if ranks.directories else []
         return [directory, *ranks.directories], mixed
     if ranks.directories:
+        if known and ranks.lacking:
+            ranks = ranks.among(known)
         others = listed(ranks.names)
         lacking: list[StoreError] = [
             IncompleteCheckpointError(f"{path}: {text}; there are {others}") for text in ranks.lacking
@@ -260,6 +267,20 @@ def _directories(directory: Directory) -> tuple[list[Directory], list[StoreError
         f"{path}: no replay buffer here (no {METADATA_NAME}, and no rank_* directories); in its folders are"
         f" {listed(loadable_in(place), 3)}: load one by its path"
     )
+
+
+def _without_begun(
+    directories: Sequence[Directory], errors: dict[Exception, Directory], known: frozenset[str]
+) -> list[Directory]:
+    """Remove the errors of new ranks without a store yet; return the other directories."""
+    begun = {
+        error: directory
+        for error, directory in errors.items()
+        if isinstance(error, StoreNotFoundError) and name_of(directory) not in known
+    }
+    for error in begun:
+        del errors[error]
+    return [directory for directory in directories if directory not in begun.values()]
 
 
 def _absent_above(place: Directory, sources: Sequence[Source]) -> list[StoreError]:

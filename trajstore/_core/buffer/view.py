@@ -6,6 +6,7 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -257,7 +258,7 @@ class View(CommitListener):
         for lease in self._leases:
             lease.notice()
         changed = self._half_followed or self._has_changed() or self._has_joined()
-        return self.request if changed else None
+        return replace(self.request, known=self._ranks) if changed and self.request is not None else None
 
     def _has_changed(self) -> bool:
         loaded = self.loaded()

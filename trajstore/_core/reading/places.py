@@ -104,6 +104,11 @@ class Ranks:
         """Names of the folders with content."""
         return [name_of(directory) for directory in self.directories]
 
+    def among(self, names: Collection[str]) -> Ranks:
+        """Return those of these names."""
+        directories = tuple(directory for directory in self.directories if name_of(directory) in names)
+        return Ranks(directories, tuple(text for text in self.lacking if text.split()[0] in names))
+
 
 def find_place(path: str | Path) -> Place:
     """Identify the place at a local path or URL.
