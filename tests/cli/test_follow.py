@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tools.crash.forked import forking
 from trajstore import AgentTrajectory
 from trajstore.cli import FAILED, INTERRUPTED, UNREAD, main
 from trajstore.cli.output import Output
+from trajstore.operations.following import Follower
 
 pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
 
@@ -165,3 +167,14 @@ def test_values_of_metadata_are_columns(tmp_path: Path, run: Run) -> None:
     shown = [json.loads(line) for line in run.out(*words, "--json").splitlines()]
     assert [(row["task"], row["metadata.cost"]) for row in shown] == [("t", cost) for cost in costs]
     assert run.out(*words, "--where", "metadata.cost = 2").splitlines()[0] == "task t  metadata.cost 2"
+
+
+def test_a_key_that_no_batch_has_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path / "store") as store, closing(Follower(tmp_path / "store")) as follower:
+        for number in range(3):
+            store.add_trajectories([AgentTrajectory(task_id="t")])
+            store.flush()
+            follower.refresh()
+            news = follower.news("metadata.error is null", ["metadata.error"])
+            assert news.table.select("trajectory_id", "metadata.error").rows() == [(number, None)]
+    assert caplog.messages == ["metadata.error: none of the 1 rollouts that were read has it"]

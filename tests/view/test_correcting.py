@@ -285,6 +285,7 @@ def test_a_value_is_given_seen_elsewhere_and_taken_away(path: Path, serve: Serve
         page.until(f"{VALUES}[0] === 'outcome|-0.25|anna' && {VALUES}[1] === 'known|x|bob'")
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")
         page.until("document.querySelector('.scores').textContent.includes('outcome-0.25')")
+        page.until("document.querySelector('.scores').textContent.includes('recordedoutcome0')")
         page.driver.switch_to.window(second)
         page.until(f"{VALUES}[0] === 'outcome|-0.25|anna'")
         page.until("document.querySelector('.facts .outcome').textContent === '-0.25'")

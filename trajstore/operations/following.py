@@ -94,6 +94,7 @@ class Follower:
             raise ConfigurationError(f"Follower: {type(store).__name__}, must be a path, a URL, or a handle of stores")
         else:
             self._source = store
+        self._reported: set[str] = set()  # keys of metadata that a warning has named
         self.cursor = since or Cursor({})
         """Cursor after the last reported trajectory."""
 
@@ -121,7 +122,8 @@ class Follower:
             ConfigurationError: the condition is invalid, or a value of a key is a list or an object; the cursor stays.
             StoreUnreachableError: a store of the handle does not answer.
         """
-        source, query = self._source, self._source.query()
+        source = self._source
+        query = replace(source.query(), _reported=self._reported)
         table = query.table()
         ids = table["trajectory_id"].to_numpy()
         if isinstance(source, Reader):

@@ -236,17 +236,22 @@ METADATA_ROWS = Documents(
 
 
 def with_metadata(
-    facts: DataFrame, wanted: Mapping[str, Path], scan: Callable[[str, DataFrame], LazyFrame], chosen: DataFrame
+    facts: DataFrame,
+    wanted: Mapping[str, Path],
+    scan: Callable[[str, DataFrame], LazyFrame],
+    chosen: DataFrame,
+    reported: set[str],
 ) -> DataFrame:
     """Return facts with values of metadata as more columns; null where a rollout has none, and for blocks of steps.
 
-    A key that none of the rollouts has is logged as a warning.
+    A key that none of the rollouts has is logged as a warning, once.
 
     Args:
         facts: the facts.
         wanted: paths of keys, by the name of their column.
         scan: returns the rows of a relation for trajectories with these facts.
         chosen: facts of the trajectories whose metadata is read; the others get nulls.
+        reported: keys that a warning has named; receives those that it names now.
 
     Raises:
         ConfigurationError: a value is a list or an object, or within a list; names the rollout.
@@ -267,7 +272,8 @@ def with_metadata(
                     f"{name}: an object in trajectory {shown_id(number)}; name one of its values, as "
                     f"{name}.KEY: it has {listed(value)}"
                 )
-        if documents and all(value is None for value in column):
+        if documents and name not in reported and all(value is None for value in column):
+            reported.add(name)
             logger.warning("%s: none of the %s rollouts that were read has it", name, f"{len(documents):,}")
     columns = {name: _column(column) for name, column in values.items()}
     return facts.join(

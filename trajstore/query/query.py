@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
@@ -47,6 +47,8 @@ _OF_SEVERAL_ROWS = re.compile(
 
 _SELECT = re.compile(r"(\s|--[^\n]*\n|/\*.*?\*/|\()*(select|with|from)\b", re.IGNORECASE | re.DOTALL)
 
+_DUCKDB = """DuckDB reads it: rows = reader.query(TABLE).stream(); duckdb.sql("select json->>'$.KEY' from rows")"""
+"""Remedy for questions about keys of JSON."""
 
 _ROWS = 8192
 """Rows per batch."""
@@ -115,6 +117,8 @@ class Query:
     _limit: int | None = None
     _texts: tuple[str, ...] = ()
     """A statement over the rows, which may name keys of metadata."""
+    _reported: set[str] = field(default_factory=set)
+    """Keys of metadata of which a warning says that no rollout has them; each is named once."""
 
     def where(self, condition: str) -> Query:
         """Keep the rows that match a condition, e.g. ``"task = 't3' and outcome > 0"``; conditions are combined."""
@@ -221,7 +225,9 @@ class Query:
         else:
             frames = {self.relation: keyed._plan(every=True)}
         context = polars().SQLContext(frames)
-        names = list(dict.fromkeys(name for frame in frames.values() for name in frame.collect_schema().names()))
+        named = {word.strip('"`') for word in words(text)}
+        asked = [frame for relation, frame in frames.items() if relation in named]
+        names = list(dict.fromkeys(name for frame in asked for name in frame.collect_schema().names()))
         statement = for_polars("sql", _prepared(text))
         try:
             answer = _answered("sql", (text,), names, lambda: _checked(context.execute(statement, eager=False)))
@@ -293,7 +299,7 @@ class Query:
         if wanted := {name: path for name, path in self._keys().items() if name not in facts.columns}:
             if self.scan is None:
                 raise ConfigurationError(f"{listed(wanted)}: only facts can be queried here")
-            facts = with_metadata(facts, wanted, self.scan, self._candidates(facts))
+            facts = with_metadata(facts, wanted, self.scan, self._candidates(facts), self._reported)
         if self.relation == TRAINED:
             table = self._trained(facts, all_rows=True)
         elif self.scan is None or self.relation == TRAJECTORIES:
@@ -502,6 +508,8 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
         reason = str(error).split("\n")[0].strip()
         if "atetime" in reason:
             reason += "; compare times like this: cast(committed as timestamp) > timestamp '2026-01-31 12:00:00'"
+        if isinstance(error, pl.exceptions.StructFieldNotFoundError) or re.search("'json|json/", reason):
+            reason += f": Polars' SQL takes no value out of JSON; {_DUCKDB}"
         if "string with numeric type" in reason or "check for String values" in reason:
             reason += "; try_cast(NAME as double) makes a number of a text, null where it is none"
         unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
@@ -527,5 +535,7 @@ def _refusal(
             if "trajectory_id" in names:
                 reason += f"a key of a rollout's metadata would be metadata.{unknown}; "
             reason += f"there are {listed(names, 40)}"
+        if "json" in names and f'"{unknown}"' not in text:
+            reason += f"; other keys of a message or a call are in its json, and {_DUCKDB}"
     refusal = ConfigurationError if unknown is None else UnknownColumnError
     return refusal(f"{where}: {text!r}: {reason}")

@@ -85,7 +85,7 @@ export function showRollout(place, told, { parameters, keep, signal, id, hrefOf 
   /** Shows reward and metadata; again after a correction. */
   function tell({ reward: score, metadata: all }) {
     const { others } = toolsIn(all);
-    const known = Object.entries(score ?? {}).filter(([, value]) => isKnown([value]));
+    const known = Object.entries({ ...score, recorded: all?.["trajstore.recorded"] }).filter(([, value]) => isKnown([value]));
     fill(reward, known.length ? [make("h2", {}, "Reward"), valueOf(Object.fromEntries(known))] : null);
     fill(metadata, Object.keys(others).length ? valueOf(others) : null);
     showTabs();
