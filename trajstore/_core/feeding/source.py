@@ -15,6 +15,7 @@ import torch
 
 from trajstore._core.base.arguments import check_instance, rank_of_ranks, whole
 from trajstore._core.buffer.reader import Reader
+from trajstore._core.buffer.replay_buffer import TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import draw_rows, read_rows
 from trajstore._core.columns.fields import nest, unnest
 from trajstore._core.feeding.belonging import (
@@ -507,6 +508,8 @@ def unfilled(buffers: Iterable[tuple[str, Replay, int, Sampler | None]]) -> str:
             few.append(f"{name} has {len(buffer)} of {trajectories(least)}")
             if not buffer._grows:
                 raise EmptyBufferError(f"{few[-1]}, and a saved point gets no more; open the store, or lower min_size")
+            if isinstance(buffer, Reader) and not isinstance(buffer, TrajectoryReplayBuffer):
+                few[-1] += " (a reader: it shows later commits only after refresh())"
             if not len(buffer) and isinstance(sampler, Selection) and isinstance(buffer, Reader):
                 few[-1] += buffer._sampling.unknown_column(sampler)
     return ", ".join(few)
