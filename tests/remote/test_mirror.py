@@ -325,14 +325,8 @@ def _rolled_back(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        _rolled_back,
-        _retained,
-        lambda path: annotate(path, [0], {"judge": [1.0]}),
-        lambda path: pytest.importorskip("polars") and prune(path, "trajectory_id < 1"),
-        lambda path: evict_and_compact(path),
-    ],
-    ids=["rollback", "retention", "annotate", "prune", "compact"],
+    [_rolled_back, _retained, lambda path: annotate(path, [0], {"judge": [1.0]})],
+    ids=["rollback", "retention", "annotate"],
 )
 def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Path], object]
@@ -362,10 +356,23 @@ def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_
     assert inspect(path)["integrity"]["problems"] == []
 
 
-def evict_and_compact(path: Path) -> None:
-    with make(path, None) as buffer:
-        buffer.evict([buffer.trajectory_ids.tolist()[0]])
-    compact(path)
+@pytest.mark.parametrize(
+    "work",
+    [compact, lambda path: pytest.importorskip("polars") and prune(path, "outcome = 9")],
+    ids=["compact", "prune"],
+)
+def test_prune_and_compact_bring_the_mirror_up_to_date(tmp_path: Path, work: Callable[[Path], object]) -> None:
+    path, place = tmp_path / "store", tmp_path / "mirror"
+    with make(path, place) as buffer:
+        add(buffer, [0, 1])
+        buffer.points.save(1)
+        add(buffer, [2])
+        level(buffer)
+    _rolled_back(path)
+    assert inspect(path)["integrity"]["problems"] != []
+    work(path)
+    assert inspect(path)["integrity"]["problems"] == []
+    assert len(keys_at(place)) == 2
 
 
 def test_a_living_writer_without_the_mirror_does_not_feed_it(tmp_path: Path) -> None:
