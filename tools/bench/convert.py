@@ -1,27 +1,24 @@
 """Memory of a conversion of 4 GB to files of other programs and back.
 
-Peak memory is measured in the process of the command. ``RssAnon`` is its own memory; pages of mapped files are the page
-cache's and go when memory is short.
+Each conversion has a process of its own. ``RssAnon`` is its memory without the pages of mapped files, which are the
+page cache's and go when memory is short.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tools.bench.report import Figure, Options, needs
-from tools.bench.timing import status_bytes
-from tools.proc import status
+from tools.bench.timing import in_child, status_bytes
+from tools.bench.workloads import opened
+from tools.meanwhile import meanwhile
 from trajstore import AgentTrajectory, Trajectory, TrajectoryReplayBuffer
+from trajstore.cli import main
+from trajstore.trajectory import AnyTrajectory
 
 BYTES = 4 << 30
 TARGET_MB = 600.0
@@ -37,20 +34,13 @@ def figures(options: Options) -> Iterator[Figure]:
     """
     needs("polars", "pyarrow", "PIL", extra="convert")
     status_bytes("RssAnon")
-    for name, make in (("parquet", _rollout), ("lerobot", _episode)):
-        folder = options.folder / name
-        least = _both_ways(folder / "least", name, make, 0)
-        for least_part, part in zip(least, _both_ways(folder / "all", name, make, options.count(BYTES)), strict=True):
-            peak = part.pop("anonymous_mb")
-            yield Figure(
-                "convert",
-                f"anonymous memory of a conversion {part.pop('direction')} {name}",
-                peak - least_part["anonymous_mb"],
-                TARGET_MB,
-                "MB",
-                details={"peak_anonymous_mb": peak, **part},
-            )
-        shutil.rmtree(folder)
+    kinds: dict[str, Callable[[int], AnyTrajectory]] = {"parquet": _rollout, "lerobot": _episode}
+    for name, make in kinds.items():
+        least, peaks = (_both_ways(options.folder / name, name, make, size) for size in (0, options.count(BYTES)))
+        for direction, few, peak in zip(("to", "from"), least, peaks, strict=True):
+            what = f"anonymous memory of a conversion {direction} {name}"
+            details = {"peak_anonymous_mb": peak / 1e6}
+            yield Figure("convert", what, (peak - few) / 1e6, TARGET_MB, "MB", details=details)
 
 
 def _rollout(number: int) -> AgentTrajectory:
@@ -80,48 +70,27 @@ def _episode(number: int) -> Trajectory:
     )
 
 
-def _both_ways(folder: Path, name: str, make: Any, least_bytes: int) -> list[dict[str, Any]]:
-    """Convert a store to files and these to a store; return the measurements of both."""
-    folder.mkdir(parents=True)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=folder / "store", enable_cache=False) as buffer:
-        number = 0
-        while number == 0 or _size(folder / "store") < least_bytes:
-            buffer.add_trajectories([make(number + at) for at in range(16)])
+def _both_ways(folder: Path, name: str, make: Callable[[int], AnyTrajectory], least_bytes: int) -> tuple[int, int]:
+    """Convert a store to files and these to a store; return the peak of both."""
+    store, files, back = (str(folder / part) for part in ("store", "files", "back"))
+    with opened(store) as buffer:
+        total = 0
+        while not total or buffer.get_stats()["shard_bytes"] < least_bytes:
+            buffer.add_trajectories([make(total + number) for number in range(16)])
             buffer.flush()
-            number += 16
-    there = _measured(folder, "store", "files", "--to", name)
-    back = _measured(folder, "files", "back", "--from", name)
-    assert there["trajectories"] == back["trajectories"] == number
-    return [there, back]
+            total = len(buffer)
+    peaks = in_child(_peak, store, files, "--to", name), in_child(_peak, files, back, "--from", name)
+    with TrajectoryReplayBuffer.open(back) as reader:
+        if len(reader) != total:
+            raise RuntimeError(f"{name}: {len(reader)} of {total} trajectories came back")
+    shutil.rmtree(folder)
+    return peaks
 
 
-def _size(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _measured(folder: Path, source: str, target: str, option: str, name: str) -> dict[str, Any]:
-    """Run a conversion; return its result and peaks."""
-    nbytes = _size(folder / source)
-    command = [sys.executable, "-m", "trajstore", "convert", source, target, option, name, "--json"]
-    anonymous = resident = 0
-    begun = time.monotonic()
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, text=True) as process:
-        while process.poll() is None:
-            try:
-                anonymous = max(anonymous, status(process.pid, "RssAnon"))
-                resident = max(resident, status(process.pid, "VmHWM"))
-            except OSError:
-                break  # it has just ended
-            time.sleep(POLL_SECONDS)
-        output = process.communicate()[0]
-    result = json.loads(output)
-    return {
-        "direction": "to" if option == "--to" else "from",
-        "anonymous_mb": anonymous / 1e6,
-        "resident_mb": resident / 1e6,
-        "read_mb": nbytes / 1e6,
-        "written_mb": _size(folder / target) / 1e6,
-        "trajectories": result["written"],
-        "seconds": time.monotonic() - begun,
-        "load": os.getloadavg()[0],
-    }
+def _peak(*words: str) -> int:
+    """Run a conversion; return the most anonymous memory of this process."""
+    seen = [0]
+    with meanwhile(lambda: seen.append(status_bytes("RssAnon")), POLL_SECONDS):
+        if main(["convert", *words]):
+            raise RuntimeError(f"convert {' '.join(words)} failed")
+    return max(seen)
