@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,17 +51,11 @@ def counted(result: Result) -> str:
     return "\n".join(lines + [f"{result.slowest:.1f} s took the slowest"] * bool(result.slowest))
 
 
-def start(target: Callable[..., object], *args: object) -> BaseProcess:
-    """Start a child that calls ``target``."""
-    child = forking().Process(target=target, args=args, daemon=True)
-    child.start()
-    return child
-
-
 @contextmanager
 def at_work(target: Callable[..., object], *args: object) -> Iterator[BaseProcess]:
     """Start a child that calls ``target``; it is killed in the end."""
-    child = start(target, *args)
+    child = forking().Process(target=target, args=args, daemon=True)
+    child.start()
     try:
         yield child
     finally:
@@ -74,74 +68,6 @@ def wait_for(child: BaseProcess, happened: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
     while not happened() and child.is_alive() and time.monotonic() < end:
         time.sleep(0.005)
-
-
-class NoAnswerError(Exception):
-    """A process hung or ended; the message says which, and another one is there in its place."""
-
-
-class Asked:
-    """A process that answers one order after the other; one that hangs or ends is replaced. To be closed.
-
-    Args:
-        serve: called in the process with ``arguments`` and its end of a pipe.
-        arguments: of it.
-        patience: seconds after which it hangs.
-    """
-
-    def __init__(self, serve: Callable[..., object], *arguments: object, patience: float = PATIENCE) -> None:
-        self._serve, self._arguments, self.patience = serve, arguments, patience
-        self._begin()
-
-    def _begin(self) -> None:
-        self._orders, theirs = forking().Pipe()
-        self.process = start(self._serve, *self._arguments, theirs)
-        theirs.close()
-
-    def ask(self, order: object) -> Any:
-        """Send an order and return its answer.
-
-        Raises:
-            NoAnswerError: there is none.
-        """
-        with suppress(OSError):  # it has ended, which polling finds
-            self._orders.send(order)
-        try:
-            if self._orders.poll(self.patience):
-                return self._orders.recv()
-            what = f"has not come to an end in {self.patience:g} s"
-        except (EOFError, OSError):
-            self.process.join(1)
-            what = f"ended with {self.process.exitcode}"
-        self.close()
-        self._begin()
-        raise NoAnswerError(what)
-
-    def close(self) -> None:
-        """End the process."""
-        self._orders.close()
-        self.process.kill()
-        self.process.join()
-
-
-class _Heard(logging.Handler):
-    def __init__(self, said: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._said = said
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
-
-
-@contextmanager
-def heard(logger: str, said: list[str]) -> Iterator[None]:
-    """Put the warnings of a logger among what is said."""
-    handler = _Heard(said)
-    logging.getLogger(logger).addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger(logger).removeHandler(handler)
 
 
 @contextmanager

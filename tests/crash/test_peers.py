@@ -39,7 +39,6 @@ def test_faults_of_a_store_are_reported(tmp_path: Path, store: str, power: bool,
         ("trajstore", "sync", False),
         ("trajstore", "random", True),
         ("trajstore", "sync", True),
-        ("trajstore-arrival", "random", False),
     ],
 )
 def test_trajstore_loses_nothing(tmp_path: Path, store: str, moment: str, power: bool) -> None:

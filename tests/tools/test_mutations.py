@@ -112,7 +112,7 @@ def test_a_reader_that_hangs_is_seen_and_replaced(tmp_path: Path) -> None:
     try:
         readers.patience = 600.0  # a busy machine takes its time
         assert readers.probe(tmp_path / "whole", RLINF).problems == []
-        os.kill(readers.process.pid or 0, signal.SIGSTOP)
+        os.kill(readers.pid, signal.SIGSTOP)
         readers.patience = 0.0
         assert readers.probe(tmp_path / "whole", RLINF).problems == ["the process has not come to an end in 0 s"]
         readers.patience = 600.0

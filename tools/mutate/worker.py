@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import signal
 import sys
 import time
 import warnings
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.campaigns import Asked, NoAnswerError
+from tools.crash.forked import forking
 from tools.mutate.pristine import Kind
 from tools.mutate.probe import Report, probe
 from tools.proc import status
@@ -34,22 +38,42 @@ _FORBIDDEN = (
 )
 
 
-class Worker(Asked):
-    """Probes directories one by one in a separate process, which is replaced when it hangs or dies."""
+class Worker:
+    """Probes directories one by one in a separate process, which is replaced when it hangs or dies. To be closed.
+
+    Attributes:
+        patience: seconds after which the process hangs.
+        pid: number of the process.
+    """
 
     def __init__(self) -> None:
-        super().__init__(_serve, patience=SECONDS)
+        self.patience = SECONDS
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pool = ProcessPoolExecutor(1, forking(), _limit)
+        self.pid = self._pool.submit(os.getpid).result()
 
     def probe(self, path: Path, kind: Kind) -> Report:
         """Return the report of a directory; a process that hangs or dies is a problem in it."""
         try:
-            report: Report = self.ask((path, kind))
-        except NoAnswerError as error:
-            return Report(ended=False, problems=[f"the process {error}"])
-        return report
+            return self._pool.submit(_probe, path, kind).result(self.patience)
+        except TimeoutError:
+            problem = f"the process has not come to an end in {self.patience:g} s"
+        except BrokenProcessPool:
+            problem = "the process died"
+        self.close()
+        self._begin()
+        return Report(ended=False, problems=[problem])
+
+    def close(self) -> None:
+        """End the process."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self._pool.shutdown()
 
 
-def _serve(connection: Connection) -> None:
+def _limit() -> None:
     import tools.crash.warm  # noqa: F401  # before memory and calls are monitored; the fork server may lack it
 
     used = status("self", "VmSize")
@@ -57,20 +81,21 @@ def _serve(connection: Connection) -> None:
     sys.addaudithook(_audit)
     logging.disable()  # warnings about damage are no findings
     warnings.simplefilter("ignore")
-    while True:
-        path, kind = connection.recv()
-        _calls.clear()
-        _reset_peak()
-        before, begun = status("self", "VmRSS"), time.process_time()
-        report = probe(path, kind)
-        if time.process_time() - begun > CPU_SECONDS:
-            report.problems.append(f"took {time.process_time() - begun:.0f} s of processor time")
-        grown = status("self", "VmHWM") - before
-        if _calls:
-            report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
-        if grown > GROWTH:
-            report.problems.append(f"memory grew by {grown >> 20} MiB")
-        connection.send(report)
+
+
+def _probe(path: Path, kind: Kind) -> Report:
+    _calls.clear()
+    _reset_peak()
+    before, begun = status("self", "VmRSS"), time.process_time()
+    report = probe(path, kind)
+    if time.process_time() - begun > CPU_SECONDS:
+        report.problems.append(f"took {time.process_time() - begun:.0f} s of processor time")
+    grown = status("self", "VmHWM") - before
+    if _calls:
+        report.problems.append(f"code was about to run: {', '.join(sorted(set(_calls)))}")
+    if grown > GROWTH:
+        report.problems.append(f"memory grew by {grown >> 20} MiB")
+    return report
 
 
 _calls: list[str] = []

@@ -25,7 +25,6 @@ GROUP = 4
 
 PEERS = {
     "trajstore": "tools.crash.peers.stores:AddRollouts",
-    "trajstore-arrival": "tools.crash.peers.stores:Arrival",
     "rollout-bank": "tools.crash.peers.stores:MegatronBank",
     "lance-context": "tools.crash.peers.stores:LanceRollouts",
     "transfer-queue": "tools.crash.peers.stores:QueueCheckpoint",

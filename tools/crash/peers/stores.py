@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -230,15 +229,7 @@ class QueueCheckpoint(Peer):
         import transfer_queue
         from omegaconf import OmegaConf
 
-        for last in (False, False, True):
-            try:
-                ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
-                break
-            except Exception as error:  # a plain Exception of Ray: its time limit is too short on a busy machine
-                if last:
-                    raise
-                logging.warning("Ray did not start, trying again: %s", error)
-                ray.shutdown()
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=150_000_000)
         units = {"num_data_storage_units": 1, "total_storage_size": None}
         transfer_queue.init(OmegaConf.create({"backend": {"SimpleStorage": units}}))
         self._queue = transfer_queue
@@ -266,65 +257,3 @@ class QueueCheckpoint(Peer):
 
     def settle(self) -> None:
         self._queue.save_checkpoint(self._checkpoint)
-
-
-class PlainRollouts:
-    """Rows of :func:`_columns` as rollouts; see :class:`trainer_hooks.transfer_queue.RolloutFormat`."""
-
-    partitions = (_PARTITION,)
-    begins = "input_ids"
-    columns = ("number", "prompt", "input_ids", "rollout_log_probs", "reward")
-    late: Mapping[str, str] = {}
-    problems: Mapping[str, int] = {}
-
-    def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
-        return [str(int(number)) for number in columns["number"]]
-
-    def rollouts(self, rows: Sequence[Any]) -> list[tuple[Any, list[int]]]:
-        from torch import arange
-
-        from trajstore import AgentTrajectory
-        from trajstore.trajectory import Reward
-
-        made = []
-        for place, row in enumerate(rows):
-            tokens, prompt = row.columns["input_ids"], int(row.columns["prompt"])
-            rollout = AgentTrajectory(
-                rollout_id=row.key,
-                input_ids=tokens,
-                loss_mask=(arange(len(tokens)) >= prompt).long(),
-                response_start=prompt,
-                rollout_log_probs=row.columns["rollout_log_probs"],
-                policy_version=row.tag["version"],
-                reward=Reward(outcome=float(row.columns["reward"])),
-            )
-            made.append((rollout, [place]))
-        return made
-
-    def finish(self, rollouts: Sequence[Any]) -> None:
-        """Nothing takes long."""
-
-
-class Arrival(AddRollouts):
-    """trajstore: the recorder of arriving rollouts, without Ray; ``accept``, and ``flush`` after some calls."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        from trainer_hooks.transfer_queue import recorder, rows
-
-        self._of, self._pack = recorder, rows.pack_columns
-
-    def open(self) -> None:
-        self._recorder = self._of.Recorder()
-        self._recorder.open(self._of.StoreOptions(str(self.folder / "store")), PlainRollouts())
-        self._buffer = self._trajstore.TrajectoryReplayBuffer.open(self.folder / "store")
-
-    def add(self, rollouts: Sequence[Rollout]) -> None:
-        message = self._pack(_columns(rollouts), PlainRollouts.columns)
-        numbers, tags = [rollout.number for rollout in rollouts], [{"version": rollout.version} for rollout in rollouts]
-        self._recorder.accept(numbers, tags, message)
-
-    def settle(self) -> None:
-        self._recorder.flush()
-        if (error := self._recorder.status().error) is not None:
-            raise error
