@@ -501,6 +501,21 @@ def test_an_end_that_cannot_be_written_is_undone(tmp_path: Path, end: str) -> No
         assert len(buffer) == (end == "finish")
 
 
+def test_a_session_that_cannot_be_opened_says_why_whatever_write_fails(tmp_path: Path) -> None:
+    at, said = 0, list[str]()
+    while len(said) == at:
+        with opened(tmp_path / str(at)) as buffer:
+            with failing_disk(FaultPlan(at, "ENOSPC")):
+                try:
+                    buffer.session("task", "full")
+                except errors.StoreWriteError as error:
+                    said.append(str(error))
+            assert not buffer.session("task", "full").calls()
+        at += 1
+    assert len(said) > 1
+    assert all("No space left on device" in text and "Errno 5" not in text for text in said)
+
+
 def test_a_session_opens_although_a_write_of_another_thread_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

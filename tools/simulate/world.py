@@ -507,7 +507,7 @@ class World:
                 thread.start()
             for thread in threads:
                 thread.join()
-            self._fault_from = 1 << 60
+            self._fault_steps = 0
             added = set(self.model.keys)
             try:
                 buffer.flush()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from trajstore._core.base import locks
 from trajstore._core.files.descriptors import Descriptor
-from trajstore.errors import ConfigurationError, CorruptStoreError, DescriptorLimitError, StoreNotFoundError
+from trajstore.errors import ConfigurationError, CorruptStoreError, DescriptorLimitError, StoreError, StoreNotFoundError
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """Error numbers of the system for a name that is not a regular file; ``ENXIO`` for sockets and pipes."""
@@ -196,6 +196,8 @@ class HeldFolder:
         descriptor = self.open(name, flags)
         try:
             yield descriptor
+        except StoreError:  # names its file
+            raise
         except OSError as error:
             raise self.named(error, name) from error
         finally:
