@@ -62,9 +62,12 @@ def test_any_changed_byte_is_found(tmp_path: Path, trajectory_format: str, data:
 
 def test_missing_and_cut_files_are_named(run: Run, store: Path, shard: Path) -> None:
     content = shard.read_bytes()
-    shard.write_bytes(content[:-1])
-    assert shard.name in run.out("verify", store, code=DAMAGED)
+    for damaged in (content[:-1], content[:-1] + bytes([content[-1] ^ 1])):
+        shard.write_bytes(damaged)
+        (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
+        assert problem["message"].endswith("; restore it from a copy")
     shard.unlink()
+    assert "the index names it; restore it from a copy" in run.out("verify", store, code=DAMAGED)
     (problem,) = run.json("verify", store, code=DAMAGED)["problems"]
     assert (problem["file"], problem["lost"], problem["uncounted"]) == (f"shards/{shard.name}", [[0, 4]], False)
     out = run.out("verify", store, code=DAMAGED)

@@ -283,8 +283,8 @@ def test_a_damaged_frame_is_reported_for_both_fields(tmp_path: Path) -> None:
     file.write_bytes(data)
     problems = [problem.message for problem in verify(tmp_path).problems]
     assert problems == [
-        "column curr_obs.image: checksum does not fit the content",
-        "column next_obs.image: has rows in the damaged column curr_obs.image",
+        "column curr_obs.image: checksum does not fit the content; restore it from a copy",
+        "column next_obs.image: has rows in the damaged column curr_obs.image; restore it from a copy",
     ]
     with (
         opened(tmp_path, verify_shards=True) as reader,

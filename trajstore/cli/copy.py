@@ -57,8 +57,8 @@ COPY = Command(
     name="copy",
     summary="copy a store as it is at this moment, also while it is being written",
     description=(
-        "Copy every committed trajectory of a store, a checkpoint, or each store of a run directory, and verify the "
-        "copy. A writer may be running. Files are hard links where the file system allows it. Saved points, "
+        "Copy every committed trajectory of a store, a checkpoint, or each store of a run directory, with its id, and "
+        "verify the copy. A writer may be running. Files are hard links where the file system allows it. Saved points, "
         "pins, training ledgers and open sessions are not copied; notes name them. A directory of RLinf becomes a "
         "store."
     ),

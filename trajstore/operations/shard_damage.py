@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from trajstore._core.files.base import Directory
+from trajstore._core.files.base import SEE_VERIFY, Directory
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.formats.checksums import check_file
 from trajstore._core.formats.packed import is_packed
 from trajstore._core.reading.shard_access import fetch_file, reader_of
-from trajstore.errors import StoreError
+from trajstore._core.store.sealed import FROM_A_COPY, without_advice
+from trajstore.errors import CorruptStoreError, StoreError
 
 
 def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
@@ -20,13 +21,15 @@ def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, 
     for number, file in enumerate(manifest.files):
         try:
             data = memoryview(fetch_file(directory, manifest, file.name))
+        except CorruptStoreError as error:
+            damage.append((file.name, without_advice(str(error).removesuffix(SEE_VERIFY)) + FROM_A_COPY))
+            continue
         except (StoreError, OSError) as error:
             damage.append((file.name, str(error)))
             continue
-        try:
-            damage += [(file.name, text.removeprefix(f"{file.name}: ")) for text in check_file(data, manifest, number)]
-        finally:
-            data.release()
+        with data:
+            texts = check_file(data, manifest, number)
+        damage += [(file.name, text.removeprefix(f"{file.name}: ") + FROM_A_COPY) for text in texts]
     schema = manifest.schema
     if not damage and (None in manifest.places or schema.stored_once or is_packed(schema)):
         damage += _damage_in_decoded(directory, manifest)

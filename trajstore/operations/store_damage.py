@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trajstore._core.buffer.checkpoint import CheckpointState
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.schema import Schema
-from trajstore._core.files.base import SEE_VERIFY, Directory
+from trajstore._core.files.base import Directory
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats.base import SHARDS_FOLDER
@@ -358,10 +358,8 @@ def _damage_of(
             inside, lost = found.tolist(), tuple(map(tuple, id_ranges(found).tolist()))
             if not inside:
                 given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
-                damage = [(file, message.removesuffix(SEE_VERIFY) + given) for file, message in damage]
-            damaged += [
-                _Found(file, Problem(file, message.removesuffix(SEE_VERIFY), lost), inside) for file, message in damage
-            ]
+                damage = [(file, message + given) for file, message in damage]
+            damaged += [_Found(file, Problem(file, message, lost), inside) for file, message in damage]
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:
