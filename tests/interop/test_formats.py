@@ -218,11 +218,15 @@ def test_episodes_that_cross_blocks_stay_whole(name: str, tmp_path: Path, caplog
     stored(tmp_path / "store", made[:3])
     done = convert_to(tmp_path / "store", tmp_path / "out", name, check=True)
     assert (done.written, done.checked, done.problems, "late values" in done.lost) == (5, 5, {}, False)
+    assert done.may_lack_start == []
     assert "may have begun" not in caplog.text
     annotate(tmp_path / "store", [1], {"outcome": 1.0})
     done = convert_to(tmp_path / "store", tmp_path / "part", name, where="trajectory_id > 0")
-    assert "convert: 2 episodes may have begun in blocks that are not there" in caplog.text
+    assert f"{tmp_path / 'part'}: 2 episodes may have begun in blocks that are not there" in caplog.text
     assert "late values" in done.lost
+    convert_from(tmp_path / "part", tmp_path / "rest", name)
+    lengths = [len(part.rewards) for part in read_all(tmp_path / "rest") if isinstance(part, Trajectory)]  # type: ignore[arg-type]
+    assert sorted(lengths[number] for number in done.may_lack_start) == [1, 2], "3 steps of each were in block 0"
     convert_from(tmp_path / "out", tmp_path / "back", name)
     rewards = [part.rewards for part in read_all(tmp_path / "back") if isinstance(part, Trajectory)]
     assert sorted(len(rows) for rows in rewards if rows is not None) == [1, 4, 4, 4, 5]
@@ -230,6 +234,38 @@ def test_episodes_that_cross_blocks_stay_whole(name: str, tmp_path: Path, caplog
     done = convert_to(tmp_path / "other", tmp_path / "out-2", name)
     assert "is cut there, because actions differs" in caplog.text
     assert len(done.problems) == 3, "episodes of other actions than the first"
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_only_blocks_that_cut_episodes_make_beginnings_doubtful(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Episodes of 6 steps in blocks of 6, or of 3; every second episode or block is absent or not chosen."""
+    states = torch.arange(6.0).reshape(-1, 1, 1)
+    ends = states == 5
+    made = [
+        Trajectory(
+            actions=torch.ones(steps, 1, 1),
+            rewards=torch.ones(steps, 1, 1),
+            dones=ends[start : start + steps],
+            terminations=ends[start : start + steps],
+            truncations=torch.zeros(steps, 1, 1, dtype=torch.bool),
+            curr_obs={"states": states[start : start + steps] + 10 * episode},
+            next_obs={"states": states[start : start + steps] + 10 * episode + 1},
+        )
+        for episode in range(4)
+        for start in range(0, 6, steps)
+    ]
+    store = stored(tmp_path / "store", made)
+    done = convert_to(store, tmp_path / "out", "lerobot", where="trajectory_id % 2 = 1", check=True)
+    assert done.may_lack_start == ([0, 1, 2, 3] if steps == 3 else [])
+    assert ("may have begun" in caplog.text) == (steps == 3)
+    assert ".converting" not in caplog.text
+    if steps == 6:
+        with writer_to(store) as writer:
+            writer.evict(range(0, len(made), 2))
+        assert convert_to(store, tmp_path / "rest", "lerobot").may_lack_start == []
+        assert "may have begun" not in caplog.text
 
 
 def test_a_store_with_values_of_whole_blocks_becomes_either_data_set(

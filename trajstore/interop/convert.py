@@ -44,12 +44,14 @@ from trajstore.errors import (
     MissingDependencyError,
     StoreNotFoundError,
     TrajstoreError,
+    counted,
     listed,
     written,
 )
 from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import Joiner, Part
 from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged
+from trajstore.operations.measure import NEAR
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
@@ -92,6 +94,7 @@ class Converted:
         cannot_carry: fields that the format loses, as it declares them.
         lost: those of them that a converted trajectory had.
         written: number of rollouts or episodes written.
+        may_lack_start: numbers in the target, from 0, of episodes that may have begun in blocks that are not there.
         left_out: number of trajectories of the other kind.
         not_chosen: numbers of rollouts that were left out by their outcomes or images, by reason.
         changed: numbers of messages that were put into OpenAI's chat form, and of what has no place there.
@@ -105,6 +108,7 @@ class Converted:
     target: str
     cannot_carry: tuple[str, ...]
     written: int = 0
+    may_lack_start: list[int] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     left_out: int = 0
     not_chosen: Mapping[str, int] = field(default_factory=dict)
@@ -245,11 +249,9 @@ def convert_to(
         result.pictured = sum(count[IMAGES] > 0 for count in written_counts)
         changed = sum(written_counts, Counter[str]())
         result.changed = {what: count for what, count in changed.items() if what != IMAGES}
-        if check and chosen is None:
-            _check(stored, form, made, result, True)
-        elif check and chosen is not None:
-            rows = [Item(item.key, partial(_encoded, item, writer), item.done) for item in chosen]
-            _check(lambda: rows, form, made, result, True)
+        if check:
+            rows = [Item(item.key, partial(_encoded, item, writer), item.done) for item in chosen or ()]
+            _check(lambda: rows or stored(), form, made, result, True)
     return result
 
 
@@ -321,7 +323,8 @@ def _stored(
     joiner, done = Joiner(), 0
 
     def item(part: Part) -> Item:
-        return Item(part.key, lambda: part.trajectory, done, part.facts)
+        lacks = partial(joiner.may_lack_start, part.since) if part.since < NEAR else None
+        return Item(part.key, lambda: part.trajectory, done, part.facts, lacks)
 
     for done, row in enumerate(rows, start=1):
         number, key = row["trajectory_id"], f"trajectory {shown_id(row['trajectory_id'])}"
@@ -330,6 +333,10 @@ def _stored(
             yield Item(key, lambda number=number: reader.get(number), done, facts)  # type: ignore[misc]
             continue
         follows = own_id(number) == 0 or number - 1 in there
+        if not follows and not joiner.crosses:
+            with suppress(TrajstoreError, OSError):
+                if isinstance(left_out := reader.get(number - 1), Trajectory):
+                    joiner.look(left_out)
         try:
             whole = reader.get(number)
             parts = list(joiner.add(key, whole, facts, follows=follows)) if isinstance(whole, Trajectory) else []
@@ -373,25 +380,35 @@ def _write(form: Format, source: Source, writer: Writer, result: Converted, prog
         ConfigurationError: none can be written; says why.
     """
     lost: set[str] = set()
+    starts: list[tuple[int, Callable[[], bool]]] = []
 
-    def encoded() -> Iterator[tuple[Any, int, int]]:
+    def encoded() -> Iterator[tuple[Any, int, int, Callable[[], bool] | None]]:
         for item in source.items:
             try:
                 trajectory = item.load()
                 for part in trajectory if isinstance(trajectory, tuple) else (trajectory,):
                     names = (name for name, _ in _leaves(part) if name not in form.carries)
                     lost.update(filter(None, (_field_of(name, result.cannot_carry) for name in names)))
-                yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done
+                yield writer.encode(trajectory, item.facts), _nbytes(trajectory), item.done, item.may_lack_start
             except (TrajstoreError, OSError) as error:
                 result.problems[item.key] = str(error)
 
     for portion, _ in portions(encoded(), _PORTION_BYTES, lambda entry: entry[1], most=_PORTION_ITEMS):
         writer.append([content for content, *_ in portion])
+        unsure = ((place, may_lack) for place, (*_, may_lack) in enumerate(portion) if may_lack is not None)
+        starts += [(result.written + place, may_lack) for place, may_lack in unsure]
         result.written += len(portion)
         progress(portion[-1][2], source.total)
     if result.problems and not result.written:
         raise ConfigurationError(f"{result.target}: nothing could be converted: {listed(result.reasons(), 3)}")
     result.lost = [name for name in result.cannot_carry if name in lost]
+    if numbers := [number for number, may_lack in starts if may_lack()]:
+        result.may_lack_start = numbers
+        logger.warning(
+            "convert: %s: %s may have begun in blocks that are not there (evicted, or not chosen); if so, their "
+            "returns and lengths are those of the rest: %s (`may_lack_start` in the result and in --json)",
+            *(result.target, counted(len(numbers), "episode"), listed(map(str, numbers), 20)),
+        )
     writer.finish()
 
 
@@ -497,7 +514,7 @@ def _second(form: Format, path: Path) -> Second | None:
     except (ImportError, MissingDependencyError):
         return None
     except (TrajstoreError, *UNREADABLE) as error:
-        logger.warning("convert: %s: checked by trajstore alone, for another program cannot: %r", path, error)
+        logger.warning("convert: checked by trajstore alone, for another program cannot: %r", error)
         return None
 
 
@@ -543,8 +560,8 @@ def _check(stored: Callable[[], Iterable[Item]], form: Format, path: Path, resul
             compared += 1
         if unread:
             logger.warning(
-                "convert: %s: %d of %d items checked by trajstore alone, because %s cannot read them: %s",
-                *(path, len(unread), result.written, second.by, listed([*unread.values()], 1)),
+                "convert: %d of %d items checked by trajstore alone, because %s cannot read them: %s",
+                *(len(unread), result.written, second.by, listed([*unread.values()], 1)),
             )
         result.checked = max(result.checked or 0, compared)
         result.checked_by += (second.by,) if second.by and compared else ()

@@ -12,7 +12,7 @@ import torch
 
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
-from trajstore.errors import CorruptStoreError, InvalidTrajectoryError, listed
+from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
 from trajstore.operations.measure import NEAR, Border, border_of
 from trajstore.trajectory import Trajectory, get_model_weights_id
@@ -37,12 +37,14 @@ class Part:
         trajectory: its steps ``[n, 1, ...]``.
         facts: of the block in which it begins.
         block: number of the newest block with steps of it.
+        since: number of blocks since an absent one in which it may have begun; NEAR or more: none.
     """
 
     key: str
     trajectory: Trajectory
     facts: Mapping[str, Any]
     block: int = 0
+    since: int = NEAR
 
 
 class Joiner:
@@ -57,8 +59,7 @@ class Joiner:
         self._open: dict[bytes, Part] = {}
         self._blocks = self._gap = 0
         self._reach = 1
-        self._uncertain: list[tuple[int, str]] = []
-        """Episodes with whose first step a block begins: number of the block since a gap, and key."""
+        self.crosses = False  # whether a block was open at its end
 
     def add(self, key: str, block: Trajectory, facts: Mapping[str, Any], *, follows: bool = True) -> Iterator[Part]:
         """Add a block; yield the episodes that are complete.
@@ -80,20 +81,19 @@ class Joiner:
         before = {environment: self._open.pop(seen, None) for environment, seen in begun.items()}
         newest: dict[int, Part] = {}
         for number, (environment, episode) in enumerate(found):
-            part, earlier = (
-                Part(f"{key}, episode {number}", episode, facts, self._blocks),
-                before.pop(environment, None),
-            )
+            part = Part(f"{key}, episode {number}", episode, facts, self._blocks)
+            earlier = before.pop(environment, None)
             reach = 0 if earlier is None else self._blocks - earlier.block
             if environment not in newest and earlier is not None and _append(earlier, part, key):
                 part, self._reach = earlier, max(self._reach, reach)
             else:
                 self._waiting.append(part)
-                since = self._blocks - self._gap if self._gap else NEAR
-                if border is not None and since < NEAR and environment not in newest:
-                    self._uncertain.append((since, part.key))
+                if border is not None and self._gap and environment not in newest:
+                    part.since = self._blocks - self._gap
             newest[environment] = part
-        if border is None and not all(has_ended(part.trajectory) for part in newest.values()):
+        is_open = not all(has_ended(part.trajectory) for part in newest.values())
+        self.crosses |= is_open
+        if border is None and is_open:
             logger.warning(
                 "convert: blocks lack dones, or observations in curr_obs and next_obs, which show whether an episode "
                 "goes on in another block: each is taken to end with its block"
@@ -111,16 +111,17 @@ class Joiner:
             else:
                 self._waiting.append(part)
 
+    def look(self, block: Trajectory) -> None:
+        """Look whether a block that is left out is open at its end."""
+        self.crosses |= not all(map(has_ended, dict(episodes_of(block)).values()))
+
     def rest(self) -> Iterator[Part]:
-        """Yield the episodes that still wait, and warn of those whose beginning may be absent."""
+        """Yield the episodes that still wait."""
         yield from self._waiting
-        if keys := [key for since, key in self._uncertain if since < self._reach]:
-            logger.warning(
-                "convert: %s may have begun in blocks that are not there (evicted, or not chosen), so returns and "
-                "lengths are those of the rest: %s",
-                "1 episode" if len(keys) == 1 else f"{len(keys):,} episodes",
-                listed(keys, 3),
-            )
+
+    def may_lack_start(self, since: int) -> bool:
+        """Return whether the start of a part with this ``since`` may be absent; known after the last block."""
+        return self.crosses and since < self._reach
 
 
 def has_ended(episode: Trajectory) -> bool:

@@ -110,9 +110,7 @@ class _Writer(Writer):
         fps = _FPS if given is None else _frame_rate(given) or _FPS
         if not self._begun:
             if given is None:
-                logger.warning(
-                    "convert: %s: no forward_inputs.fps: time stamps are of %g frames a second", self._path, _FPS
-                )
+                logger.warning("convert: no forward_inputs.fps: time stamps are of %g frames a second", _FPS)
             self._first, self._fps, self._begun = shapes | {"states": renamed}, fps, True
         elif self._first != shapes | {"states": self._first["states"]} or fps != self._fps:
             raise InvalidTrajectoryError("its features or frames a second differ from those of the first episode")
