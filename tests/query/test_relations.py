@@ -468,6 +468,8 @@ def test_steps_of_rlinf_are_asked(shared_fixtures: Path) -> None:
         (lambda b: b.query("messages").where("rolle = 'x'").rows(), "no column 'rolle'; did you mean 'role'"),
         (lambda b: b.query().sql("select rolle from messages"), "no column 'rolle'; did you mean 'role'"),
         (lambda b: b.query().sql("select rolle from trajectories"), "no column 'rolle'; a key of a rollout's metadata"),
+        (lambda b: b.query().sql("select c.usage from calls c"), "no column 'usage'.* in its json, and DuckDB reads"),
+        (lambda b: b.query().sql("with x as (select task from calls) select model from x"), '"model".*valid columns'),
         (lambda b: b.query("calls").where("usage = 1").rows(), "no column 'usage'.* are in its json, and DuckDB reads"),
         (lambda b: b.query("calls").select("json->>'$.usage'").rows(), "usage: Polars' SQL takes no .* DuckDB reads"),
         (lambda b: b.query("calls").where("json->>'a' = 'b'").rows(), "Polars' SQL takes no .* DuckDB reads"),

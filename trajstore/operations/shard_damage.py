@@ -21,11 +21,9 @@ def damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, 
     for number, file in enumerate(manifest.files):
         try:
             data = memoryview(fetch_file(directory, manifest, file.name))
-        except CorruptStoreError as error:
-            damage.append((file.name, without_advice(str(error).removesuffix(SEE_VERIFY)) + FROM_A_COPY))
-            continue
         except (StoreError, OSError) as error:
-            damage.append((file.name, str(error)))
+            advice = FROM_A_COPY if isinstance(error, CorruptStoreError) else ""
+            damage.append((file.name, without_advice(str(error).removesuffix(SEE_VERIFY)) + advice))
             continue
         with data:
             texts = check_file(data, manifest, number)

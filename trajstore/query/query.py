@@ -512,8 +512,8 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
             reason += f": Polars' SQL takes no value out of JSON; {_DUCKDB}"
         if "string with numeric type" in reason or "check for String values" in reason:
             reason += "; try_cast(NAME as double) makes a number of a text, null where it is none"
-        unknown = re.search(r'column "([^"]*)"', reason) if "valid columns" in reason else None
-        raise _refusal(where, ", ".join(texts), reason, names, unknown[1] if unknown else None) from None
+        unknown = re.search(r"""column "([^"]*)".*valid columns|no column named '([^']*)' found""", reason)
+        raise _refusal(where, ", ".join(texts), reason, names, unknown and (unknown[1] or unknown[2])) from None
 
 
 def _quoted(text: str) -> str:
@@ -525,6 +525,8 @@ def _refusal(
 ) -> ConfigurationError:
     if unknown is not None:
         names = names if isinstance(names, Sequence) else names.collect_schema().names()
+        if unknown in names:  # of another table
+            return ConfigurationError(f"{where}: {text!r}: {reason}")
         close = get_close_matches(unknown, names, 1)
         reason = f"there is no column {unknown!r}; "
         if close:
