@@ -58,7 +58,6 @@ BENCHMARKS = {
     "samplers": "samplers.figures",
     "space": "space.figures",
     "rlinf": "rlinf.figures",
-    "alternatives": "alternatives.figures",
 }
 """Module and function of each benchmark, imported when it runs, so that others do not need its packages."""
 

@@ -56,13 +56,13 @@ def _windows(name: str, sampler: Sampler, count: int, options: Options) -> Figur
     many, repeats = options.count(MANY, 1_000), max(20, options.repeats)
     _filled(sampler, many, 20)
     generator = torch.Generator().manual_seed(0)
-    times, begins = {}, {}
+    times = {}
     for window in WINDOWS:
         work = partial(sampler.draw, count, generator, None if window is None else max(0, many - window))
-        begins[f"ms_first_{window or 'all'}"] = 1e3 * seconds(work)
+        work()
         times[f"ms_{window or 'all'}"] = 1e3 * statistics.median(seconds(work) for _ in range(repeats))
     what = f"{name}, draw of {count} at {many:,} trajectories, the worst window"
-    return Figure("SAMPLERS", what, max(times.values()), 1.0, unit="ms", details=times | begins)
+    return Figure("SAMPLERS", what, max(times.values()), 1.0, unit="ms", details=times)
 
 
 def _bare(counts: Sequence[int], options: Options) -> Figure:

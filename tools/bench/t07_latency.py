@@ -56,6 +56,5 @@ def figures(options: Options) -> Iterator[Figure]:
             "p99_ms": percentile(inside, 0.99) * 1e3,
             "memcpy_ms": memcpy * 1e3,
             "memcpy_p99_ms": percentile(copies, 0.99) * 1e3,
-            "median_ratio": median(inside) / memcpy,
         },
     )

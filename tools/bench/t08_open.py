@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from tools.bench.report import Figure, Options
 from tools.bench.timing import in_child, status_bytes
-from tools.bench.workloads import opened, smalls
+from tools.bench.workloads import smalls
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.columns.conversion import flatten
@@ -57,8 +58,8 @@ def figures(options: Options) -> Iterator[Figure]:
         name = f"{total:,} trajectories, {packed} per shard"
         folder = options.folder / f"packed_{packed}_{whole}"
         write_store(folder, total, packed)
-        everything, rank, writer = (_median(work, folder, options) for work in (load, _load_rank, _open_to_write))
-        yield Figure("T8", f"open {name}", everything["seconds"], most, "s", details={"to_write_s": writer["seconds"]})
+        everything, rank = (_median(work, folder, options) for work in (load, partial(load, rank=3, ranks=RANKS)))
+        yield Figure("T8", f"open {name}", everything["seconds"], most, "s")
         yield Figure("T8", f"open {name}, rank 3 of 8", rank["seconds"], most_of_rank, "s")
         yield Figure(
             "T8",
@@ -143,21 +144,11 @@ def _renamed(manifest: ShardManifest, name: str) -> ShardManifest:
     return replace(manifest, name=name, files=files)
 
 
-def load(path: Path) -> object:
-    """Return a buffer that shows a store or run."""
+def load(path: Path, rank: int = 0, ranks: int = 1) -> object:
+    """Return a buffer that shows a store or run, or a rank's share of it."""
     buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(path)
+    buffer.load_checkpoint(path, True, rank, ranks)
     return buffer
-
-
-def _load_rank(path: Path) -> object:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(path, True, 3, RANKS)
-    return buffer
-
-
-def _open_to_write(path: Path) -> object:
-    return opened(path)
 
 
 def _load_json(path: Path) -> object:

@@ -1,8 +1,7 @@
 """T11: a mixed padded batch from 512 agent trajectories, over bare ``pad_sequence`` of the same tensors; one thread.
 
 "The same tensors" are all eleven padded tensors of the batch: the peer gets the rows of each of them ready-made and
-does nothing but pad. In the stricter second figure it pads only the four columns that a trajectory brings, so that
-everything derived from them counts as overhead; it has no target.
+does nothing but pad.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ from trainer_hooks.batch import BatchRow, build_batch, to_tensordict
 
 ROWS, GROUP = 512, 8
 TARGET = 1.0
-STORED = ("input_ids", "attention_mask", "loss_mask", "recorded_old_log_probs")
 
 
 def figures(options: Options) -> Iterator[Figure]:
-    """Yield both figures."""
+    """Yield the one figure."""
     generator = torch.Generator().manual_seed(0)
     rows = [make_row(number, generator) for number in range(options.count(ROWS, GROUP))]
     pieces = ready_made(rows)
-    stored = {name: pieces[name] for name in STORED}
-    for name, peer, target in (("the same tensors", pieces, TARGET), ("stored columns only", stored, None)):
-        with torch_threads(1):
-            times = in_turn([partial(build_batch, rows, 0), partial(pad, peer)], 2 * options.repeats)
-        yield Figure("T11", f"build_batch over pad_sequence, {name}", ratio(*times), target)
+    with torch_threads(1):
+        times = in_turn([partial(build_batch, rows, 0), partial(pad, pieces)], 2 * options.repeats)
+    yield Figure("T11", "build_batch over pad_sequence of the same tensors", ratio(*times), TARGET)
 
 
 def make_row(number: int, generator: torch.Generator) -> BatchRow:

@@ -65,16 +65,7 @@ def _figures(size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Figure
             "record_ms": each["record"],
             "get_ms": each["get"],
             "added_in_all_ms": each["whole"],
-            "other_get_ms": each["other_get"],
         },
-    )
-    yield Figure(
-        "T16",
-        f"afterwards, beside the training, until what {size} rollouts got late is committed",
-        each["background"],
-        None,
-        "ms",
-        details={"seconds": statistics.median(times["background"])},
     )
 
 
@@ -166,21 +157,12 @@ def _tokenizer() -> Any:
 
 
 def _record_once(ours: Any, batch: Any, step: int, parts: Mapping[str, tuple[Any, str]]) -> dict[str, float]:
-    import transfer_queue
-
-    # What verl reads itself when it computes old log-probs, for comparison.
-    others = ["entropy", "old_log_probs", "response_mask", "responses", "rollout_log_probs"]
-    start = time.perf_counter()
-    transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=others)
-    other_get = time.perf_counter() - start
     with _timed(parts) as times:
         start, own_start = time.perf_counter(), time.thread_time()
         ours.scored(ours.join(batch), step)
         whole, own = time.perf_counter() - start, time.thread_time() - own_start
         ours._recorder.flush()
-        background = time.perf_counter() - start - whole
-    sums = {name: sum(values) for name, values in times.items()}
-    return {"whole": whole, "own": own, "background": background, "other_get": other_get, **sums}
+    return {"whole": whole, "own": own, **{name: sum(values) for name, values in times.items()}}
 
 
 def _put_rows(count: int) -> Any:

@@ -6,14 +6,12 @@ Needs ``cpprb``, which is no part of any extra: ``pip install cpprb``.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from statistics import median
-from typing import Any
 
 import numpy as np
 import torch
 
 from tools.bench.report import Figure, Options, needs
-from tools.bench.timing import in_turn
+from tools.bench.timing import in_turn, ratio
 from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore.samplers import Additions, Priorities, WeightedSampler
 
@@ -42,26 +40,17 @@ def figures(options: Options) -> Iterator[Figure]:
         part = slice(start, start + 1_000_000)
         sampler.update(ids[part], places[part], spread[part])
     fresh = chance.random(BATCH)
-    drawn: list[Any] = [sampler.draw(BATCH, generator), peer.sample(BATCH, beta=0.4)]
 
     def mine() -> None:
-        drawn[0] = sampler.draw(BATCH, generator)
+        drawn = sampler.draw(BATCH, generator)
+        sampler.update(drawn.ids, drawn.samples, fresh)
 
     def theirs() -> None:
-        drawn[1] = peer.sample(BATCH, beta=0.4)
+        peer.update_priorities(peer.sample(BATCH, beta=0.4)["indexes"], fresh)
 
-    works = (
-        mine,
-        theirs,
-        lambda: sampler.update(drawn[0].ids, drawn[0].samples, fresh),
-        lambda: peer.update_priorities(drawn[1]["indexes"], fresh),
-    )
-    times = in_turn(works, max(options.repeats, 30))
-    both = [[a + b for a, b in zip(times[at].clock, times[at + 2].clock, strict=True)] for at in range(2)]
-    names = ("draw_ms", "peer_draw_ms", "write_back_ms", "peer_write_back_ms")
-    details = {name: one.ms for name, one in zip(names, times, strict=True)}
-    value = median(both[0]) / median(both[1])
-    yield Figure("T17", "prioritized draw and write-back ÷ cpprb", value, 0.5, details=details)
+    times = in_turn([mine, theirs], max(options.repeats, 30))
+    details = {"ms": times[0].ms, "peer_ms": times[1].ms}
+    yield Figure("T17", "prioritized draw and write-back ÷ cpprb", ratio(*times), 0.5, details=details)
 
 
 def filled(trajectories: int) -> WeightedSampler:

@@ -1,11 +1,9 @@
 """T19: adds through Ray over adds in one process; sampling through a handle on the owner's node over a reader's own.
 
 Agent trajectories (37 KB with their messages), lists of 16, until all are committed: four producers, actors of Ray
-with a handle each, against one thread with a buffer of its own. Beside it, what Ray alone costs: an actor that takes
-as many bytes from four producers and does nothing with them, a list or a request of 8 MB with each call. Processor time
-is that of all processes together, Ray's included. Sampling: the state workload, batch 1024, rows read
-from the mapped directory in both cases; the handle does not ask for news between the draws. One call of each,
-now this one first and now that, medians of all calls.
+with a handle each, against one thread with a buffer of its own. Processor time is that of all processes together, Ray's
+included. Sampling: the state workload, batch 1024, rows read from the mapped directory in both cases; the handle does
+not ask for news between the draws. One call of each, now this one first and now that, medians of all calls.
 """
 
 from __future__ import annotations
@@ -16,13 +14,10 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import Times, in_turn, processor_ratio, processor_seconds, ratio
-from tools.bench.workloads import LIST, add_all, agents, nbytes, opened, states
+from tools.bench.workloads import LIST, add_all, agents, opened, states
 from trajstore import TrajectoryReplayBuffer
-from trajstore.distributed.receipts import REQUEST_BYTES
 
 PRODUCERS = 4
 WARMUP = 2  # of memory that all processes share, each touches each page once
@@ -47,28 +42,6 @@ def figures(options: Options) -> Iterator[Figure]:
         ray.shutdown()
 
 
-class _Sink:
-    """Takes bytes."""
-
-    def take(self, block: np.ndarray[Any, Any]) -> int:
-        """Return how many."""
-        return block.nbytes
-
-
-class _Source:
-    """Sends bytes to a sink, and waits until it has all."""
-
-    def __init__(self, sink: Any) -> None:
-        self._sink = sink
-
-    def send(self, total: int, each: int) -> None:
-        """Send a number of trajectories in calls of a given size."""
-        import ray
-
-        block = np.ones(each, np.uint8)
-        ray.get([self._sink.take.remote(ray.put(block)) for _ in range(max(1, total // each))])
-
-
 class _Producer:
     """Adds its part of the trajectories, and waits until they are committed."""
 
@@ -90,27 +63,18 @@ def _adding(options: Options, ray: Any) -> Figure:
     pool = agents()
     handle = DistributedReplayBuffer.create("t19", options.folder / "ray", actor_options={"num_cpus": 1})
     producers = [ray.remote(num_cpus=0)(_Producer).remote("t19", seed) for seed in range(PRODUCERS)]
-    sink = ray.remote(num_cpus=0)(_Sink).remote()
-    sources = [ray.remote(num_cpus=0)(_Source).remote(sink) for _ in range(PRODUCERS)]
-    one = nbytes(pool) // len(pool)
 
     def with_ray() -> None:
         ray.get([producer.add.remote(total // PRODUCERS) for producer in producers])
 
-    def bare(each: int) -> None:
-        ray.get([source.send.remote(total // PRODUCERS * one, each) for source in sources])
-
-    names = ("ray", "alone", "bare_lists", "bare_requests")
-    times = {name: Times(WARMUP, processor_seconds) for name in names}
+    times = {name: Times(WARMUP, processor_seconds) for name in ("ray", "alone")}
     for _ in range(WARMUP + options.repeats):
         times["ray"].take(with_ray)
         folder = options.folder / "one"
         with opened(folder) as buffer:
             times["alone"].take(partial(add_all, buffer, pool, total))
         shutil.rmtree(folder)
-        times["bare_lists"].take(partial(bare, LIST * one))
-        times["bare_requests"].take(partial(bare, REQUEST_BYTES))
-    for actor in (*producers, *sources, sink):
+    for actor in producers:
         ray.kill(actor)
     handle.stop()
     details = {f"{name}_per_second": total / took.seconds for name, took in times.items()}

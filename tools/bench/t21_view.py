@@ -21,7 +21,7 @@ import torch
 from tools.bench.report import Figure, Options, SkippedError
 from tools.bench.t08_open import write_store
 from tools.bench.t23_questions import some_facts
-from tools.bench.timing import in_child, processor_seconds, seconds
+from tools.bench.timing import in_child, seconds
 from tools.bench.workloads import PROMPT, add_all, agents, opened, rollout
 from tools.browser import Command, NoBrowserError, Page, browser
 from tools.meanwhile import meanwhile
@@ -130,7 +130,7 @@ def _writer(options: Options, path: Path, page: Page) -> Iterator[Figure]:
     """
     total = options.count(8_000, 128)
     made = agents(64)
-    turns: list[dict[bool, tuple[float, float, float]]] = []
+    turns: list[dict[bool, tuple[float, float]]] = []
     with opened(path) as writer:
         _added(writer, made, total)
         with Command(path) as command:
@@ -149,18 +149,16 @@ def _writer(options: Options, path: Path, page: Page) -> Iterator[Figure]:
         "rate_alone": total / median(turn[False][0] for turn in turns),
         "quarters": quantiles(ratios, n=4),
         "by_processor_time": median(turn[False][1] / turn[True][1] for turn in turns),
-        "cores_of_server_and_browser": median(turn[True][2] / turn[True][0] for turn in turns),
     }
     name = f"rate of a writer, watched over alone, {total:,} rollouts a turn"
     yield Figure("T21", name, median(ratios), 0.98, at_least=True, details=details)
 
 
-def _added(writer: TrajectoryReplayBuffer, made: list[AgentTrajectory], total: int) -> tuple[float, float, float]:
-    """Add rollouts; return the seconds until all are durable, by the clock, of this process and of its children."""
-    clock, used, of_all = time.perf_counter(), time.process_time(), processor_seconds()
+def _added(writer: TrajectoryReplayBuffer, made: list[AgentTrajectory], total: int) -> tuple[float, float]:
+    """Add rollouts; return the seconds until all are durable, by the clock and by this process."""
+    clock, used = time.perf_counter(), time.process_time()
     add_all(writer, made, total, len(made))
-    mine = time.process_time() - used
-    return time.perf_counter() - clock, mine, processor_seconds() - of_all - mine
+    return time.perf_counter() - clock, time.process_time() - used
 
 
 def _seen(page: Page, address: str, what: str) -> float:

@@ -8,15 +8,14 @@ the recorder for the newest id on disk; its interval is part of the time until a
 from __future__ import annotations
 
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tools.bench.report import Figure, Options
 from tools.bench.t16_verl import GROUP, RESPONSE_TOKENS, need_verl, new_row, open_plane
 from tools.bench.timing import in_child, percentile
+from tools.meanwhile import meanwhile
 
 PUTS, WARM_UP = 2000, 50
 POLL_SECONDS = 0.02
@@ -36,21 +35,14 @@ def figures(options: Options) -> Iterator[Figure]:
         "s",
         details={"p50_s": statistics.median(durable), "max_s": max(durable), "rollouts": len(durable)},
     )
-    with_, without = measured["train"], measured["val"]
-    used, unused = measured["train_processor"], measured["val_processor"]
+    used, unused = (statistics.mean(measured[partition]) for partition in ("train", "val"))
     yield Figure(
         "T16",
         f"processor time that recording adds to a put of {RESPONSE_TOKENS} tokens, in the process that puts",
-        (statistics.mean(used) - statistics.mean(unused)) * 1e3,
+        (used - unused) * 1e3,
         PUT_TARGET_MS,
         "ms",
-        details={
-            "put_ms": statistics.mean(unused) * 1e3,
-            "clock_added_ms": (statistics.median(with_) - statistics.median(without)) * 1e3,
-            "clock_put_ms": statistics.median(without) * 1e3,
-            "clock_p99_with_ms": percentile(with_, 0.99) * 1e3,
-            "clock_p99_without_ms": percentile(without, 0.99) * 1e3,
-        },
+        details={"put_ms": unused * 1e3},
     )
 
 
@@ -58,51 +50,35 @@ def figures(options: Options) -> Iterator[Figure]:
 
 
 def _measured(folder: Path, puts: int) -> dict[str, list[float]]:
-    """Return seconds until durable, and seconds of the puts by partition."""
+    """Return seconds until durable, and processor seconds of the puts by partition."""
     with open_plane(folder) as session:  # before TransferQueue is imported, which reads the environment
         import torch
         import transfer_queue
         from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
         random = torch.Generator().manual_seed(0)
-        watch = _Watch(session._recorder)
-        times: dict[str, list[float]] = {name + part: [] for name in ("train", "val") for part in ("", "_processor")}
+        committed: list[float] = []
+
+        def look() -> None:
+            news = session._recorder.status().committed + 1 - len(committed)
+            committed.extend([time.perf_counter()] * news)
+
+        times: dict[str, list[float]] = {"train": [], "val": []}
         ends: list[float] = []
-        for number in range(-WARM_UP, puts):
-            for partition in ("train", "val") if number % 2 else ("val", "train"):
-                key, tag, columns = new_row((number + WARM_UP) // GROUP, number % GROUP, random)
-                fields = list_of_dict_to_tensordict([columns])
-                start, used = time.perf_counter(), time.process_time()
-                transfer_queue.kv_batch_put(keys=[key], partition_id=partition, fields=fields, tags=[tag])
-                took, used = time.perf_counter() - start, time.process_time() - used
-                transfer_queue.kv_clear(keys=[key], partition_id=partition)
-                if partition == "train":
-                    ends.append(start)
-                if number >= 0:
-                    times[partition].append(took)
-                    times[f"{partition}_processor"].append(used)
-        times["durable"] = [at - start for at, start in zip(watch.until(len(ends)), ends, strict=True)][WARM_UP:]
+        with meanwhile(look, POLL_SECONDS):
+            for number in range(-WARM_UP, puts):
+                for partition in ("train", "val") if number % 2 else ("val", "train"):
+                    key, tag, columns = new_row((number + WARM_UP) // GROUP, number % GROUP, random)
+                    fields = list_of_dict_to_tensordict([columns])
+                    start, used = time.perf_counter(), time.process_time()
+                    transfer_queue.kv_batch_put(keys=[key], partition_id=partition, fields=fields, tags=[tag])
+                    used = time.process_time() - used
+                    transfer_queue.kv_clear(keys=[key], partition_id=partition)
+                    if partition == "train":
+                        ends.append(start)
+                    if number >= 0:
+                        times[partition].append(used)
+            while len(committed) < len(ends):
+                time.sleep(POLL_SECONDS)
+        times["durable"] = [at - start for at, start in zip(committed, ends, strict=True)][WARM_UP:]
         return times
-
-
-class _Watch:
-    """Notes when ids were first seen on disk."""
-
-    def __init__(self, recorder: Any) -> None:
-        self._recorder = recorder
-        self._seen: list[float] = []
-        self._wanted: int | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while self._wanted is None or len(self._seen) < self._wanted:
-            committed = self._recorder.status().committed
-            self._seen += [time.perf_counter()] * (committed + 1 - len(self._seen))
-            time.sleep(POLL_SECONDS)
-
-    def until(self, count: int) -> list[float]:
-        """Wait for this many ids; return the time of each."""
-        self._wanted = count
-        self._thread.join()
-        return self._seen

@@ -8,9 +8,10 @@ in a second before. Other programs on the machine lengthen calls: run it alone, 
 from __future__ import annotations
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from tools.bench.report import Figure, Options
 from tools.bench.timing import seconds
 from tools.bench.workloads import add_all, opened, smalls
+from tools.meanwhile import meanwhile
 from trajstore import TrajectoryReplayBuffer, annotate
 
 LIST = 512
@@ -49,35 +51,28 @@ def _beside(
     path: Path, evicted: bool, half: range, change: Callable[[TrajectoryReplayBuffer], object]
 ) -> tuple[float, dict[str, float], dict[str, float]]:
     """Return seconds of a change, and the longest calls in ms of each thread before and during it."""
-    ended, longest = threading.Event(), dict[str, float]()
-    added = smalls(1)
+    longest, added = dict[str, float](), smalls(1)
     with opened(path) as buffer:
         if evicted:
             buffer.evict(half)
         newest = int(buffer.trajectory_ids[-1])
 
-        def repeat(name: str, call: Callable[[], object]) -> None:
-            while not ended.is_set():
-                longest[name] = max(longest.get(name, 0.0), 1e3 * seconds(call))
-                time.sleep(0.002)
+        def timed(name: str, call: Callable[[], object]) -> None:
+            longest[name] = max(longest.get(name, 0.0), 1e3 * seconds(call))
 
         calls: dict[str, Callable[[], object]] = {
             "add": lambda: buffer.add_trajectories(added),
             "draw": lambda: buffer.sample_trajectories(16),
             "get": lambda: buffer.get(newest),
         }
-        threads = [threading.Thread(target=repeat, args=call) for call in calls.items()]
-        for call in calls.values():
-            call()
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)
-        longest.clear()
-        time.sleep(1)
-        before = dict(longest)
-        longest.clear()
-        took = seconds(lambda: change(buffer))
-        ended.set()
-        for thread in threads:
-            thread.join()
+        with ExitStack() as threads:
+            for name, call in calls.items():
+                call()
+                threads.enter_context(meanwhile(partial(timed, name, call), 0.002))
+            time.sleep(0.5)
+            longest.clear()
+            time.sleep(1)
+            before = dict(longest)
+            longest.clear()
+            took = seconds(lambda: change(buffer))
     return took, before, longest

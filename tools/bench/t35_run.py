@@ -16,7 +16,6 @@ import numpy as np
 from tools.bench.report import Figure, Options
 from tools.bench.t08_open import cost, load, write_store
 from tools.bench.timing import in_child, status_bytes
-from trajstore import TrajectoryReplayBuffer
 
 RANKS, LEARNERS, SHARE = (1, 8, 64), 8, 3
 
@@ -43,7 +42,7 @@ def figures(options: Options) -> Iterator[Figure]:
 
 
 def _shares(run: Path, total: int, whole: dict[str, float], kernels: float) -> Iterator[Figure]:
-    shares = [in_child(cost, partial(_load_share, rank), run) for rank in range(LEARNERS)]
+    shares = [in_child(cost, partial(load, rank=rank, ranks=LEARNERS), run) for rank in range(LEARNERS)]
     mine, name = shares[SHARE], f"share=({SHARE}, {LEARNERS})"
     each = (mine["held"] - kernels) * LEARNERS / total
     yield Figure("T35", f"{name}, bytes for each shown", each, 200.0, "bytes")
@@ -51,12 +50,6 @@ def _shares(run: Path, total: int, whole: dict[str, float], kernels: float) -> I
     yield Figure("T35", f"opening {name} ÷ the whole run", mine["seconds"] / whole["seconds"], 0.25, details=opening)
     together = sum(one["held"] - kernels for one in shares) / (whole["held"] - kernels)
     yield Figure("T35", f"memory of {LEARNERS} learners with a share each ÷ one whole reader", together, 1.5)
-
-
-def _load_share(rank: int, path: Path) -> object:
-    buffer = TrajectoryReplayBuffer(sample_window_size=0)
-    buffer.load_checkpoint(path, True, rank, LEARNERS)
-    return buffer
 
 
 def _handle(total: int, stores: int) -> dict[str, float]:

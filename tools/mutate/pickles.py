@@ -68,15 +68,10 @@ def bomb(chance: random.Random) -> bytes:
     eight, four = struct.pack("<Q", size & (1 << 64) - 1), struct.pack("<I", size & 0xFFFFFFFF)
     return chance.choice(
         [
-            b"\x80\x04\x8e" + eight + b"x.",  # BINBYTES8
-            b"\x80\x04\x8d" + eight + b"x.",  # BINUNICODE8
-            b"\x80\x05\x96" + eight + b"x.",  # BYTEARRAY8
-            b"\x80\x04B" + four + b"x.",  # BINBYTES
-            b"\x80\x04\x8b" + four + b"x.",  # LONG4
-            b"\x80\x04\x95" + eight + b"N.",  # FRAME
-            b"\x80\x04Nr" + four + b".",  # LONG_BINPUT far out in the memo
+            # BINBYTES8, BINUNICODE8, BYTEARRAY8, FRAME; BINBYTES, LONG4, LONG_BINPUT far out in the memo, LONG_BINGET
+            *(b"\x80\x05" + code + eight + b"N." for code in (b"\x8e", b"\x8d", b"\x96", b"\x95")),
+            *(b"\x80\x04" + code + four + b"x." for code in (b"B", b"\x8b", b"Nr", b"j")),
             b"\x80\x04Np" + str(size).encode() + b"\n.",  # PUT
-            b"\x80\x04j" + four + b".",  # LONG_BINGET
             b"\x80\x04]q\x00" + b"(h\x00h\x00h\x00h\x00lq\x00" * 60 + b".",  # a list of lists of ..., 4 ** 60 of them
             b"\x80\x04(" + b"h\x00" * 9 + b".",
             b"\x80\x04" + b"]" * 50_000 + b"a" * 49_999 + b".",  # nested lists
