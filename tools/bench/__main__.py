@@ -19,45 +19,13 @@ import torch
 
 from tools.bench.report import Figure, Options, SkippedError, table
 
+_FILES = sorted(file.stem for file in Path(__file__).parent.glob("t??_*.py") if not file.stem.startswith("t13"))
 BENCHMARKS = {
-    "t1": "t01_sample.cached",
-    "t2": "t01_sample.uncached",
-    "t3": "t03_torchrl.figures",
-    "t4": "t04_cold.figures",
-    "t5": "t05_growth.figures",
-    "t6": "t06_durable.figures",
-    "t7": "t07_latency.figures",
-    "t8": "t08_open.figures",
-    "t9": "t09_checkpoint.figures",
-    "t10": "t10_loader.figures",
-    "t11": "t11_batch.figures",
-    "t12": "t12_loss.figures",
-    "t14": "t14_memory.figures",
-    "t15": "t15_start.figures",
-    "t16": "t16_verl.figures",
-    "t16admit": "t16_admit.figures",
-    "t17": "t17_priorities.figures",
-    "convert": "convert.figures",
-    "guided": "guided.figures",
-    "t18": "t18_annotate.figures",
-    "t19": "t19_ray.figures",
-    "t20": "t20_ranges.figures",
-    "t21": "t21_view.figures",
-    "t22": "t22_remote.figures",
-    "t23": "t23_questions.figures",
-    "t24": "t24_ledger.figures",
-    "t25": "t25_restart.figures",
-    "t29": "t29_arrival.figures",
-    "t30": "space.frames_once",
-    "t31": "t31_tokens.figures",
-    "t32": "t32_calls.figures",
-    "t33": "t33_requests.figures",
-    "t34": "t34_waits.figures",
-    "t35": "t35_run.figures",
+    **{f"t{int(file[1:3])}": f"{file}.figures" for file in _FILES},  # T13 is a command of its own
+    **{"t1": "t01_sample.cached", "t2": "t01_sample.uncached", "t30": "space.frames_once"},
+    **{"t16": "t16_verl.figures", "t16admit": "t16_admit.figures"},
+    **{name: f"{name}.figures" for name in ("convert", "guided", "rlinf", "samplers", "space")},
     **{f"gpu_{name}": f"gpu.{name}" for name in ("loader", "loss", "trainer", "threads")},
-    "samplers": "samplers.figures",
-    "space": "space.figures",
-    "rlinf": "rlinf.figures",
 }
 """Module and function of each benchmark, imported when it runs, so that others do not need its packages."""
 

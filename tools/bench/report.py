@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,10 @@ def needs(*modules: str, extra: str = "") -> None:
     """Skip a benchmark where a module is not installed; ``extra`` of trajstore would bring it.
 
     Raises:
-        SkippedError: names the module.
+        SkippedError: names those that are missing.
     """
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            advice = f": install trajstore[{extra}]" if extra else ""
-            raise SkippedError(f"needs {module}{advice} ({error})") from error
+    if missing := [module for module in modules if find_spec(module) is None]:
+        raise SkippedError(f"needs {', '.join(missing)}{f': install trajstore[{extra}]' if extra else ''}")
 
 
 @dataclass(frozen=True)

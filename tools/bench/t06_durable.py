@@ -32,7 +32,7 @@ def figures(options: Options) -> Iterator[Figure]:
     pool, total = agents(), options.count(4096, LIST)
     written = sum(nbytes([pool[number % len(pool)]]) for number in range(total))
     adds = [partial(add_all, pool=pool, total=total), partial(_add_steps, step=_joined(pool), total=total)]
-    *both, plain = _measured(adds, partial(_write_plain, written), options)
+    *both, plain = _measured(adds, partial(_write_plain, written, SYNC_EVERY), options)
     for name, ours in zip(("", " as tensors"), both, strict=True):
         yield Figure(
             "T6",
@@ -43,7 +43,9 @@ def figures(options: Options) -> Iterator[Figure]:
             details={"mb_per_s": written / ours.seconds / 1e6, "written_mb": written / 1e6},
         )
     pool, total = smalls(), options.count(16384, LIST)
-    ours, syncs = _measured([partial(add_all, pool=pool, total=total)], _sync_4k, options)
+    ours, syncs = _measured(
+        [partial(add_all, pool=pool, total=total)], partial(_write_plain, 4096 * SYNCS, 4096), options
+    )
     sync = syncs.seconds / SYNCS
     yield Figure(
         "T6",
@@ -97,22 +99,10 @@ def _add_steps(buffer: Any, step: Mapping[str, Any], total: int) -> None:
     buffer.flush()
 
 
-def _write_plain(total: int, path: Path) -> None:
-    block = bytes(range(256)) * (SYNC_EVERY // 256)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
+def _write_plain(total: int, each: int, path: Path) -> None:
+    """Write this many bytes, with an fdatasync after each block of a given size."""
+    block = bytes(range(256)) * (each // 256)
+    with open(path, "wb", buffering=0) as file:
         while total > 0:
-            total -= os.write(descriptor, block[:total])
-            os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_4k(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    try:
-        for _ in range(SYNCS):
-            os.write(descriptor, bytes(4096))
-            os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
+            total -= file.write(block[:total])
+            os.fdatasync(file.fileno())

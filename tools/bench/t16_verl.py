@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tools.bench.report import Figure, Options, SkippedError
+from tools.bench.report import Figure, Options, needs
 from tools.bench.timing import in_child
 
+NEEDED = ("verl", "ray", "transfer_queue")
 GROUP = 8
 ROWS = (512, 2048)
 PROMPT_TOKENS, RESPONSE_TOKENS = 256, 1024
@@ -32,21 +32,10 @@ OVERRIDES = (f"transfer_queue.backend.SimpleStorage.total_storage_size={4 * max(
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield milliseconds per trajectory."""
-    need_verl()
+    needs(*NEEDED, extra="verl")
     sizes = [max(GROUP, options.count(rows) // GROUP * GROUP) for rows in ROWS]
     for size, times in in_child(_measured, options.folder, options.repeats, sizes):
         yield from _figures(size, times)
-
-
-def need_verl() -> None:
-    """Check that verl is installed.
-
-    Raises:
-        SkippedError: it is not.
-    """
-    missing = [name for name in ("verl", "ray", "transfer_queue") if find_spec(name) is None]
-    if missing:
-        raise SkippedError(f"needs {', '.join(missing)}: install trajstore[verl]")
 
 
 def _figures(size: int, times: Mapping[str, Sequence[float]]) -> Iterator[Figure]:

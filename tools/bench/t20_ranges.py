@@ -37,7 +37,7 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: s3fs, obstore or moto is not installed.
     """
-    needs("moto.server", "obstore", "s3fs")
+    needs("moto", "flask", "obstore", "s3fs")
     import s3fs  # optional
 
     workload = image(options)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tools.bench.report import Figure, Options
-from tools.bench.t16_verl import GROUP, RESPONSE_TOKENS, need_verl, new_row, open_plane
+from tools.bench.report import Figure, Options, needs
+from tools.bench.t16_verl import GROUP, NEEDED, RESPONSE_TOKENS, new_row, open_plane
 from tools.bench.timing import in_child, percentile
 from tools.meanwhile import meanwhile
 
@@ -24,7 +24,7 @@ DURABLE_TARGET_S, PUT_TARGET_MS = 1.0, 0.1
 
 def figures(options: Options) -> Iterator[Figure]:
     """Yield the time until a rollout is durable, and the time that recording adds to a put."""
-    need_verl()
+    needs(*NEEDED, extra="verl")
     measured = in_child(_measured, options.folder, options.count(PUTS, 100))
     durable = measured["durable"]
     yield Figure(

@@ -26,7 +26,7 @@ def figures(options: Options) -> Iterator[Figure]:
     Raises:
         SkippedError: s3fs or moto is not installed.
     """
-    needs("moto.server", "s3fs")
+    needs("moto", "flask", "s3fs")
     import s3fs  # optional
     from aiobotocore.client import AioBaseClient
 

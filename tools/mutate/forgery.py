@@ -21,7 +21,6 @@ from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats.checksums import column_region
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.log_records import encode_line
 from trajstore._core.store.packing import pack, unpack
 from trajstore._core.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, metadata_json, seal, unseal
 from trajstore.errors import TrajstoreError
@@ -58,13 +57,28 @@ _SPOILT = (TrajstoreError, ValueError, KeyError, IndexError, TypeError, Attribut
 
 @dataclass(frozen=True)
 class Document:
-    """A JSON value in a file, and a function that replaces it and corrects the checksum."""
+    """A JSON value in a file.
+
+    Attributes:
+        name: of the value; ends with that of the file.
+        value: as it is stored, without its checksum.
+        frame: returns the file with another body, JSON or not, under a correct checksum.
+        encode: returns a body.
+    """
 
     name: str
     value: Any
-    encode: Callable[[Any], bytes]
-    frame: Callable[[bytes], bytes]
-    """Writes a body, JSON or not, with a correct checksum."""
+    frame: Callable[[bytes], bytes] = bytes
+    encode: Callable[[Any], bytes] = orjson.dumps
+
+    @property
+    def file(self) -> str:
+        """Name of the file."""
+        return self.name.rsplit(" ", 1)[-1]
+
+    def write(self, root: Path, body: bytes | None = None) -> None:
+        """Write the changed value, or another body, into the file."""
+        (root / self.file).write_bytes(self.frame(self.encode(self.value) if body is None else body))
 
 
 def forge(root: Path, files: Files, canary: Path, chance: random.Random) -> str:
@@ -116,38 +130,20 @@ def _documents_of(name: str, data: bytes, ours: bool) -> Iterator[Document]:
     if name.startswith("log/"):
         lines = data.splitlines(keepends=True)
         for number, line in enumerate(lines):
-            yield Document(
-                f"line {number} of {name}",
-                orjson.loads(line[9:]),
-                partial(_with_line, lines, number, encode_line),
-                partial(_with_line, lines, number, _framed_line),
-            )
+            yield Document(f"line {number} of {name}", orjson.loads(line[9:]), partial(_with_line, lines, number))
     elif ours and (name == INDEX_NAME or name.startswith("pins/")):
         kind = "snapshot" if name == INDEX_NAME else "pin"
-        frame = partial(seal, kind)
-        yield Document(name, unseal(kind, data, name), partial(_then, orjson.dumps, frame), frame)
+        yield Document(name, unseal(kind, data, name), partial(seal, kind))
     elif name.endswith(".json") and not name.startswith("shards/"):
         value = orjson.loads(data)
         sealed = ours and name == METADATA_NAME
         if sealed:
             value.pop("crc32")
-        yield Document(name, value, metadata_json if sealed else orjson.dumps, bytes)
+        yield Document(name, value, encode=metadata_json if sealed else orjson.dumps)
 
 
-def _with_line(lines: list[bytes], number: int, encode: Callable[[Any], bytes], value: Any) -> bytes:
-    return b"".join([*lines[:number], encode(value), *lines[number + 1 :]])
-
-
-def _framed_line(body: bytes) -> bytes:
-    return b"%08x %b\n" % (zlib.crc32(body), body)
-
-
-def _then(first: Callable[[Any], bytes], second: Callable[[bytes], bytes], value: Any) -> bytes:
-    return second(first(value))
-
-
-def _file_of(document: Document) -> str:
-    return document.name.rsplit(" ", 1)[-1]
+def _with_line(lines: list[bytes], number: int, body: bytes) -> bytes:
+    return b"".join([*lines[:number], b"%08x %b\n" % (zlib.crc32(body), body), *lines[number + 1 :]])
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -190,7 +186,7 @@ def _values(root: Path, files: Files, canary: Path, chance: random.Random) -> st
     else:
         holder[key] = new = chance.choice(NAMES) if is_name else _hostile(old, chance)
         done = f"{where} = {str(new)[:40]!r}"
-    (root / _file_of(document)).write_bytes(document.encode(value))
+    document.write(root)
     return done
 
 
@@ -214,7 +210,7 @@ def _texts(root: Path, files: Files, canary: Path, chance: random.Random) -> str
     if isinstance(document.value, dict) and chance.random() < 0.2:  # every expected key, and one more
         depth = chance.choice((300, 900, 5_000))
         text = orjson.dumps(document.value)[:-1] + b',"more":' + b"[" * depth + b"]" * depth + b"}"
-    (root / _file_of(document)).write_bytes(document.frame(text))
+    document.write(root, text)
     return f"{document.name} = {text[:20]!r}...{text[-3:]!r}"
 
 
@@ -333,13 +329,13 @@ def _approve(root: Path, files: Files, name: str, data: bytes) -> None:
             shard["files"][number][1:] = [len(data), crc]
             for column, value in column_crc32.items():
                 shard["column_crc32"][column] = value
-        elif _file_of(document) == INDEX_NAME:
+        elif document.file == INDEX_NAME:
             _approve_in_table(
                 document.value["shards"], catalog.shards.number(row), number, len(data), crc, column_crc32
             )
         else:
             continue
-        (root / _file_of(document)).write_bytes(document.encode(document.value))
+        document.write(root)
 
 
 def _approve_in_table(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,14 @@ from tools.crash.verl.layout import (
 )
 from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
+from trainer_hooks.inspection import Records
 from trainer_hooks.replay import PoolRules
 from trainer_hooks.replay.late_values import with_training
 from trainer_hooks.replay.state import Recovered, recover
-from trainer_hooks.replay.store import POOL_KEY, PoolPoint, newest_point
+from trainer_hooks.replay.store import PoolPoint, newest_point
 from trainer_hooks.verl.config import OnResume
 from trainer_hooks.verl.cuts import MODEL_FOLDER
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
-from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
@@ -101,36 +101,26 @@ class Found:
     between: bool
 
 
-class _Reader:
+class _Reader(Records):
     """The rollouts of a store whose writer is dead, and its newest pool or that of a point. Nothing is written."""
 
     def __init__(self, path: Path) -> None:
-        self._buffer = TrajectoryReplayBuffer(sample_window_size=0)
-        self._buffer.load_checkpoint(path)
-        self._catalog = Catalog.open(open_directory(path))
+        self._buffer = TrajectoryReplayBuffer.open(path)
+        super().__init__(self._buffer)
         self.point: str | None = None
 
     def newest_point(self) -> PoolPoint | None:
-        if self.point is None:
-            return newest_point(self._catalog)
-        state = self._catalog.pins.state_of(self._catalog.snapshot(self.point))
-        return PoolPoint(self.point, orjson.loads(state[POOL_KEY]))
-
-    def ids(self) -> list[int]:
-        numbers: list[int] = self._buffer.trajectory_ids.tolist()
-        return numbers
-
-    def kept(self, ids: Collection[int], /) -> set[int]:
-        return {*ids} & {*self.ids()}
-
-    def newest_id(self) -> int:
-        return max(self.ids(), default=-1)
+        return newest_point(Catalog.open(self._directory()), self.point)
 
     def get(self, number: int, /) -> AgentTrajectory:
         found = self._buffer.get(number)
         if not isinstance(found, AgentTrajectory):
             raise TypeError(f"trajectory {number} is a {type(found).__name__}")
         return with_training(found)
+
+    def ids(self) -> list[int]:
+        numbers: list[int] = self._buffer.trajectory_ids.tolist()
+        return numbers
 
     def close(self) -> None:
         self._buffer.close()
