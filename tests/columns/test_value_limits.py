@@ -25,7 +25,7 @@ from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import TENSOR_FIELDS
-from trajstore._core.store.packing import pack, unpack
+from trajstore._core.store.json_arrays import array_from_json, array_to_json
 from trajstore.operations.verify import verify
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, get_model_weights_id
 
@@ -317,9 +317,9 @@ def damaged(path: Path, clean: bool, name: str, value: int) -> Path:
         return crashed
     with forged_index(path) as body:
         columns = body["live"]["columns"]
-        array = unpack(columns[name], columns[name]["dtype"])
+        array = array_from_json(columns[name], columns[name]["dtype"])
         array[2] = value
-        columns[name] = pack(array)
+        columns[name] = array_to_json(array)
     return path
 
 

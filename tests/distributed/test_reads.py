@@ -18,7 +18,7 @@ from trajstore import WriterOptions
 from trajstore._core.columns.fields import nest
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.draws import Draws
-from trajstore.distributed.packed import Part, pack, pieces_of, request, requested, united
+from trajstore.distributed.read_request import Part, pack, pieces_of, request, requested, united
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import ServedStore, StoreServer

@@ -23,9 +23,9 @@ from tests.support.witness import WitnessError, check_batch, witness
 from tools.mutate import pickles
 from tools.mutate.pristine import agent_witness
 from trajstore import TrajectoryReplayBuffer, annotate, errors
+from trajstore._core.store.json_arrays import array_from_json, array_to_json
 from trajstore._core.store.log_records import encode_line
 from trajstore._core.store.lost_records import Damage, LostRecords
-from trajstore._core.store.packing import pack, unpack
 from trajstore._core.store.sealed import METADATA_NAME, seal
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.copying import repair_store
@@ -121,24 +121,24 @@ def test_names_that_leave_the_directory(store: Path, name: str) -> None:
 
 def _more_samples_than_steps(value: Any) -> None:
     samples = value["live"]["columns"]["num_samples"]
-    value["live"]["columns"]["num_samples"] = pack(unpack(samples, "<i8") + 1000)
+    value["live"]["columns"]["num_samples"] = array_to_json(array_from_json(samples, "<i8") + 1000)
 
 
 def _epochs_that_do_not_divide_the_steps(value: Any) -> None:
     columns = value["live"]["columns"]
-    columns["extra"] = pack(unpack(columns["extra"], "<i4") * 0 + 7)
-    columns["steps"] = pack(unpack(columns["steps"], "<i4") * 0 + 1)
+    columns["extra"] = array_to_json(array_from_json(columns["extra"], "<i4") * 0 + 7)
+    columns["steps"] = array_to_json(array_from_json(columns["steps"], "<i4") * 0 + 1)
 
 
 def _weights_that_are_no_text(value: Any) -> None:
     table = value["live"]["weights"]
-    table["bytes"] = pack(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
+    table["bytes"] = array_to_json(np.frombuffer(b"\xe3" * table["bytes"]["shape"][0], "V1"))
 
 
 def _a_place_in_no_file(value: Any) -> None:
     for family in value["shards"]["families"]:
         family["column_files"] = [-1] * len(family["column_files"])
-        family["offsets"] = pack(np.full(family["offsets"]["shape"], 1 << 31))
+        family["offsets"] = array_to_json(np.full(family["offsets"]["shape"], 1 << 31))
 
 
 def _of_another_axis(axis: int, value: Any) -> None:

@@ -18,7 +18,7 @@ from trajstore._core.columns.fields import Axis
 from trajstore._core.store.facts import fact_columns, is_fact
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json, index_to_json
-from trajstore._core.store.packing import StringTable
+from trajstore._core.store.json_arrays import StringTable
 from trajstore.errors import CorruptStoreError
 
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**53), 2**53) | st.booleans()

@@ -27,8 +27,8 @@ from trajstore import TrajectoryReplayBuffer, errors
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.index import COLUMNS
 from trajstore._core.store.index_file import index_from_json
+from trajstore._core.store.json_arrays import StringTable, array_to_json
 from trajstore._core.store.log_records import decode_lines
-from trajstore._core.store.packing import StringTable, pack
 from trajstore._core.store.sealed import INDEX_NAME, unseal
 from trajstore._core.store.shard_table import ShardTable
 from trajstore.operations.verify import verify
@@ -165,7 +165,7 @@ def test_a_string_table_that_claims_more_than_fits_is_refused_before_it_is_unpac
     text = {"dtype": "|V1", "shape": [rows], "data": _zeros(rows)}
     ends = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
     _refused_before_unpacking(lambda: StringTable.from_json({"bytes": text, "ends": ends}), "more text than")
-    few = pack(np.frombuffer(b"abc", "V1"))
+    few = array_to_json(np.frombuffer(b"abc", "V1"))
     _refused_before_unpacking(lambda: StringTable.from_json({"bytes": few, "ends": ends}), "more strings than")
 
 
@@ -175,7 +175,7 @@ def test_shards_without_trajectories_are_refused_before_they_are_unpacked(path: 
         value["shards"]["numbers"] = {"dtype": "<i8", "shape": [rows], "data": _zeros(8 * rows)}
     _refused_before_unpacking(lambda: TrajectoryReplayBuffer().load_checkpoint(path), "more shards than trajectories")
     table: dict[str, Any] = {"schemas": [], "families": [], "numbers": value["shards"]["numbers"]}
-    table |= dict.fromkeys(("family", "row"), pack(np.zeros(1, np.int32)))
+    table |= dict.fromkeys(("family", "row"), array_to_json(np.zeros(1, np.int32)))
     _refused_before_unpacking(lambda: ShardTable.from_json(table), "different lengths")
 
 

@@ -15,12 +15,12 @@ from tests.support.interleaving import interleavings
 from tests.support.witness import witness
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectories
-from trajstore._core.store import packing
+from trajstore._core.store import json_arrays
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.entry_checks import in_blocks, shape_faults
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json, index_to_json
-from trajstore._core.store.packing import StringTable, pack, unpack
+from trajstore._core.store.json_arrays import StringTable, array_from_json, array_to_json
 from trajstore.errors import CorruptStoreError
 
 
@@ -37,17 +37,17 @@ from trajstore.errors import CorruptStoreError
 )
 def test_hostile_arrays(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptStoreError, match=message or None):
-        unpack({**pack(np.arange(3)), **change}, np.int64)
+        array_from_json({**array_to_json(np.arange(3)), **change}, np.int64)
 
 
 def test_what_lies_behind_an_array_is_not_looked_at() -> None:
-    assert unpack(pack(np.arange(4)) | {"shape": [3]}, np.int64).tolist() == [0, 1, 2]
+    assert array_from_json(array_to_json(np.arange(4)) | {"shape": [3]}, np.int64).tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [None, 1, "x", [], {}])
 def test_what_is_no_index(value: Any) -> None:
     for call in (
-        lambda: unpack(value, np.int64),
+        lambda: array_from_json(value, np.int64),
         lambda: StringTable.from_json(value),
         lambda: index_from_json(value, 1),
     ):
@@ -70,14 +70,14 @@ def index_of(ids: list[int]) -> TrajectoryIndex:
 def test_columns_that_disagree(name: str) -> None:
     value = index_to_json(index_of([1, 2, 3]))
     packed = value["columns"][name]
-    value["columns"][name] = pack(np.zeros(2, COLUMNS[name]))
+    value["columns"][name] = array_to_json(np.zeros(2, COLUMNS[name]))
     with pytest.raises(CorruptStoreError):
         index_from_json(value, 1)
     del value["columns"][name]
     with pytest.raises(CorruptStoreError):
         index_from_json(value, 1)
     if np.dtype(COLUMNS[name]).kind == "i" and not name.startswith("version"):
-        value["columns"][name] = pack(np.full(3, -5, COLUMNS[name]))
+        value["columns"][name] = array_to_json(np.full(3, -5, COLUMNS[name]))
         with pytest.raises(CorruptStoreError, match=name):
             index_from_json(value, 1)
     value["columns"][name] = packed
@@ -115,7 +115,7 @@ def test_a_thread_adds_to_a_table_while_another_adds_or_reads() -> None:
         return lambda: table.add("first"), lambda: (table.add("second"), StringTable.from_json(table.to_json()).texts())
 
     tables = [StringTable()]
-    for first, (second, seen) in interleavings(packing, adding):
+    for first, (second, seen) in interleavings(json_arrays, adding):
         assert (tables[0][first], tables[0][second], len(tables[0])) == ("first", "second", 3)
         assert seen == tables[0].texts()[: len(seen)]
 
@@ -128,7 +128,7 @@ def test_a_thread_adds_to_a_table_while_another_adds_or_reads() -> None:
     ],
 )
 def test_ends_that_do_not_fit_and_what_is_no_text_are_refused(text: bytes, ends: list[int]) -> None:
-    value = {"bytes": pack(np.frombuffer(text, "V1")), "ends": pack(np.array(ends))}
+    value = {"bytes": array_to_json(np.frombuffer(text, "V1")), "ends": array_to_json(np.array(ends))}
     with pytest.raises(CorruptStoreError, match="string table"):
         StringTable.from_json(value)
 

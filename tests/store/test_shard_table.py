@@ -14,6 +14,7 @@ from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import ColumnSpec, Schema
 from trajstore._core.formats.base import ColumnPlace, ShardManifest, StoredFile
 from trajstore._core.store.additions import AddedShard, entries_from_json
+from trajstore._core.store.json_arrays import StringTable, array_to_json
 from trajstore._core.store.log_records import (
     decode_lines,
     encode_line,
@@ -21,7 +22,6 @@ from trajstore._core.store.log_records import (
     manifest_to_json,
     parse_ranges,
 )
-from trajstore._core.store.packing import StringTable, pack
 from trajstore._core.store.shard_table import ShardTable, shard_name, shard_number
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 
@@ -82,24 +82,24 @@ def test_manifests_come_back_by_row_schemas_are_numbered_once_and_sums_are_by_ro
     [
         ("table", "schemas", []),
         ("table", "families", []),
-        ("table", "numbers", pack(np.array([3, 4, 8]))),
-        ("table", "numbers", pack(np.array([-3, 4, 8, 20]))),
-        ("table", "family", pack(np.array([0, 1, 2, 9], np.int32))),
-        ("table", "family", pack(np.array([0, 1, 2, -1], np.int32))),
-        ("table", "row", pack(np.array([0, 0, 0, 5], np.int32))),
-        ("table", "row", pack(np.array([0, 0, 0, -1], np.int32))),
+        ("table", "numbers", array_to_json(np.array([3, 4, 8]))),
+        ("table", "numbers", array_to_json(np.array([-3, 4, 8, 20]))),
+        ("table", "family", array_to_json(np.array([0, 1, 2, 9], np.int32))),
+        ("table", "family", array_to_json(np.array([0, 1, 2, -1], np.int32))),
+        ("table", "row", array_to_json(np.array([0, 0, 0, 5], np.int32))),
+        ("table", "row", array_to_json(np.array([0, 0, 0, -1], np.int32))),
         ("table", "row", None),
         ("family", "schema", 7),
         ("family", "column_files", [0]),
         ("family", "column_files", [0, 1]),
         ("family", "column_files", [-1, 0]),
-        ("family", "sizes", pack(np.array([[1000]]))),
-        ("family", "offsets", pack(np.array([[64, -1], [64, 128]]))),
-        ("family", "offsets", pack(np.array([[64, 2000], [64, 128]]))),
-        ("family", "rows", pack(np.array([[200, 8], [1, 3]]))),
-        ("family", "rows", pack(np.array([[1 << 62, 8], [1, 3]]))),
-        ("family", "rows", pack(np.array([[-2, 8], [1, 3]]))),
-        ("family", "rows", pack(np.zeros((50, 2), np.int64))),
+        ("family", "sizes", array_to_json(np.array([[1000]]))),
+        ("family", "offsets", array_to_json(np.array([[64, -1], [64, 128]]))),
+        ("family", "offsets", array_to_json(np.array([[64, 2000], [64, 128]]))),
+        ("family", "rows", array_to_json(np.array([[200, 8], [1, 3]]))),
+        ("family", "rows", array_to_json(np.array([[1 << 62, 8], [1, 3]]))),
+        ("family", "rows", array_to_json(np.array([[-2, 8], [1, 3]]))),
+        ("family", "rows", array_to_json(np.zeros((50, 2), np.int64))),
     ],
 )
 def test_what_does_not_fit_is_refused(of: str, name: str, forged: Any) -> None:

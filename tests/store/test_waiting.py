@@ -15,9 +15,9 @@ from tests.stores import reader_of, writer_to
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.packing import pack
+from trajstore._core.store.json_arrays import array_to_json
 from trajstore._core.store.sealed import INDEX_NAME
-from trajstore._core.store.waiting import Packed, Waiting
+from trajstore._core.store.waiting import LazyColumn, Waiting
 from trajstore.errors import CorruptStoreError
 from trajstore.operations.verify import verify
 
@@ -27,7 +27,7 @@ def rollout(number: int) -> AgentTrajectory:
 
 
 def test_a_part_of_a_column_has_its_rows() -> None:
-    column = Waiting(Packed(lambda: np.arange(6)), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
+    column = Waiting(LazyColumn(lambda: np.arange(6)), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
     for start, stop in itertools.combinations(range(10), 2):
         assert column.part(start, stop).column().tolist() == list(range(1 + start, 1 + stop))
 
@@ -39,7 +39,7 @@ def test_two_threads_may_ask_first_at_once() -> None:
         together.wait(600)  # both threads must be able to unpack at once
         return np.arange(5)
 
-    packed = Packed(unpack)
+    packed = LazyColumn(unpack)
     columns: list[Any] = []
     threads = [threading.Thread(target=lambda: columns.append(packed.column())) for _ in range(2)]
     for thread in threads:
@@ -88,7 +88,7 @@ def test_damage_beneath_a_right_checksum_is_told_when_they_are_asked_for(store: 
         if name == "uuid":
             body["live"]["columns"]["uuid"]["data"] = "AAAA" * 40
         else:
-            body["live"]["facts"]["task"] = pack(np.full(6, 99, np.int32))
+            body["live"]["facts"]["task"] = array_to_json(np.full(6, 99, np.int32))
     with reader_of(store) as reader:
         assert reader.get(4).task_id == "task 4"
         for _ in range(2):

@@ -34,7 +34,7 @@ from trajstore._core.formats.base import ShardContent, ShardManifest
 from trajstore._core.formats.checksums import manifest_of
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.packing import StringTable
+from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.sealed import INDEX_NAME
 from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.queue import random_uuids

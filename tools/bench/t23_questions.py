@@ -23,7 +23,7 @@ from tools.bench.t08_open import write_store
 from tools.bench.timing import in_turn
 from tools.bench.workloads import agent_trajectory, opened
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.store.packing import StringTable
+from trajstore._core.store.json_arrays import StringTable
 from trajstore.query import Query
 
 _TASKS = 1000

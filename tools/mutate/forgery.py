@@ -21,7 +21,7 @@ from trajstore._core.columns.schema import DOCUMENT
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats.checksums import column_region
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.packing import pack, unpack
+from trajstore._core.store.json_arrays import array_from_json, array_to_json
 from trajstore._core.store.sealed import INDEX_NAME, LAYOUT, METADATA_NAME, metadata_json, seal, unseal
 from trajstore.errors import TrajstoreError
 
@@ -224,11 +224,11 @@ def _packed(root: Path, files: Files, canary: Path, chance: random.Random) -> st
     ]
     place = chance.choice(arrays)
     packed = _at(value, place)
-    array = unpack(packed, packed["dtype"], len(packed["shape"]))
+    array = array_from_json(packed, packed["dtype"], len(packed["shape"]))
     where = f"{'.'.join(map(str, place))} of {INDEX_NAME}"
     if not array.size or chance.random() < 0.15:
         fewer = array[: max(len(array) - 1, 0)] if chance.random() < 0.5 else np.concatenate([array, array])
-        _at(value, place[:-1])[place[-1]] = pack(fewer)
+        _at(value, place[:-1])[place[-1]] = array_to_json(fewer)
         done = f"{len(fewer)} instead of {len(array)} in {where}"
     elif array.dtype.kind == "i":
         limits = np.iinfo(array.dtype)
@@ -237,12 +237,12 @@ def _packed(root: Path, files: Files, canary: Path, chance: random.Random) -> st
         old = int(flat[at])
         new = chance.choice((*NUMBERS, old + 1, old - 1, old * 2, int(flat[chance.randrange(len(flat))])))
         flat[at] = min(max(new, int(limits.min)), int(limits.max))
-        _at(value, place[:-1])[place[-1]] = pack(array)
+        _at(value, place[:-1])[place[-1]] = array_to_json(array)
         done = f"element {at} = {int(flat[at])} in {where}"
     else:
         raw = bytearray(array.tobytes())
         raw[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        _at(value, place[:-1])[place[-1]] = pack(np.frombuffer(bytes(raw), array.dtype).reshape(array.shape))
+        _at(value, place[:-1])[place[-1]] = array_to_json(np.frombuffer(bytes(raw), array.dtype).reshape(array.shape))
         done = f"another byte in {where}"
     (root / INDEX_NAME).write_bytes(seal("snapshot", orjson.dumps(value)))
     return done
@@ -341,13 +341,13 @@ def _approve(root: Path, files: Files, name: str, data: bytes) -> None:
 def _approve_in_table(
     table: Any, shard: int, file: int, size: int, crc32: int, column_crc32: Mapping[int, int]
 ) -> None:
-    rows = np.flatnonzero(unpack(table["numbers"], np.int64) == shard)
+    rows = np.flatnonzero(array_from_json(table["numbers"], np.int64) == shard)
     if not len(rows):
         return
-    family = table["families"][int(unpack(table["family"], np.int32)[rows[0]])]
-    row = int(unpack(table["row"], np.int32)[rows[0]])
+    family = table["families"][int(array_from_json(table["family"], np.int32)[rows[0]])]
+    row = int(array_from_json(table["row"], np.int32)[rows[0]])
     for key, changes in (("sizes", {file: size}), ("crc32", {file: crc32}), ("column_crc32", column_crc32)):
-        array = unpack(family[key], np.int64, 2)
+        array = array_from_json(family[key], np.int64, 2)
         for column, value in changes.items():
             array[row, column] = value
-        family[key] = pack(array)
+        family[key] = array_to_json(array)

@@ -25,7 +25,7 @@ from trajstore._core.columns.fields import nest, unnest
 from trajstore._core.sampling.base import Drawn
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.compact_table import CompactTable
-from trajstore.distributed.packed import Part, pieces_of, request, united
+from trajstore.distributed.read_request import Part, pieces_of, request, united
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError, listed
 from trajstore.trajectory import AnyTrajectory

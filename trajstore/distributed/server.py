@@ -34,7 +34,7 @@ from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.add_request import AddRequest, unpack, uuids_of
 from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
-from trajstore.distributed.packed import Block, pack, requested
+from trajstore.distributed.read_request import Block, pack, requested
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
@@ -321,7 +321,7 @@ class StoreServer:
         return self._buffer._sampling.described(ids, tasks)
 
     def read(self, asked: bytes) -> tuple[Block, ...]:
-        """Return drawn rows, packed; see :mod:`trajstore.distributed.packed`. Rows of evicted trajectories are absent.
+        """Return drawn rows as pieces of :mod:`.read_request`. Rows of evicted trajectories are absent.
 
         Raises:
             TrajectoryUnavailableError: the id of a trajectory now names a shorter one.

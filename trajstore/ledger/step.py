@@ -12,7 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from trajstore._core.base.arguments import INT64_MAX, whole, whole_or_none
-from trajstore._core.store.packing import pack, unpack
+from trajstore._core.store.json_arrays import array_from_json, array_to_json
 from trajstore.errors import ConfigurationError, CorruptStoreError, listed
 
 ROW = np.dtype(
@@ -156,12 +156,12 @@ class TrainedStep:
             "after": after,
             "tasks": list(self.tasks),
             "policy": [self.policy_before, self.policy_after],
-            "loss": {"names": list(self.loss), "values": pack(np.array([*self.loss.values()], np.float64))},
+            "loss": {"names": list(self.loss), "values": array_to_json(np.array([*self.loss.values()], np.float64))},
             "data": dict(self.data),
             "seeds": dict(self.seeds),
             "options": dict(self.options),
-            "updates": [pack(np.array(update, _PLACE)) for update in self.updates],
-            "rows": {name: pack(self.rows[name].view(_stored(name))) for name in names},
+            "updates": [array_to_json(np.array(update, _PLACE)) for update in self.updates],
+            "rows": {name: array_to_json(self.rows[name].view(_stored(name))) for name in names},
         }
 
     @staticmethod
@@ -172,7 +172,7 @@ class TrainedStep:
             CorruptStoreError: it is not a record of a ledger.
         """
         try:
-            columns = {name: unpack(column, _stored(name)).view(ROW[name]) for name, column in record["rows"].items()}
+            columns = {key: array_from_json(rows, _stored(key)).view(ROW[key]) for key, rows in record["rows"].items()}
             if absent := [name for name in _ALWAYS_KNOWN if name not in columns]:
                 raise ValueError(f"column {absent[0]} is absent")
             if len({len(column) for column in columns.values()}) != 1:
@@ -180,7 +180,7 @@ class TrainedStep:
             rows = np.zeros(len(columns["row"]), ROW)
             for name, column in columns.items():
                 rows[name] = column
-            values = unpack(record["loss"]["values"], np.float64).tolist()
+            values = array_from_json(record["loss"]["values"], np.float64).tolist()
             before, then = record["policy"]
             return TrainedStep(
                 record["step"],
@@ -192,7 +192,7 @@ class TrainedStep:
                 data=record["data"],
                 seeds=record["seeds"],
                 options=record.get("options", {}),
-                updates=tuple(tuple(unpack(update, _PLACE).tolist()) for update in record.get("updates", ())),
+                updates=tuple(tuple(array_from_json(update, _PLACE).tolist()) for update in record.get("updates", ())),
                 unknown=tuple(name for name in ROW.names or () if name not in columns),
                 config=record.get("config", {}),
             )

@@ -16,7 +16,7 @@ from trajstore._core.reading.address_table import UNAVAILABLE
 from trajstore._core.reading.contents import Contents
 from trajstore._core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
 from trajstore._core.store.index import TrajectoryIndex
-from trajstore._core.store.packing import StringTable
+from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.run_ids import rank_of_id
 from trajstore.query.engine import polars
 from trajstore.query.readable import Locked

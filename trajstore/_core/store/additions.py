@@ -18,8 +18,8 @@ from trajstore._core.columns.schema import Kind, rows_on
 from trajstore._core.formats.base import ShardManifest
 from trajstore._core.store.facts import AGENT, fact_columns, joined
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex, renumbered
+from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.log_records import id_ranges, integers, parse_ranges
-from trajstore._core.store.packing import StringTable
 from trajstore._core.store.row_location import STARTS
 from trajstore.errors import CorruptStoreError, trajectories
 

@@ -23,6 +23,7 @@ from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.index_file import index_from_json
+from trajstore._core.store.json_arrays import array_from_json, declared_rows
 from trajstore._core.store.log_records import (
     LOG_FOLDER,
     LogTail,
@@ -32,7 +33,6 @@ from trajstore._core.store.log_records import (
     segment_name,
 )
 from trajstore._core.store.notes import Notes
-from trajstore._core.store.packing import declared_rows, unpack
 from trajstore._core.store.run_ids import RANK_LIMIT
 from trajstore._core.store.saved_points import Pins, Snapshot, pin_name
 from trajstore._core.store.sealed import (
@@ -515,7 +515,7 @@ class ReadersCatalog(Catalog):
         if self._live is not None:
             return self._live["uuid"]
         try:
-            uuids = unpack(self._unread["columns"]["uuid"], COLUMNS["uuid"])
+            uuids = array_from_json(self._unread["columns"]["uuid"], COLUMNS["uuid"])
             if len(uuids) != self.count():
                 raise ValueError(f"{len(uuids)} UUIDs, must be {self.count()}")
         except (*NONSENSE, CorruptStoreError) as error:

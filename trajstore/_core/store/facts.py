@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore._core.columns.facts import DOCUMENT_FACTS, SCORE
-from trajstore._core.store.packing import StringTable
+from trajstore._core.store.json_arrays import StringTable
 
 FACTS: Mapping[str, str] = {
     "trajectory_id": "id, as get() and evict() take it",

@@ -38,11 +38,11 @@ from trajstore._core.store.facts import (
     is_text,
     unknown,
 )
+from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.log_records import lie_in
-from trajstore._core.store.packing import StringTable
 from trajstore._core.store.row_location import STARTS, RowLocation
 from trajstore._core.store.run_ids import ID_LIMIT, shown_id, spelling_hint
-from trajstore._core.store.waiting import MOST_ADDED, Packed, Waiting
+from trajstore._core.store.waiting import MOST_ADDED, LazyColumn, Waiting
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class TrajectoryIndex:
         """Return whole arrays, indexed by position, for compiled code. Valid until entries are added."""
         return [self._array(name) for name in names]
 
-    def wait_for(self, columns: Mapping[str, Packed]) -> None:
+    def wait_for(self, columns: Mapping[str, LazyColumn]) -> None:
         """Add columns of all entries that are unpacked on first use."""
         self._waiting = {name: Waiting(packed, 0, self.end) for name, packed in columns.items()}
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from trajstore._core.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
 from trajstore._core.store.facts import MOST_SCORES, fact_dtype, is_fact
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
+from trajstore._core.store.json_arrays import StringTable, array_from_json, array_to_json, declared_rows
 from trajstore._core.store.sealed import FROM_A_COPY, OR_WHAT_IS_WHOLE
-from trajstore._core.store.waiting import Packed
+from trajstore._core.store.waiting import LazyColumn
 from trajstore.errors import CorruptStoreError
 
 
@@ -27,8 +27,8 @@ def index_to_json(index: TrajectoryIndex, shard: npt.NDArray[Any] | None = None)
     """
     columns = {name: index[name] for name in COLUMNS} | ({} if shard is None else {"shard": shard})
     return {
-        "columns": {name: pack(column) for name, column in columns.items()},
-        "facts": {name: pack(index[name]) for name in index.facts},
+        "columns": {name: array_to_json(column) for name, column in columns.items()},
+        "facts": {name: array_to_json(index[name]) for name in index.facts},
         "weights": index.texts.to_json(),
     }
 
@@ -64,7 +64,7 @@ def index_from_json(
     ids, texts = columns["trajectory_id"], len(index.texts)
     index.wait_for(
         {
-            name: Packed(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
+            name: LazyColumn(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
             for name, dtype in waiting.items()
         }
     )
@@ -88,7 +88,7 @@ def _unpacked_later(
         CorruptStoreError: it is not a packed array, or has invalid values; names the file.
     """
     try:
-        column = unpack(packed, dtype)
+        column = array_from_json(packed, dtype)
     except CorruptStoreError as error:
         raise CorruptStoreError(f"{source}: index column {name}: {error}{FROM_A_COPY}{OR_WHAT_IS_WHOLE}") from error
     faults = out_of_range({name: column}, fact_ranges(texts))
@@ -104,7 +104,7 @@ def _unpacked(packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]) ->
     """
 
     def unpacked(name: str) -> npt.NDArray[Any]:
-        return unpack(packed[name], dtypes[name])
+        return array_from_json(packed[name], dtypes[name])
 
     if declared_rows(packed["trajectory_id"]) < _LONG:
         return {name: unpacked(name) for name in dtypes}

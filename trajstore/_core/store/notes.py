@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.store.facts import NOTE, NOTE_ROWS, NOTE_START, NOTE_TEXT
 from trajstore._core.store.index import TrajectoryIndex
+from trajstore._core.store.json_arrays import StringTable, array_from_json, array_to_json, declared_rows
 from trajstore._core.store.late_values import (
     MOST_NAMES,
     NAME,
@@ -28,7 +29,6 @@ from trajstore._core.store.late_values import (
     check_late_values,
     kind_in_words,
 )
-from trajstore._core.store.packing import StringTable, declared_rows, pack, unpack
 from trajstore._core.store.row_notes import (
     column_of_kind,
     is_kind_of_rows,
@@ -456,7 +456,7 @@ class Notes:
         columns["shards"], columns["starts"] = shards, np.where(needed, columns["starts"], 0)
         kept = np.isin(columns["ids"], ids)
         return {
-            "columns": {name: pack(column[kept]) for name, column in columns.items()},
+            "columns": {name: array_to_json(column[kept]) for name, column in columns.items()},
             "words": self._words.to_json(),
             "names": list(self._kinds.items()),
             "sources": sorted(self.sources),
@@ -479,7 +479,7 @@ class Notes:
             rows = {declared_rows(packed[name]) for name in _COLUMNS}
             if len(rows) != 1:
                 raise ValueError("columns have different lengths")
-            columns = {name: unpack(packed[name], dtype) for name, dtype in _COLUMNS.items()}
+            columns = {name: array_from_json(packed[name], dtype) for name, dtype in _COLUMNS.items()}
             notes._words = StringTable.from_json(value["words"])
             for name, kind in kinds.items():
                 if not NAME.fullmatch(name) or not (kind in ("text", "number") or is_kind_of_rows(kind)):

@@ -20,7 +20,7 @@ from trajstore._core.columns.fields import Axis
 from trajstore._core.columns.schema import Schema
 from trajstore._core.files.base import Reader, check_name
 from trajstore._core.formats.base import SHARDS_FOLDER, ColumnPlace, ShardManifest, StoredFile
-from trajstore._core.store.packing import declared_rows, pack, unpack
+from trajstore._core.store.json_arrays import array_from_json, array_to_json, declared_rows
 from trajstore.errors import CorruptStoreError
 
 ABSENT = -1
@@ -312,13 +312,13 @@ class ShardTable:
                     "schema": family.schema,
                     "file_names": list(family.file_names),
                     "column_files": list(family.column_files),
-                    **{name: pack(array[: family.count]) for name, array in family.arrays.items()},
+                    **{name: array_to_json(array[: family.count]) for name, array in family.arrays.items()},
                 }
                 for family in self._families
             ],
-            "numbers": pack(self._numbers[: self._count]),
-            "family": pack(self._family[: self._count]),
-            "row": pack(self._row[: self._count]),
+            "numbers": array_to_json(self._numbers[: self._count]),
+            "family": array_to_json(self._family[: self._count]),
+            "row": array_to_json(self._row[: self._count]),
         }
 
     @staticmethod
@@ -339,9 +339,9 @@ class ShardTable:
                     raise CorruptStoreError("shard table: arrays of different lengths")
             for item in value["families"]:
                 table._add_family(item, count)
-            table._numbers = unpack(value["numbers"], np.int64)
-            table._family = unpack(value["family"], np.int32)
-            table._row = unpack(value["row"], np.int32)
+            table._numbers = array_from_json(value["numbers"], np.int64)
+            table._family = array_from_json(value["family"], np.int32)
+            table._row = array_from_json(value["row"], np.int32)
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise CorruptStoreError(f"not a shard table: {error}") from error
         table._count = len(table._numbers)
@@ -361,7 +361,7 @@ class ShardTable:
         for name in ("sizes", "crc32", "offsets", "column_crc32", "rows", "nbytes"):
             if declared_rows(item[name]) > most:
                 raise CorruptStoreError(f"shard table: {name} claims more rows than there are shards")
-            array = unpack(item[name], np.int64, 2)
+            array = array_from_json(item[name], np.int64, 2)
             if array.shape[1] != widths.get(name, columns) or (array.size and array.min() < ABSENT):
                 raise CorruptStoreError(f"shard table: {name} does not fit its schema")
             family.arrays[name] = array

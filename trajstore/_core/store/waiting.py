@@ -15,10 +15,10 @@ import numpy.typing as npt
 Column = npt.NDArray[Any]
 
 MOST_ADDED = 1 << 12
-"""Most additions to a packed column; more would take more memory than the column."""
+"""Most additions to a lazy column; more would take more memory than the column."""
 
 
-class Packed:
+class LazyColumn:
     """A column that is unpacked on first use and shared by indexes.
 
     It has no lock, since a process could fork while it is held: two concurrent first users both unpack.
@@ -42,9 +42,9 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A lazy index column: rows ``low <= i < high`` of a packed column, followed by ``added``."""
+    """Rows ``low <= i < high`` of a lazy index column, followed by ``added``."""
 
-    packed: Packed
+    lazy: LazyColumn
     low: int
     high: int
     added: tuple[Column, ...] = ()
@@ -55,7 +55,7 @@ class Waiting:
         Raises:
             CorruptStoreError: unpacking failed.
         """
-        rows = self.packed.column()[self.low : self.high]
+        rows = self.lazy.column()[self.low : self.high]
         return np.concatenate([rows, *self.added]) if self.added else rows
 
     def followed_by(self, rows: Column) -> Waiting:
@@ -67,5 +67,5 @@ class Waiting:
         count = self.high - self.low
         low, high = (self.low + min(edge, count) for edge in (start, stop))
         if stop <= count:
-            return Waiting(self.packed, low, high)
-        return Waiting(self.packed, low, high, (np.concatenate(self.added)[max(start - count, 0) : stop - count],))
+            return Waiting(self.lazy, low, high)
+        return Waiting(self.lazy, low, high, (np.concatenate(self.added)[max(start - count, 0) : stop - count],))

@@ -34,7 +34,7 @@ _RECENT = 1024
 """Number of recent strings that are deduplicated."""
 
 
-def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
+def array_to_json(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Return an array of integers or raw bytes as JSON values.
 
     Integers are delta-encoded along the first axis, which makes ids and offsets small.
@@ -47,8 +47,8 @@ def pack(array: npt.NDArray[Any]) -> dict[str, Any]:
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
 
 
-def unpack(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
-    """Return the array described by :func:`pack`, as a new writable array.
+def array_from_json(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
+    """Return the array described by :func:`array_to_json`, as a new writable array.
 
     Raises:
         CorruptStoreError: it is not an array of this dtype and number of dimensions.
@@ -216,7 +216,7 @@ class StringTable:
     def to_json(self) -> dict[str, Any]:
         """Return the table as JSON values."""
         ends, blob = self._content()
-        return {"bytes": pack(np.frombuffer(blob, "V1")), "ends": pack(ends)}
+        return {"bytes": array_to_json(np.frombuffer(blob, "V1")), "ends": array_to_json(ends)}
 
     @staticmethod
     def from_json(value: Any) -> StringTable:
@@ -234,8 +234,8 @@ class StringTable:
                 raise ValueError("claims more strings than its text has")
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise CorruptStoreError(f"not a string table: {error}") from error
-        table._blob = bytearray(unpack(blob, "V1").tobytes())
-        table._ends = unpack(ends, np.int64)
+        table._blob = bytearray(array_from_json(blob, "V1").tobytes())
+        table._ends = array_from_json(ends, np.int64)
         table._count = len(table._ends)
         if table._count and (np.any(np.diff(table._ends, prepend=0) < 0) or table._ends[-1] != len(table._blob)):
             raise CorruptStoreError("a string table's offsets do not fit its bytes")
