@@ -187,8 +187,7 @@ class Reader(Closing):
             window = Window.newest(contents.index, self.sample_window_size, contents.unavailable, contents.start)
             samples = self._draws.samples(window, num_chunks)
             positions, places = contents.index.find_rows(samples, window.first, window.end)
-            rows = contents.rows_of(positions, places) if contents.index.may_be_partial else places
-            return contents.plan(positions, rows, window.first, columns)
+            return contents.plan(positions, contents.rows_of(positions, places), window.first, columns)
 
         return nest(self._live.locked(draw).read(out))
 

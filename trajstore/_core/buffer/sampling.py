@@ -204,7 +204,7 @@ class Sampling:
             else:
                 _check_fits(sampler.inner if isinstance(sampler, Selection) else sampler)
                 drawn = sampler.draw(count, self._draws.generator_for(sampler), first, fits=fits)
-            positions = self.rows(contents, drawn)
+            positions = self.positions_of_rows(contents, drawn)
         names = self._view.names_at(contents, positions)
         return replace(drawn, buffer=self.names()[0], names=names), positions
 
@@ -249,7 +249,7 @@ class Sampling:
             TrajectoryUnavailableError: a trajectory was evicted since, or its id now names another one.
             ConfigurationError: a row number is negative.
         """
-        positions = self.rows(contents, drawn)
+        positions = self.positions_of_rows(contents, drawn)
         if np.any(others := self._are_others(contents, drawn, positions)):
             raise TrajectoryUnavailableError(
                 f"trajectory {shown_id(int(drawn.ids[others.argmax()]))} was drawn, but since a load another one has "
@@ -392,7 +392,7 @@ class Sampling:
 
         return self._view.locked(look)
 
-    def rows(self, contents: Contents, drawn: Drawn) -> npt.NDArray[np.int64]:
+    def positions_of_rows(self, contents: Contents, drawn: Drawn) -> npt.NDArray[np.int64]:
         """Return the positions of drawn rows' trajectories, after checking that they can be read.
 
         Raises:

@@ -505,7 +505,7 @@ def _has_whole(buffer: Reader, contents: Contents, count: int, length: int, ends
 
     def fits(ids: IntArray, samples: IntArray) -> Mask:
         nonlocal in_vain
-        positions = buffer._sampling.rows(contents, Drawn(ids, samples))
+        positions = buffer._sampling.positions_of_rows(contents, Drawn(ids, samples))
         starts = contents.rows_of(positions, samples)
         good: Mask = np.asarray(_spans(contents, positions, starts, length, ends).mask.all(axis=1), np.bool_)
         in_vain = 0 if good.any() else in_vain + len(ids)

@@ -1,6 +1,6 @@
-"""Random draws from the window of the newest trajectories. No I/O.
+"""Random draws from the window of the newest trajectories.
 
-A buffer draws with ``Contents.lock`` held.
+A buffer draws with ``Contents.lock`` held. Seeds come from the system, in copies from process id and host name.
 """
 
 from __future__ import annotations
