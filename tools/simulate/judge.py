@@ -284,7 +284,8 @@ class Model:
         (going, has_happened), self.gone = self.gone, None
         contents, line = going.before
         if has_happened is None:
-            has_happened = found.keys() <= going.line.keys()
+            is_as_before = found.keys() == line.keys() != going.line.keys()
+            has_happened = found.keys() <= going.line.keys() and not is_as_before
         fresh = asides.keys() - self.asides.keys() - self.unfinished
         if not has_happened:
             self.unfinished |= fresh
