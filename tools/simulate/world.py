@@ -325,11 +325,11 @@ class World:
             return
         with TrajectoryReplayBuffer.open(store) as reader:
             self.model.found(self._keys(reader))
-        directory = open_directory(store)
+        directory, is_alone = open_directory(store), not self._living
         if self.model.keys and waiting(directory):  # takes it in
             annotate(store, [min(self.model.keys)], {"looked": self.model.tick()})
         catalog = Catalog.open(directory)
-        if not self._living:  # else an annotator may hold the inbox
+        if is_alone:  # else an annotator may hold the inbox
             self.model.check_values(
                 {
                     number: next((note.value for note in catalog.notes.history(number)[::-1] if note.name == "v"), None)
