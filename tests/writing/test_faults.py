@@ -22,6 +22,7 @@ from trajstore import Retention, Trajectory, TrajectoryReplayBuffer, WriterOptio
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.formats import FORMATS
 from trajstore.errors import StoreError, StoreWriteError
+from trajstore.operations.mending import prune
 from trajstore.operations.verify import verify
 
 # A failed deletion is harmless: it is logged and repeated by the next writer.
@@ -303,3 +304,23 @@ def test_values_given_on_a_full_disk_are_written_by_flush_in_their_order(
             annotate(buffer, 0, {"tag": "x"})
     assert [note.value for note in notes_of(tmp_path / "store", 0)] == [0.25, 0.5, "x"]
     assert verify(tmp_path / "store").sound
+
+
+def test_a_prune_that_a_full_disk_ends_says_what_it_has_evicted(tmp_path: Path) -> None:
+    pytest.importorskip("polars")
+    seen, at, fired = set(), 0, True
+    while fired:
+        path = tmp_path / str(at)
+        with opened(path) as buffer:
+            add_each(buffer, range(3))
+            buffer.points.save(1)
+        plan, text = FaultPlan(at, "ENOSPC", lasting=True), None
+        with failing_disk(plan):
+            try:
+                prune(path, "trajectory_id < 1")
+            except OSError as error:
+                text = str(error)
+        if text is not None and "was not committed" not in text:  # else the record may count, or not
+            seen.add((*contents_of(path), "before that, 1 trajectory was evicted, kept on disk by step-1.0" in text))
+        at, fired = at + 1, plan.fired is not None
+    assert seen == {(0, 1, 2, False), (1, 2, True)}

@@ -20,6 +20,7 @@ from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore._core.store.salvage import open_leniently
 from trajstore._core.store.saved_points import by_number
 from trajstore._core.writing.opening import mirror_record
+from trajstore.errors import StoreWriteError, listed, trajectories
 from trajstore.operations.opening import open_readable
 from trajstore.operations.points import kept_on_disk
 
@@ -94,23 +95,33 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
         StoreWriteError: the store cannot be written.
     """
     place = find_place(path)
-    stores = stores_of(place)
-    with ExitStack() as held:
-        writers = {}
-        ranks = {store.url: rank_number(store.directory, place.directory) if place.parts else ALONE for store in stores}
-        for store in () if dry_run else stores:  # lock all before changing any
-            writers[ranks[store.url]] = held.enter_context(_written(store))
-        reader, damage = open_readable(path)
-        with reader:
-            leaving, total = reader.query().where(where).table(), len(reader)
-            ids, nbytes = leaving["trajectory_id"].to_numpy(), int(leaving["bytes"].sum())
-            by_points = _held_by_points(
-                (open_leniently(source.directory)[0], own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
-                for source in reader._live.contents.sources
-                if isinstance(source, StoreSource)
-            )
-        for rank, writer in writers.items():
-            writer.evict(own_id(ids[rank_of_id(ids) == rank]))
+    stores, done = stores_of(place), ""
+    try:
+        with ExitStack() as held:
+            writers = {}
+            ranks = {
+                store.url: rank_number(store.directory, place.directory) if place.parts else ALONE for store in stores
+            }
+            for store in () if dry_run else stores:  # lock all before changing any
+                writers[ranks[store.url]] = held.enter_context(_written(store))
+            reader, damage = open_readable(path)
+            with reader:
+                leaving, total = reader.query().where(where).table(), len(reader)
+                ids, nbytes = leaving["trajectory_id"].to_numpy(), int(leaving["bytes"].sum())
+                by_points = _held_by_points(
+                    (open_leniently(source.directory)[0], own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
+                    for source in reader._live.contents.sources
+                    if isinstance(source, StoreSource)
+                )
+            for rank, writer in writers.items():
+                writer.evict(own_id(ids[rank_of_id(ids) == rank]))
+            if writers:
+                held_by = f", kept on disk by {listed(by_points['names'])}" if by_points["names"] else ""
+                done = f"{trajectories(len(ids), 'was', 'were')} evicted{held_by}"
+    except StoreWriteError as error:
+        if not done:
+            raise
+        raise StoreWriteError(f"{error}; before that, {done}") from error
     return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points)
 
 
