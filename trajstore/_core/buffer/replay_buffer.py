@@ -223,10 +223,15 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
     def flush(self, timeout: float | None = None) -> None:
         """Wait until everything added before survives SIGKILL and power loss. Does nothing in memory only.
 
+        Args:
+            timeout: most seconds to wait for the threads that write trajectories; None: no limit. Not bounded are waits
+                for processes that open sessions, for a snapshot or house-keeping under way, and the writing of late
+                values and retention.
+
         Raises:
             StoreWriteError: a write failed; names the file. Unwritten trajectories are kept; call again.
             UnwritableTrajectoryError: some trajectories could not be encoded; all others are on disk.
-            TimeoutError: ``timeout`` seconds passed.
+            TimeoutError: trajectories were not written within ``timeout``.
         """
         self._sink.flush(seconds_or_none("timeout", timeout))
 

@@ -3,7 +3,8 @@
 A *shard* holds one or more trajectories of one schema. Its columns are the trajectories' rows, one
 after the other: column c of trajectory j begins at the sum of the rows of trajectories 0..j-1 on c's
 axis. A format turns trajectories into files and reports the byte offset of columns whose rows are
-uncompressed and contiguous in a file; such columns are mapped and never decoded.
+uncompressed and contiguous in a file; such columns are mapped and never decoded. Columns of rollouts are
+packed before (:mod:`~trajstore._core.formats.packed`): a format stores each as a block of bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class ShardContent:
     Attributes:
         schema: their columns.
         extents: of each trajectory, in order, ``[n, 4]``; at least one.
-        pieces: per column, the raw rows of all trajectories in order, as consecutive buffers.
+        pieces: per column, the rows of all trajectories in order, or their packed block, as consecutive buffers.
         entries: what its label says of the trajectories; None without a label.
     """
 
@@ -81,7 +82,7 @@ class ShardContent:
 
     @cached_property
     def column_crc32(self) -> tuple[int, ...]:
-        """CRC-32 of each column's raw rows."""
+        """CRC-32 of each column's pieces."""
         return tuple(crc32_of(pieces) for pieces in self.pieces)
 
     def described(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class ShardContent:
 
 @dataclass(frozen=True, slots=True)
 class ColumnPlace:
-    """Place of a column's raw rows: index into the shard's files, and byte offset."""
+    """Place of a column's bytes: index into the shard's files, and byte offset."""
 
     file: int
     offset: int
@@ -114,7 +115,7 @@ class EncodedShard:
     """Files of trajectories encoded by a format.
 
     ``places[c]`` is None where column c cannot be mapped (compressed, pickled, split over files); else
-    ``column_crc32[c]`` is the CRC-32 of its raw rows.
+    ``column_crc32[c]`` is the CRC-32 of its bytes.
     """
 
     files: tuple[EncodedFile, ...]
@@ -140,8 +141,8 @@ class ShardManifest:
         format: name of the format that reads it.
         schema: columns, in storage order.
         files: relative to the store's directory, ``/``-separated.
-        places: per column, where raw rows begin, or None.
-        column_crc32: per column, CRC-32 of its raw rows; None where ``places`` is None.
+        places: per column, where its bytes begin, or None.
+        column_crc32: per column, CRC-32 of its bytes; None where ``places`` is None.
         rows: per column, the rows of all trajectories together.
         nbytes: per column, its bytes in the shard; see :mod:`~trajstore._core.formats.frames` and
             :mod:`~trajstore._core.formats.packed`.
@@ -207,7 +208,7 @@ class TrajectoryFormat(ABC):
             source: its name, for messages.
 
         Returns:
-            The values, unchecked, and the byte offset of each column's raw rows; None where they must be decoded.
+            The values, unchecked, and the byte offset of each column; None where they must be decoded.
 
         Raises:
             CorruptStoreError: it is damaged.

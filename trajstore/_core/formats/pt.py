@@ -32,6 +32,7 @@ class PtFormat(TrajectoryFormat):
     """``shards/<name>.pt``: ``{"layout", "version", "kind", "columns": {name: [rows, ...]}, "trajectories", "label"}``.
 
     ``trajectories`` has T, B, E and document bytes of each trajectory, one after another, which define its rows.
+    Columns of rollouts are packed, ``uint8`` ``[bytes]``.
     """
 
     name: ClassVar[str] = "pt"

@@ -137,7 +137,7 @@ class StoreWriter:
             StoreWriteError: writing failed (again); names the file.
             UnwritableTrajectoryError: trajectories were rejected as unwritable; all others are on disk.
             StoreClosedError: the writer belongs to the parent process.
-            TimeoutError: ``timeout`` seconds passed.
+            TimeoutError: trajectories were not written within ``timeout`` seconds, which bound no other wait.
         """
         self._check_process()
         self.log.check_not_asking()
