@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from trajstore.cli import FAILED, main
 class Run:
     """Runs command lines; returns exit code, stdout and stderr, or one of the outputs."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
+    def __init__(self, capsys: pytest.CaptureFixture[str], command: Callable[[Sequence[str]], int] = main) -> None:
+        self._capsys, self._command = capsys, command
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
+        code = self._command([str(word) for word in words])
         captured = self._capsys.readouterr()
         return code, captured.out, captured.err
 

@@ -15,6 +15,7 @@ from examples.cartpole.dqn import DQNLearner
 from examples.cartpole.run import SAMPLERS
 from examples.common import read_checkpoint, write_checkpoint
 from examples.demo import main
+from tests.cli.stores import Run
 from tools.crash.forked import forking
 from trajstore.cli import DAMAGED, INTERRUPTED
 from trajstore.operations.inspect import inspect
@@ -24,27 +25,9 @@ from trajstore.points import points_at
 pytest.importorskip("gymnasium", reason="the demo needs  pip install 'trajstore[demo]'")
 
 
-class Run:
-    """Runs the demo; returns its exit code, stdout and stderr, or one of the outputs."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *words: object) -> tuple[int, str, str]:
-        code = main([str(word) for word in words])
-        captured = self._capsys.readouterr()
-        return code, captured.out, captured.err
-
-    def out(self, *words: object) -> str:
-        """Return stdout of a run that succeeds."""
-        code, out, err = self(*words)
-        assert code == 0, err or out
-        return out
-
-
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    return Run(capsys)
+    return Run(capsys, main)
 
 
 @pytest.mark.parametrize("wrong", ["--updates 0", "--updates x", "--task x", "--sampler x"])

@@ -22,7 +22,7 @@ from trajstore._core.formats import FORMATS
 from trajstore._core.store.sealed import LEDGER_NAME
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
-from trajstore.operations.mending import compact, prune
+from trajstore.operations.mending import compact
 from trajstore.operations.verify import verify
 from trajstore.points import points_at
 from trajstore.remote.mirror import mirror as mirror_module
@@ -352,27 +352,11 @@ def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_
     assert inspect(path)["integrity"]["problems"] == []
     assert keys_at(place) == expected
     change(path)
+    compact(path)  # with the address that the store has
+    assert inspect(path)["integrity"]["problems"] == []
+    change(path)
     (path / "mirrored.json").unlink()
     assert inspect(path)["integrity"]["problems"] == []
-
-
-@pytest.mark.parametrize(
-    "work",
-    [compact, lambda path: pytest.importorskip("polars") and prune(path, "outcome = 9")],
-    ids=["compact", "prune"],
-)
-def test_prune_and_compact_bring_the_mirror_up_to_date(tmp_path: Path, work: Callable[[Path], object]) -> None:
-    path, place = tmp_path / "store", tmp_path / "mirror"
-    with make(path, place) as buffer:
-        add(buffer, [0, 1])
-        buffer.points.save(1)
-        add(buffer, [2])
-        level(buffer)
-    _rolled_back(path)
-    assert inspect(path)["integrity"]["problems"] != []
-    work(path)
-    assert inspect(path)["integrity"]["problems"] == []
-    assert len(keys_at(place)) == 2
 
 
 def test_a_living_writer_without_the_mirror_does_not_feed_it(tmp_path: Path) -> None:
