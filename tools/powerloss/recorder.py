@@ -67,8 +67,12 @@ class Recorder:
 
     def _compare(self) -> None:
         seen: dict[str, bytes | None] = {}
-        for path in Path(self._root).rglob("*"):
-            seen[path.relative_to(self._root).as_posix()] = None if path.is_dir() else path.read_bytes()
+        for folder, folders, files in os.walk(self._root):
+            below = folder[len(self._root) + 1 :]
+            seen |= {os.path.join(below, name): None for name in folders}
+            for name in files:
+                with open(os.path.join(folder, name), "rb") as file:
+                    seen[os.path.join(below, name)] = file.read()
         known = self._tree.listing()
         differing = sorted(name for name in seen.keys() | known.keys() if seen.get(name, 0) != known.get(name, 0))
         if differing:

@@ -19,7 +19,7 @@ from tools.simulate.world import Outcome, World
 
 PATIENCE = 120.0
 """Seconds of real time that a run may take: only a wait that the simulator does not see takes long."""
-BATCH = 16
+BATCH = 40
 """Runs of a process. To fork it, and to copy the memory that it then changes, takes as long as a third of a run."""
 _BASE = Path("/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir())
 """Folder of the runs' folders. How deep they lie decides steps: a store looks above it."""

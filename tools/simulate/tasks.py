@@ -328,6 +328,10 @@ def entered(tasks: Tasks) -> Iterator[None]:
     """While entered, primitives made of ``threading`` and times read from ``time`` belong to the world."""
     ends: dict[threading.Thread, Lock] = {}
     numbers = itertools.count()
+    # A new thread may have the identity of an ended one, for which ``threading`` made an object in an earlier world.
+    active = threading._active  # type: ignore[attr-defined]
+    for identity in [one for one, thread in active.items() if isinstance(thread, threading._DummyThread)]:
+        del active[identity]
 
     # Thread's own, of which each version of Python has others.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
 import gc
 import hashlib
 import itertools
@@ -41,6 +42,7 @@ from tools.simulate.work import Annotator, Plan, Writer, check, heads_in, opened
 from trajstore import Reader, TrajectoryReplayBuffer, annotate
 from trajstore._core.files.descriptors import Descriptor
 from trajstore._core.files.opening import open_directory
+from trajstore._core.formats import zarr as zarr_format
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.writing.inbox import waiting
@@ -523,7 +525,10 @@ class World:
 
 @contextlib.contextmanager
 def zarr_in_thread() -> Iterator[None]:
-    """Run zarr's coroutines in the thread that waits for them: its own loop would wait in the system."""
+    """Run zarr's coroutines in the thread that waits for them: its own loop would wait in the system.
+
+    What the format remembers of zarr's metadata is forgotten, because an earlier run of the process may have seen it.
+    """
 
     def run(coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop) -> Future[Any]:
         future = Future[Any]()
@@ -535,11 +540,13 @@ def zarr_in_thread() -> Iterator[None]:
     async def in_thread(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         return call(*arguments, **keywords)
 
+    template = zarr_format._metadata_template.__wrapped__
     with (
         contextlib.closing(asyncio.new_event_loop()) as loop,
         mock.patch.object(zarr.core.sync, "_get_loop", return_value=loop),
         mock.patch.object(asyncio, "run_coroutine_threadsafe", run),
         mock.patch.object(asyncio, "to_thread", in_thread),
+        mock.patch.object(zarr_format, "_metadata_template", functools.cache(template)),
     ):
         yield
 
