@@ -14,6 +14,7 @@ from trajstore._core.files.holder import may_be_brief
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError
 from trajstore.operations.copying import copy_store
+from trajstore.operations.verify import verify
 
 
 def test_a_refresh_shows_the_commits_of_a_writer_that_closes_meanwhile(
@@ -98,3 +99,12 @@ def test_a_run_shows_its_ranks_news_while_another_rank_is_being_created(tmp_path
         filled(run / "rank_2", [4])
         assert reader.refresh()
         assert len(reader) == 4
+
+
+def test_a_few_bytes_of_a_record_and_zeros_are_an_interrupted_commit(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as writer:
+        add_each(writer, [1])
+        shutil.copytree(tmp_path / "store", tmp_path / "crashed")
+    with (tmp_path / "crashed/log/0000000000000001.log").open("ab") as log:
+        log.write(b"c84aad" + bytes(54))
+    assert verify(tmp_path / "crashed").problems == []

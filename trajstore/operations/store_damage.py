@@ -209,7 +209,7 @@ def _is_cut_short(data: bytes, offset: int) -> bool:
     zeros = len(data) - len(data.lstrip(b"\0"))
     if zeros:
         return zeros == len(data) or (offset + zeros) % _SECTOR == 0
-    return _BEGINNING.match(data) is not None
+    return _BEGINNING.match(data.rstrip(b"\0")) is not None  # a size may be on the disk before the data
 
 
 def _check_copy(catalog: Catalog, result: Verification) -> None:
