@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.stores import add_each, filled, opened
+from tests.support.copies import copy_live
 from tests.support.witness import key_of
 from trajstore import Reader, TrajectoryReplayBuffer
 from trajstore._core.files.holder import may_be_brief
@@ -104,7 +105,7 @@ def test_a_run_shows_its_ranks_news_while_another_rank_is_being_created(tmp_path
 def test_a_few_bytes_of_a_record_and_zeros_are_an_interrupted_commit(tmp_path: Path) -> None:
     with opened(tmp_path / "store") as writer:
         add_each(writer, [1])
-        shutil.copytree(tmp_path / "store", tmp_path / "crashed")
+        copy_live(tmp_path / "store", tmp_path / "crashed")
     with (tmp_path / "crashed/log/0000000000000001.log").open("ab") as log:
         log.write(b"c84aad" + bytes(54))
     assert verify(tmp_path / "crashed").problems == []
