@@ -325,8 +325,8 @@ def _rolled_back(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_rolled_back, _retained, lambda path: annotate(path, [0], {"judge": [1.0]})],
-    ids=["rollback", "retention", "annotate"],
+    [_rolled_back, _retained, lambda path: annotate(path, [0], {"judge": [1.0]}), lambda path: evict_and_compact(path)],
+    ids=["rollback", "retention", "annotate", "compact"],
 )
 def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_with_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Path], object]
@@ -352,11 +352,14 @@ def test_a_change_without_the_mirror_warns_once_and_is_a_problem_until_a_writer_
     assert inspect(path)["integrity"]["problems"] == []
     assert keys_at(place) == expected
     change(path)
-    compact(path)  # with the address that the store has
-    assert inspect(path)["integrity"]["problems"] == []
-    change(path)
     (path / "mirrored.json").unlink()
     assert inspect(path)["integrity"]["problems"] == []
+
+
+def evict_and_compact(path: Path) -> None:
+    with make(path, None) as buffer:
+        buffer.evict([buffer.trajectory_ids.tolist()[0]])
+    compact(path)
 
 
 def test_a_living_writer_without_the_mirror_does_not_feed_it(tmp_path: Path) -> None:

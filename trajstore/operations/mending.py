@@ -1,4 +1,4 @@
-"""Prune or compact stores that have no writer; their mirrors follow."""
+"""Prune or compact stores that have no writer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import ALONE, own_id, rank_of_id
 from trajstore._core.store.salvage import open_leniently
 from trajstore._core.store.saved_points import by_number
-from trajstore._core.writing.opening import mirror_record
 from trajstore.errors import StoreWriteError, listed, trajectories
 from trajstore.operations.opening import open_readable
 from trajstore.operations.points import kept_on_disk
@@ -168,12 +167,11 @@ def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[s
 
 @contextmanager
 def _written(place: Place) -> Iterator[TrajectoryReplayBuffer]:
-    """Yield a buffer that writes to a store, keeps its seed and format, and feeds its mirror."""
+    """Yield a buffer that writes to a store and keeps its seed and format."""
     reader, _ = open_readable(place.url)
     with reader:
         seed, trajectory_format = reader.seed, reader._trajectory_format
-    mirror = (mirror_record(place.directory) or {}).get("url")
     with TrajectoryReplayBuffer(
-        seed, auto_save=True, auto_save_path=place.url, trajectory_format=trajectory_format, mirror=mirror
+        seed, auto_save=True, auto_save_path=place.url, trajectory_format=trajectory_format
     ) as writer:
         yield writer

@@ -58,8 +58,8 @@ def warn_of_mirror(directory: Directory) -> None:
     if directory.url not in _warned and (record := mirror_record(directory)) is not None:
         _warned.add(directory.url)
         logger.warning(
-            "%s: is opened for writing without its mirror %s, which does not follow until `trajstore compact`, or a "
-            "writer that opens the store with mirror=%r. If the store is to have no mirror any more, delete %s there",
+            "%s: is opened for writing without its mirror %s, which does not follow until a writer opens the store "
+            "with mirror=%r. If the store is to have no mirror any more, delete %s there",
             directory.url,
             record["url"],
             record["url"],
