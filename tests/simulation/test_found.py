@@ -14,8 +14,9 @@ from trajstore import Reader, TrajectoryReplayBuffer
 from trajstore._core.files.holder import may_be_brief
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError
-from trajstore.operations.copying import copy_store
+from trajstore.operations.copying import copy_store, repair_store
 from trajstore.operations.verify import verify
+from trajstore.points import points_at
 
 
 def test_a_refresh_shows_the_commits_of_a_writer_that_closes_meanwhile(
@@ -109,3 +110,29 @@ def test_a_few_bytes_of_a_record_and_zeros_are_an_interrupted_commit(tmp_path: P
     with (tmp_path / "crashed/log/0000000000000001.log").open("ab") as log:
         log.write(b"c84aad" + bytes(54))
     assert verify(tmp_path / "crashed").problems == []
+
+
+@pytest.mark.parametrize("reads", range(6))
+def test_a_snapshot_that_is_removed_during_a_repair_is_copied_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    """It is removed before one of the reads of its files."""
+    read, left = LocalDirectory.read, reads
+    with opened(tmp_path / "store") as writer:
+        add_each(writer, [1])
+        writer.points.save(1, {"mine": 5})
+
+        def remove_before(self: LocalDirectory, name: str, offset: int = 0) -> bytes:
+            nonlocal left
+            if name.startswith("pins/step-1."):
+                left -= 1
+                if left == -1:
+                    monkeypatch.undo()
+                    writer.points.remove(1)
+            return read(self, name, offset)
+
+        monkeypatch.setattr(LocalDirectory, "read", remove_before)
+        repair_store(tmp_path / "store", tmp_path / "copy")
+    assert verify(tmp_path / "copy").problems == []
+    saved = points_at(tmp_path / "copy").saved
+    assert [points_at(tmp_path / "copy").state(point.step) for point in saved] == [{"mine": 5}] * len(saved)

@@ -132,7 +132,7 @@ class Model:
         """Return whether one of these may be evicted, also by retention, for additions that have not returned yet."""
         gone = set(self.evicting)
         if self.limit is not None:
-            gone |= set(sorted(self.keys)[: max(len(self.keys) + len(self.adding) - self.limit, 0)])
+            gone |= set(sorted({*self.keys, *ids})[: max(len(self.keys) + len(self.adding) - self.limit, 0)])
         return not gone.isdisjoint(ids)
 
     def go_to(self, target: int | str, *, aside: bool) -> None:

@@ -58,6 +58,7 @@ from trajstore._core.store.shard_table import shard_name
 from trajstore.errors import (
     ConfigurationError,
     CorruptStoreError,
+    StoreNotFoundError,
     written,
 )
 
@@ -312,27 +313,35 @@ def _point_files(
         ids: of the trajectories that the other directory has.
         homes: numbers there of the intact shards with late values by row, by row of the shard table here.
     """
-    details = {name: value for name, value in catalog.pins.details(head.name).items() if name not in _SIDE_FILES}
-    details |= {"ids": id_ranges(ids[lie_in(ids, head.ids)]).tolist(), "shards": []}
-    files = []
-    with suppress(CorruptStoreError):  # verify names it
-        if head.state is not None:
-            file, details["state"] = side_file(head.name, STATE, [catalog.pins.read(head.state)])
-            files.append(file)
-    with suppress(CorruptStoreError):
-        if head.values is not None:
-            notes = catalog.values_of(head)
-            values, rows = catalog.shards_of_values(notes, notes.ids(), homes)
-            file, details["values"] = values_file(head.name, values or {})
-            details["shards"] = [homes[row] for row in rows]
-            files.append(file)
+    pins, files = catalog.pins, list[EncodedFile]()
     try:
-        return [*files, pin_file(head.name, details)]
+        details = {name: value for name, value in pins.details(head.name).items() if name not in _SIDE_FILES}
+        details |= {"ids": id_ranges(ids[lie_in(ids, head.ids)]).tolist(), "shards": []}
+        with suppress(CorruptStoreError):  # verify names it
+            if head.state is not None:
+                file, details["state"] = side_file(head.name, STATE, [pins.read(head.state)])
+                files.append(file)
+        with suppress(CorruptStoreError):
+            if head.values is not None:
+                notes = catalog.values_of(head)
+                values, rows = catalog.shards_of_values(notes, notes.ids(), homes)
+                file, details["values"] = values_file(head.name, values or {})
+                details["shards"] = [homes[row] for row in rows]
+                files.append(file)
+        files.append(pin_file(head.name, details))
     except TypeError as error:  # nested more deeply than any that was written
-        logger.warning("%s: the snapshot %r is left out: %s", catalog.directory.url, head.name, error)
-        return []
+        why = str(error)
+    except StoreNotFoundError:
+        why = _REMOVED
+    else:
+        if pins.is_unchanged(head):
+            return files
+        why = _REMOVED
+    logger.warning("%s: the snapshot %r is left out: %s", catalog.directory.url, head.name, why)
+    return []
 
 
+_REMOVED = "it was removed or saved again meanwhile"
 _SIDE_FILES = ("values", "state", "fence")
 
 

@@ -253,6 +253,13 @@ class Pins:
         except FileNotFoundError as error:
             raise StoreNotFoundError(f"{self._directory.url}: no snapshot is called {name!r}") from error
 
+    def is_unchanged(self, head: Snapshot) -> bool:
+        """Return whether a snapshot is still as loaded: neither removed nor saved again."""
+        try:
+            return zlib.crc32(self._directory.read(pin_name(head.name))) == head.crc32
+        except FileNotFoundError:
+            return False
+
     # -- files of snapshots -----------------------------------------------------------------------
 
     def state_of(self, head: Snapshot) -> dict[str, Any]:
