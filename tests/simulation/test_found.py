@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -136,3 +139,28 @@ def test_a_snapshot_that_is_removed_during_a_repair_is_copied_whole_or_not_at_al
     assert verify(tmp_path / "copy").problems == []
     saved = points_at(tmp_path / "copy").saved
     assert [points_at(tmp_path / "copy").state(point.step) for point in saved] == [{"mine": 5}] * len(saved)
+
+
+def test_a_writer_that_finds_a_full_disk_makes_the_log_of_a_killed_one_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The killed one may have written a record without reaching its fsync."""
+    with opened(tmp_path / "store") as writer:
+        add_each(writer, [1])
+        writer.flush()
+        copy_live(tmp_path / "store", tmp_path / "killed")
+    synced, fsync = [], os.fsync
+
+    def full(self: LocalDirectory, files: Sequence[object]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def record(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    monkeypatch.setattr(LocalDirectory, "publish", full)
+    monkeypatch.setattr(os, "fsync", record)
+    with opened(tmp_path / "killed") as writer:
+        assert len(writer) == 1
+        assert [path.stat().st_ino in synced for path in (tmp_path / "killed" / "log").iterdir()] == [True]
+        monkeypatch.undo()

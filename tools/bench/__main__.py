@@ -22,9 +22,9 @@ from tools.bench.report import Figure, Options, SkippedError, table
 _FILES = sorted(file.stem for file in Path(__file__).parent.glob("t??_*.py") if not file.stem.startswith("t13"))
 BENCHMARKS = {
     **{f"t{int(file[1:3])}": f"{file}.figures" for file in _FILES},  # T13 is a command of its own
-    **{"t1": "t01_sample.cached", "t2": "t01_sample.uncached", "t30": "space.frames_once"},
+    **{"t1": "t01_sample.cached", "t2": "t01_sample.uncached"},
     **{"t16": "t16_verl.figures", "t16admit": "t16_admit.figures"},
-    **{name: f"{name}.figures" for name in ("convert", "guided", "rlinf", "samplers", "space")},
+    **{name: f"{name}.figures" for name in ("convert", "guided", "rlinf", "samplers")},
     **{f"gpu_{name}": f"gpu.{name}" for name in ("loader", "loss", "trainer", "threads")},
 }
 """Module and function of each benchmark, imported when it runs, so that others do not need its packages."""

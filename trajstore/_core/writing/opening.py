@@ -132,12 +132,12 @@ def open_store(directory: Directory, snapshots: Snapshots) -> tuple[Catalog, Gar
             snapshots.write(catalog)
         except StoreWriteError as error:
             cause = error.__cause__
-            if not (isinstance(cause, OSError) and cause.errno in FULL):
+            if not (catalog.segment and isinstance(cause, OSError) and cause.errno in FULL):
                 raise
             # Allows opening a store on a full disk, to evict from it.
             logger.warning("%s; the log that is there is continued", error)
-            if catalog.segment_torn:  # half a record of an interrupted commit
-                with written(": a record that was not committed could not be cut off"):
+            if directory.can_append:  # a killed writer may have left half a record, or one that is not durable yet
+                with written(": the end of the log could not be made durable"):
                     directory.cut(catalog.segment, catalog.segment_end)
                 catalog.segment_torn = 0
             return catalog, garbage, catalog.segment
