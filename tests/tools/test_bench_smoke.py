@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import space, t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
+from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 from tools.crash.forked import forking
@@ -33,7 +33,6 @@ def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(t35_run, "in_child", _in_fork)
     for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
         monkeypatch.setattr(t31_tokens, tokens, 8)
-    monkeypatch.setattr(space, "_SECONDS", 0.1)  # with so little data, it never falls below the target
     try:
         figures = list(figures_of(name, Options(tmp_path, repeats=1, scale=0.002)))
     except SkippedError as reason:
