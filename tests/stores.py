@@ -107,9 +107,9 @@ def reader_of(path: Path | str) -> TrajectoryReplayBuffer:
     return reader
 
 
-def keys_of(buffer: TrajectoryReplayBuffer) -> dict[int, int]:
+def keys_of(buffer: TrajectoryReplayBuffer, scale: int = 1) -> dict[int, int]:
     """Return the witnesses' keys by id, after comparing all rows."""
-    return {number: check_trajectory(buffer.get(number)) for number in buffer.trajectory_ids.tolist()}
+    return {number: check_trajectory(buffer.get(number), scale) for number in buffer.trajectory_ids.tolist()}
 
 
 def keys_at(path: Path | str, *arguments: Any, **options: Any) -> dict[int, int]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.stores import add_each, contents_of, opened, writer_to
-from tests.support.formats import random_tensor, same_bytes
+from tests.support.equality import same
+from tests.support.formats import random_tensor
 from tests.support.witness import check_batch, check_trajectory, difference, witness
 from trajstore import Trajectory, TrajectoryReplayBuffer, WriterOptions, errors
 from trajstore._core.columns.fields import join_name, walk
@@ -46,7 +47,7 @@ def test_every_dtype_and_empty_dimensions(tmp_path: Path, fmt: str) -> None:
         assert batch["next_obs"]["none"].shape == (6, 0, 5)
         drawn = batch["rewards"].reshape(-1).long()
         for name, value in values.items():
-            assert same_bytes(batch["curr_obs"][name], value.reshape(6, 4)[drawn]), name
+            assert same(batch["curr_obs"][name], value.reshape(6, 4)[drawn]), name
 
 
 # -- sampling ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.stores import writer_to
-from tests.support.formats import same_bytes
+from tests.support.equality import same
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.schema import dtypes
@@ -24,10 +24,6 @@ from trajstore.loader import TokenLoader
 def rollout(number: int, **fields: Any) -> AgentTrajectory:
     reward = Reward(outcome=float(number), description="tests", metadata={"tests": 3})
     return AgentTrajectory(input_ids=torch.arange(4 + number), reward=reward, task_id=f"t{number % 2}", **fields)
-
-
-def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
-    return replace(one, input_ids=None) == replace(other, input_ids=None)
 
 
 def first_of(loader: Any) -> Any:
@@ -213,7 +209,7 @@ def test_rows_are_cast_to_every_dtype(dtype: torch.dtype) -> None:
     buffer = TrajectoryReplayBuffer()
     buffer.add_trajectories([block(0, dtype), block(0, torch.int8 if dtype != torch.int8 else torch.int16)])
     batch = buffer.sample(12)
-    assert same_bytes(batch["rewards"], batch["curr_obs"]["copy"].to(dtype))
+    assert same(batch["rewards"], batch["curr_obs"]["copy"].to(dtype))
 
 
 @pytest.mark.parametrize("form", ["memory", "pt"])

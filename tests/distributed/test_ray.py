@@ -6,7 +6,6 @@ import importlib.util
 import math
 import os
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ import torch
 
 from tests import rays
 from tests.stores import reader_of
+from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import (
     AgentTrajectory,
@@ -74,14 +74,6 @@ from trajstore.distributed.routes import Routes  # noqa: E402
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
     return rays.cluster()
-
-
-def until(condition: Callable[[], bool], seconds: float = 600.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            pytest.fail("the condition was not met")
-        time.sleep(0.1)
 
 
 def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:
@@ -383,7 +375,7 @@ def test_what_is_added_arrives_without_another_call(shared: Path) -> None:
         for key in range(5):
             handle.add_trajectories([witness(key)])
         learner = DistributedReplayBuffer.connect("shared", refresh_interval=0.0)
-        until(lambda: learner.is_ready(5))
+        wait_until(lambda: learner.is_ready(5))
         assert learner.size == 5
 
 
@@ -427,7 +419,7 @@ def test_nothing_acknowledged_is_lost_when_an_actor_is_killed(shared: Path, monk
 def lose(name: str, rank: int) -> None:
     """End a store permanently, like the loss of its node."""
     ray.kill(ray.get_actor(f"{name}/rank_{rank}", namespace="trajstore"))
-    until(lambda: f"{name}/rank_{rank}" not in [actor["name"] for actor in ray.util.list_named_actors(True)])
+    wait_until(lambda: f"{name}/rank_{rank}" not in [actor["name"] for actor in ray.util.list_named_actors(True)])
 
 
 def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tmp_path: Path) -> None:
@@ -440,7 +432,7 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
         impatient.sample(4)
     with ThreadPoolExecutor(2) as pool:
         sampled, whole = pool.submit(learner.sample, 4), pool.submit(learner.sample_trajectories, 1)
-        until(lambda: learner.get_stats()["absent_stores"] == 1)
+        wait_until(lambda: learner.get_stats()["absent_stores"] == 1)
         assert not sampled.done()
         assert not whole.done()
         create("only", tmp_path)
@@ -531,7 +523,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
             os.kill(pid, signal.SIGCONT)
         else:
             create("shared", shared, stores=2)
-    until(lambda: (learner.refresh(), learner.size)[1] == 8)
+    wait_until(lambda: (learner.refresh(), learner.size)[1] == 8)
 
 
 def test_a_silent_store_costs_only_itself_and_what_it_has_twice_is_one(
@@ -564,11 +556,11 @@ def test_a_silent_store_costs_only_itself_and_what_it_has_twice_is_one(
             annotate(learner, more, {"judge": 2.0})
         finally:
             os.kill(pid, signal.SIGCONT)
-        until(lambda: (learner.refresh(), learner.absent)[1] == [])
+        wait_until(lambda: (learner.refresh(), learner.absent)[1] == [])
         learner.flush()
-        until(lambda: sum(stats["num_trajectories"] for stats in stats_of(learner)) == 14)
+        wait_until(lambda: sum(stats["num_trajectories"] for stats in stats_of(learner)) == 14)
         assert sorted(learner.query().where("judge = 2").ids().tolist()) == sorted(more)
-        until(lambda: learner.get_stats()["num_trajectories"] == other.get_stats()["num_trajectories"] == 14)
+        wait_until(lambda: learner.get_stats()["num_trajectories"] == other.get_stats()["num_trajectories"] == 14)
         learner.evict(more)
         other.refresh()
         assert sorted(other.trajectory_ids.tolist()) == sorted(ids)
@@ -642,7 +634,7 @@ def test_who_connects_after_a_loss_knows_of_it(
                 whole()
     assert not (tmp_path / "saved").exists()
     create("lossy", run, stores=2, scheduling_strategy=here)
-    until(lambda: (new.refresh(), new.size)[1] == 4)
+    wait_until(lambda: (new.refresh(), new.size)[1] == 4)
     assert [(point.step, point.is_complete) for point in new.points.saved] == [(1, True)]
     new.points.save(2)
     lose("lossy", 0)
@@ -725,7 +717,7 @@ def test_a_store_that_is_killed_while_all_are_saved_leaves_the_earlier_state_who
             kill_before.remove(method)
             before = handle._stores.call(1, "describe").began
             kill(1)
-            until(lambda: handle._stores.call(1, "describe").began != before)
+            wait_until(lambda: handle._stores.call(1, "describe").began != before)
         return call_all(arguments, method, seconds)
 
     monkeypatch.setattr(handle._stores, "call_all", killing)
@@ -879,7 +871,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     on_far = ray.remote(_add_there).options(resources={"lost": 0.1}, num_cpus=0)
     keys.update(ray.get(on_far.remote("nodes", 100, 8)))
     learner = DistributedReplayBuffer.connect("nodes", deadline=120.0, patience=2.0, refresh_interval=0.0)
-    until(lambda: (learner.refresh(), learner.size)[1] == 16)
+    wait_until(lambda: (learner.refresh(), learner.size)[1] == 16)
     nodes.remove_node(node, allow_graceful=False)
     able = create("able", tmp_path / "able", stores="per_node")
     assert list(able.nodes().values()) == [nodes.head_node.node_id]
@@ -888,9 +880,9 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
     with pytest.raises(StoreUnreachableError, match="no node can start a store"):
         create("unable", tmp_path / "no", stores="per_node", actor_options={"num_cpus": 1000})
     nodes.remove_node(small)
-    until(lambda: (learner.refresh(), learner.size)[1] == 8)
+    wait_until(lambda: (learner.refresh(), learner.size)[1] == 8)
     assert "draws omit its 8 trajectories" in caplog.text
-    until(lambda: learner.get_stats()["absent_stores"] == 1)
+    wait_until(lambda: learner.get_stats()["absent_stores"] == 1)
     late = DistributedReplayBuffer.connect("nodes", deadline=10.0)
     assert [late.get_stats()[name] for name in ("stores", "absent_stores")] == [2, 1]
     check_batch(learner.sample(32))
@@ -900,7 +892,7 @@ def test_a_node_that_is_lost_is_left_out_and_comes_back(
         DistributedReplayBuffer.connect("nodes", deadline=1.0).get(next(n for n in keys if n % 1024 == far))
     returned(nodes)  # the machine, with its disk
     handle = create("nodes", tmp_path / "run", stores="per_node", refresh_interval=0.0)
-    until(lambda: (handle.refresh(), handle.size)[1] == 17)
+    wait_until(lambda: (handle.refresh(), handle.size)[1] == 17)
     for number, key in keys.items():
         assert check_trajectory(handle.get(number)) == key
     handle.stop()

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.test_server import equal, ids_of, request_of, server
+from tests.distributed.test_server import ids_of, request_of, server
+from tests.support.equality import same
 from tests.support.witness import check_batch, witness
 from trajstore import WriterOptions
 from trajstore._core.columns.fields import nest
@@ -60,7 +61,7 @@ def check(reads: Reads, index: RunIndex, draws: Draws, count: int = 32) -> None:
     out = {"curr_obs.tag": torch.zeros(count, dtype=torch.int64)}
     assert reads.placed(index.table, places, ["curr_obs.tag"], out, 60.0).keys() == {"curr_obs"}
     assert torch.equal(out["curr_obs.tag"][: len(places)], placement["curr_obs"]["tag"])
-    assert equal(placement, nest(reads.rows(index.table.drawn(places), None, None, 60.0)))
+    assert same(placement, nest(reads.rows(index.table.drawn(places), None, None, 60.0)))
 
 
 @pytest.mark.parametrize("stores", [1, 2])
@@ -169,18 +170,6 @@ def rows(count: int, salt: int = 0) -> dict[str, torch.Tensor]:
         "picture": numbers(5 * 7).to(torch.uint8).reshape(count, 5, 7),
         "number": numbers(1)[:, 0].long() << 40,
     }
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        (one[name].dtype, one[name].shape) == (other[name].dtype, other[name].shape)
-        and bits(one[name]) == bits(other[name])
-        for name in one
-    )
 
 
 @pytest.mark.parametrize("count", [1, 29, 1000])

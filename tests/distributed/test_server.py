@@ -60,14 +60,6 @@ def ids_of(answer: list[int] | None) -> list[int]:
     return answer
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    return bool(one == other)
-
-
 def test_a_request_of_another_version_is_refused() -> None:
     (piece,) = request_of([witness(0)]).pieces
     for head in (b"{}", b"nonsense", piece.head.replace(b'"runs"', b'"other"')):

@@ -12,6 +12,7 @@ import torch
 
 from tests.feeding.test_memory import Slow
 from tests.stores import stored
+from tests.support.equality import same
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import (
     Hindsight,
@@ -76,12 +77,6 @@ def copied(batch: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return all values of a batch and its draw, apart from memory that is used again."""
     values = {name: tensor.clone().numpy() for name, tensor in unnest(batch).items()}
     return values | {f"drawn {name}": array for name, array in batch.drawn.arrays.items()}
-
-
-def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in one
-    )
 
 
 @pytest.mark.parametrize("sampler", list(SAMPLERS))

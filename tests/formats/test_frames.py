@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import files_of, stored, writer_to
-from tests.support.formats import random_tensor, same_bytes
+from tests.support.equality import same
+from tests.support.formats import random_tensor
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 from trajstore._core.columns.conversion import flatten
@@ -147,7 +148,7 @@ def check_same(found: TrajectoryReplayBuffer, expected: TrajectoryReplayBuffer) 
     with found, expected:
         for (name, ours), (_, theirs) in zip(reads(found), reads(expected), strict=True):
             assert ours.keys() == theirs.keys(), name
-            assert all(same_bytes(ours[field], theirs[field]) for field in theirs), name
+            assert all(same(ours[field], theirs[field]) for field in theirs), name
 
 
 def opened(path: Path | str, **options: Any) -> Any:
@@ -164,7 +165,7 @@ def test_a_store_reads_as_without_the_option(form: str, options: dict[str, Any],
     for number, added in enumerate(ADDED):
         with opened(tmp_path / "once") as reader:
             found = leaves(reader.get(number))
-        assert all(same_bytes(rows, found[name]) for name, rows in leaves(added).items())
+        assert all(same(rows, found[name]) for name, rows in leaves(added).items())
     check_same(opened(tmp_path / "once"), opened(tmp_path / "twice"))
     check_same(opened(tmp_path / "once", verify_shards=True), opened(tmp_path / "twice"))
     assert inspect(tmp_path / "once")["shard_bytes"] < inspect(tmp_path / "twice")["shard_bytes"]

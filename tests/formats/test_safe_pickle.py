@@ -18,7 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.formats import random_tensor, same_bytes
+from tests.support.equality import same
+from tests.support.formats import random_tensor
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.formats.pickles.safe_pickle import safe_loads
 from trajstore._core.formats.pickles.safe_values import MAX_DEPTH
@@ -72,7 +73,7 @@ def test_tensors_of_every_dtype_come_back(name: str, protocol: int) -> None:
     whole = random_tensor((4, 6), dtypes()[name], torch.Generator().manual_seed(0))
     for tensor in (whole, whole[1:, :3], whole.t(), whole[:0], whole[0, 0]):
         result = safe_loads(pickle.dumps({"t": tensor}, protocol))["t"]
-        assert same_bytes(result, tensor)
+        assert same(result, tensor)
         assert result.stride() == tensor.stride()
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.formats import FormatConformance, random_tensor, same_bytes
+from tests.support.equality import same
+from tests.support.formats import FormatConformance, random_tensor
 from trajstore._core.columns.flat import raw_bytes
 from trajstore._core.columns.schema import dtypes
 from trajstore._core.formats import zip_members
@@ -67,7 +68,7 @@ def test_torch_reads_every_dtype_and_shape(tmp_path: Path, name: str, shape: tup
         assert read["deep"][1:] == [7, "text", None, True]
         assert tensor_read.dtype == tensor.dtype
         assert tensor_read.shape == tensor.shape
-        assert same_bytes(tensor_read, tensor)
+        assert same(tensor_read, tensor)
     assert offsets[0] % ALIGNMENT == 0
     assert data[offsets[0] : offsets[0] + tensor.nbytes] == bytes(raw_bytes(tensor))
     place = locate(data)["deep"][0]["x"]

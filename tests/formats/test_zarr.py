@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.stores import writer_to
-from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, same_bytes, store_shard
+from tests.support.equality import same
+from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, store_shard
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.columns.conversion import flatten
@@ -103,7 +104,7 @@ def test_raw_columns_are_mapped_and_others_are_not() -> None:
 def test_zeros_are_written_and_keep_their_sign(config: str, value: float) -> None:
     shard = store_shard(FORMATS[config], [step(torch.full((40, 2, 3), value))])
     reader = FORMATS[config].open(shard.fetch, shard.manifest)
-    assert same_bytes(reader.rows(0, 0, 80), torch.full((80, 3), value))
+    assert same(reader.rows(0, 0, 80), torch.full((80, 3), value))
     assert any("/c." in name for name in shard.files)
 
 
@@ -124,9 +125,9 @@ def test_any_range_of_any_chunking(
     start, stop = sorted(round(bound * 2 * steps) for bound in bounds)
     expected = torch.cat([values, values + 1])[:, 0]
     reader = config.open(shard.fetch, shard.manifest)
-    assert same_bytes(reader.rows(0, start, stop), expected[start:stop])
-    assert same_bytes(reader.rows(0, 0, 2 * steps), expected)
-    assert same_bytes(reader.rows(0, start, stop), expected[start:stop])
+    assert same(reader.rows(0, start, stop), expected[start:stop])
+    assert same(reader.rows(0, 0, 2 * steps), expected)
+    assert same(reader.rows(0, start, stop), expected[start:stop])
 
 
 @given(
@@ -148,7 +149,7 @@ def test_compressed_floats_of_rollouts(
         buffer.add_trajectories([rollout, rollout])
         buffer.flush()
     with TrajectoryReplayBuffer.open(path) as reader:
-        assert same_bytes(reader.get(1).rollout_log_probs, rollout.rollout_log_probs)
+        assert same(reader.get(1).rollout_log_probs, rollout.rollout_log_probs)
 
 
 def test_only_the_needed_chunks_are_fetched() -> None:
@@ -305,7 +306,7 @@ def test_without_zarr_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 
 
 def _read_in_child(shard: StoredShard, config: ZarrFormat) -> bool:
-    return same_bytes(config.open(shard.fetch, shard.manifest).rows(0, 0, 40), torch.ones(40, 3))
+    return same(config.open(shard.fetch, shard.manifest).rows(0, 0, 40), torch.ones(40, 3))
 
 
 @pytest.mark.parametrize("context", [multiprocessing.get_context("fork"), forking()], ids=["forked", "new"])

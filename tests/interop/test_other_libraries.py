@@ -19,6 +19,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Dict
 
+from tests.support.equality import same
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sequences import sample_n_step, sample_sequences
 
@@ -151,12 +152,6 @@ def rows_of(batch: Any) -> list[Arrays]:
 
 def at(value: Any, number: int) -> Any:
     return {key: at(item, number) for key, item in value.items()} if isinstance(value, dict) else value[number]
-
-
-def same(one: Arrays, other: Arrays) -> bool:
-    return set(one) == set(other) and all(
-        one[name].dtype == other[name].dtype and np.array_equal(one[name], other[name]) for name in other
-    )
 
 
 def check(path: Path, recount: Recount) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from tests.interop.test_formats import read_all
 from tests.stores import stored
+from tests.support.equality import same
 from trajstore import EmbodiedRolloutResult, Trajectory
 from trajstore.errors import InvalidTrajectoryError
 from trajstore.interop.convert import Converted, convert_from, convert_to
@@ -90,11 +91,6 @@ def trajectory_of(episode: Values, **observations: Any) -> Trajectory:
     )
 
 
-def same(one: Any, other: Any) -> None:
-    assert (one.dtype, one.shape) == (other.dtype, other.shape)
-    assert one.tobytes() == other.tobytes()
-
-
 # -- Minari -------------------------------------------------------------------------------------------
 
 
@@ -112,19 +108,19 @@ def test_pyarrow_and_minari_read_what_was_written(seed: int, tmp_path: Path) -> 
         table = pq.ParquetFile(tmp_path / f"out-v0/data/{number}/part-0.parquet").read().combine_chunks()
         seen = table["observations"].combine_chunks()
         for name, value in episode["observations"].items():
-            same(flat(seen.field(name), value), value)
+            assert same(flat(seen.field(name), value), value)
         assert seen.field("text").to_pylist() == episode["texts"]
         for name in ("actions", "rewards", "terminations", "truncations"):
-            same(flat(table[name][:-1], episode[name]), episode[name])
+            assert same(flat(table[name][:-1], episode[name]), episode[name])
         expected = episode["infos"]["deep"]["noise"]
-        same(flat(table["infos"].combine_chunks().field("deep").field("noise"), expected), expected)
+        assert same(flat(table["infos"].combine_chunks().field("deep").field("noise"), expected), expected)
     minari = pytest.importorskip("minari", reason="minari is not installed; pyarrow agreed")
     for read, episode in zip(minari.MinariDataset(tmp_path / "out-v0/data").iterate_episodes(), episodes, strict=True):
         for name, value in episode["observations"].items():
-            same(read.observations[name], value)
+            assert same(read.observations[name], value)
         assert read.observations["text"] == episode["texts"]
         for name in ("actions", "rewards", "terminations", "truncations"):
-            same(getattr(read, name), episode[name])
+            assert same(getattr(read, name), episode[name])
 
 
 def minari_hdf5(path: Path, episodes: list[Values]) -> None:
@@ -186,12 +182,12 @@ def minari_own(path: Path, episodes: list[Values], form: str) -> None:
 
 def is_same_episode(read: Trajectory, episode: Values) -> None:
     for name, value in episode["observations"].items():
-        same(read.curr_obs[name][:, 0].numpy(), value[:-1])
-        same(read.next_obs[name][:, 0].numpy(), value[1:])
+        assert same(read.curr_obs[name][:, 0].numpy(), value[:-1])
+        assert same(read.next_obs[name][:, 0].numpy(), value[1:])
     assert (read.curr_obs["text"], read.next_obs["text"]) == (episode["texts"][:-1], episode["texts"][1:])
-    same(read.actions[:, 0].numpy(), episode["actions"])
+    assert same(read.actions[:, 0].numpy(), episode["actions"])
     for name in ("rewards", "terminations", "truncations"):
-        same(getattr(read, name)[:, 0, 0].numpy(), episode[name])
+        assert same(getattr(read, name)[:, 0, 0].numpy(), episode[name])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -235,7 +231,7 @@ def test_jpeg_images_in_hdf5_are_decoded(long: bool, tmp_path: Path) -> None:
     (read,) = read_all(tmp_path / "store")
     assert isinstance(read, Trajectory)
     expected = [np.array(Image.open(io.BytesIO(code.tobytes()))) for code in encoded]
-    same(read.curr_obs["top"][:, 0].numpy(), np.stack(expected)[:-1])
+    assert same(read.curr_obs["top"][:, 0].numpy(), np.stack(expected)[:-1])
 
 
 def test_rows_of_another_shape_than_the_space_are_named(tmp_path: Path) -> None:
@@ -306,10 +302,10 @@ def test_pyarrow_and_lerobot_read_what_was_written(seed: int, tmp_path: Path, mo
             if name == "top":
                 pixels = np.array(Image.open(io.BytesIO(found["bytes"])))
                 pixels = pixels if pixels.ndim == 3 else pixels[..., None]
-                same(np.ascontiguousarray(pixels.transpose(2, 0, 1)) if made.order == "first" else pixels, value[at])
+                assert same(pixels.transpose(2, 0, 1) if made.order == "first" else pixels, value[at])
             else:
-                same(np.array(found, value.dtype).reshape(value.shape[1:]), value[at])
-        same(np.array(row["action"], episode["actions"].dtype).reshape(-1), episode["actions"][at])
+                assert same(np.array(found, value.dtype).reshape(value.shape[1:]), value[at])
+        assert same(np.array(row["action"], episode["actions"].dtype).reshape(-1), episode["actions"][at])
         assert row["next.reward"] == episode["rewards"][at]
         assert (row["next.terminated"], row["next.truncated"]) == (
             episode["terminations"][at],
@@ -328,7 +324,7 @@ def test_pyarrow_and_lerobot_read_what_was_written(seed: int, tmp_path: Path, mo
             found = read[f"observation.{name}"].numpy()
             if name == "top":
                 pixels = value[step] if made.order == "first" else value[step].transpose(2, 0, 1)
-                same((found * 255).round().astype(np.uint8), np.ascontiguousarray(pixels))
+                assert same((found * 255).round().astype(np.uint8), np.ascontiguousarray(pixels))
             else:
                 assert np.array_equal(found.reshape(-1), known(value[step]).reshape(-1))
         assert np.array_equal(read["action"].numpy().reshape(-1), known(episode["actions"][step]))
@@ -361,18 +357,18 @@ def test_demonstrations_are_read_as_they_were_made(seed: int, tmp_path: Path) ->
     read = [part for part in read_all(tmp_path / "store") if isinstance(part, Trajectory)]
     for part, episode in zip(read, episodes, strict=True):
         for name, value in episode["observations"].items():
-            same(part.curr_obs[name][:, 0].numpy(), value[:-1])
-            same(part.next_obs[name][:, 0].numpy(), value[1:])
+            assert same(part.curr_obs[name][:, 0].numpy(), value[:-1])
+            assert same(part.next_obs[name][:, 0].numpy(), value[1:])
         assert part.curr_obs["text"] == episode["texts"][:-1]
-        same(part.actions[:, 0].numpy(), episode["actions"])
-        same(part.rewards[:, 0, 0].numpy(), episode["rewards"])
-        same(part.dones[:, 0, 0].numpy(), episode["terminations"])
+        assert same(part.actions[:, 0].numpy(), episode["actions"])
+        assert same(part.rewards[:, 0, 0].numpy(), episode["rewards"])
+        assert same(part.dones[:, 0, 0].numpy(), episode["terminations"])
     robomimic = pytest.importorskip("robomimic.utils.dataset", reason="robomimic is not installed; h5py agreed")
     data = robomimic.SequenceDataset(str(tmp_path / "demos.hdf5"), list(made.kinds), ["actions", "rewards"])
     for number, part in enumerate(read):
         for name in made.kinds:
-            same(part.curr_obs[name][:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", f"obs/{name}")[()])
-        same(part.actions[:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", "actions")[()])
+            assert same(part.curr_obs[name][:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", f"obs/{name}")[()])
+        assert same(part.actions[:, 0].numpy(), data.get_dataset_for_ep(f"demo_{number}", "actions")[()])
 
 
 def _counts(file: Any) -> None:

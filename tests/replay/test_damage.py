@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.replay.conftest import build
+from tests.support.equality import same
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules
 from trajstore._core.formats import FORMATS
 from trajstore.trajectory import AgentTrajectory
@@ -32,12 +32,6 @@ def begin(path: Path, file_format: str) -> dict[str, AgentTrajectory]:
 
 def replayed(manager: ExperienceManager) -> dict[str, AgentTrajectory]:
     return {history.rollout_id: history for history in manager.get_offpolicy_batch(["a", "b", "c"], 4)}
-
-
-def same(one: AgentTrajectory, other: AgentTrajectory) -> bool:
-    """Return whether two trajectories are bitwise equal."""
-    pairs = zip(vars(one).values(), vars(other).values(), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def shards(path: Path) -> Iterator[Path]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.stores import reader_of, stored
+from tests.support.equality import same
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.columns.fields import join_name, walk
 from trajstore._core.formats import FORMATS
@@ -45,12 +46,6 @@ def rollout(seed: int, epochs: int = 1) -> Trajectory:
 
 def leaves(value: Any) -> dict[str, Any]:
     return {join_name(path): leaf for path, leaf in walk(value if isinstance(value, dict) else vars(value))}
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(b, torch.Tensor):
-        return isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b)
 
 
 def assert_same(got: Any, wanted: Any) -> None:

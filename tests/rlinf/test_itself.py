@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.equality import same
 from trajstore.interop import rlinf as ours
 
-from .test_extra_rows import leaves, same
+from .test_extra_rows import leaves
 from .test_members import BATCH, STEPS, collect
 
 CHECKOUT = os.environ.get("TRAJSTORE_RLINF", "")

@@ -514,6 +514,7 @@ def test_a_session_that_cannot_be_opened_says_why_whatever_write_fails(tmp_path:
         at += 1
     assert len(said) > 1
     assert all("No space left on device" in text and "Errno 5" not in text for text in said)
+    assert sum("calls/lock" in text for text in said) <= 1, "the file that failed is named"
 
 
 def test_a_session_opens_although_a_write_of_another_thread_fails(

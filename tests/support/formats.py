@@ -12,6 +12,7 @@ from math import prod
 import pytest
 import torch
 
+from tests.support.equality import same
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.flat import FlatTrajectory, raw_bytes
 from trajstore._core.columns.schema import dtypes
@@ -191,11 +192,6 @@ def contents(encoded: EncodedShard) -> dict[str, bytes]:
     return {file.name: b"".join(bytes(memoryview(piece)) for piece in file.pieces) for file in encoded.files}
 
 
-def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors agree in dtype, shape and every bit (NaN equals itself, -0.0 is not 0.0)."""
-    return (left.dtype, left.shape) == (right.dtype, right.shape) and raw_bytes(left) == raw_bytes(right)
-
-
 def _flip(data: bytes, position: int, mask: int) -> bytes:
     return data[:position] + bytes([data[position] ^ mask]) + data[position + 1 :]
 
@@ -225,7 +221,7 @@ class FormatConformance:
             for start, stop in shard.ranges(column):
                 rows = reader.rows(column, start, stop)
                 assert rows.is_contiguous(), spec.name
-                assert same_bytes(rows, expected[start:stop]), (spec.name, start, stop)
+                assert same(rows, expected[start:stop]), (spec.name, start, stop)
 
     def test_places_are_where_the_raw_rows_begin(self, shard: StoredShard) -> None:
         manifest = shard.manifest
@@ -257,7 +253,7 @@ class FormatConformance:
         assert contents(first) == contents(second)
         assert first.places == second.places
         for flat, tensors in zip(flats, before, strict=True):
-            assert all(same_bytes(a, b) for a, b in zip(flat.tensors, tensors, strict=True))
+            assert all(same(a, b) for a, b in zip(flat.tensors, tensors, strict=True))
 
     def test_every_flipped_bit_is_found_and_attributed(self, steps: StoredShard) -> None:
         manifest = steps.manifest

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tests.support.equality import same
 from trajstore._core.columns.fields import join_name, unnest, walk
 from trajstore.trajectory import AnyTrajectory, Trajectory
 
@@ -140,12 +141,7 @@ def difference(left: AnyTrajectory, right: AnyTrajectory) -> str | None:
     if a.keys() != b.keys():
         return ", ".join(sorted(a.keys() ^ b.keys()))
     for name, value in a.items():
-        other = b[name]
-        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            same = value.dtype == other.dtype and value.shape == other.shape and _bytes(value) == _bytes(other)
-        else:
-            same = bool(value == other)
-        if not same:
+        if not same(value, b[name]):
             return name
     return None
 
@@ -154,7 +150,3 @@ def _leaves(trajectory: AnyTrajectory) -> list[tuple[str, Any]]:
     # Late values were not written with it.
     values = {k: v for k, v in vars(trajectory).items() if v is not None and k not in ("model_weights_id", "notes")}
     return [(join_name(path), value) for path, value in walk(values)]
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""

@@ -26,6 +26,7 @@ from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import numpy as np
+import orjson
 import zarr.core.sync
 
 from tests.support.witness import check_batch, extent_of
@@ -114,6 +115,7 @@ class World:
         self.tasks.alarm, self._fault_from, self._fault_steps = MOST_STEPS, 0, 0
         self._changes_left, self._change = 0, ""
         self._living: set[int] = set()
+        self._failed: set[int] = set()
         self._driver: Task | None = None
         self._crashed = ""
         self._processes = itertools.count(1)
@@ -128,7 +130,7 @@ class World:
             self.seed,
             problem,
             self.tasks.step,
-            hashlib.blake2b(repr(self.tasks.trace).encode(), digest_size=16).hexdigest(),
+            hashlib.blake2b(orjson.dumps(self.tasks.trace), digest_size=16).hexdigest(),
             self.tasks.changes,
             asdict(self.plan),
             self.tasks.trace if self._whole else self.tasks.trace[-_LAST:] if problem else [],
@@ -141,8 +143,10 @@ class World:
 
     @property
     def is_faulty(self) -> bool:
-        """Whether the disk may fail now, or could have a moment ago."""
-        return bool(self.plan.faults) and self._fault_from <= self.tasks.step
+        """Whether the disk may fail now, could have a moment ago, or has failed in this process."""
+        task = self.tasks.mine
+        may = self._fault_from <= self.tasks.step or (task is not None and task.process in self._failed)
+        return bool(self.plan.faults) and may
 
     def _fails(self, name: str) -> float | None:
         counts = not self.plan.within or (self.tasks.mine and self.tasks.mine.call in self.plan.within)
@@ -156,6 +160,7 @@ class World:
         within = self._fault_from <= self.tasks.step < self._fault_from + self._fault_steps
         if not (within and name in MAY_FAIL and task and task.process and self._faults.random() < self.plan.faults):
             return None
+        self._failed.add(task.process)
         return self._faults.choice((0.0, 0.0, 0.5, 1.0))
 
     def _at_step(self, step: int) -> None:
@@ -296,8 +301,11 @@ class World:
                 os.unlink(os.path.join(folder, name))
             os.rmdir(folder)
         self.model.lose_node()
-        with contextlib.suppress(StoreNotFoundError):
+        try:
             TrajectoryReplayBuffer.open(mirror).close()
+        except StoreNotFoundError:
+            self.model.ever.clear()  # nothing is restored, and ids begin anew
+        else:
             self._crashed, self._coming = "", "kill"
             self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 600)
             self._writer_process = self._process(lambda: restore(mirror, store), "restore")

@@ -196,9 +196,9 @@ class HeldFolder:
         descriptor = self.open(name, flags)
         try:
             yield descriptor
-        except StoreError:  # names its file
-            raise
         except OSError as error:
+            if isinstance(error, StoreError) or error.filename is not None:  # names its file
+                raise
             raise self.named(error, name) from error
         finally:
             os.close(descriptor)
