@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.interop.test_formats import ROLLOUTS
@@ -99,19 +99,11 @@ def compare(name: str, rollouts: list[AgentTrajectory], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
-def test_other_readers_see_what_was_stored(
-    name: str, rollouts: list[AgentTrajectory], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    compare(name, rollouts, tmp_path_factory.mktemp(name))
+@pytest.mark.parametrize("sets", [3, pytest.param(200, marks=pytest.mark.campaign)])
+def test_other_readers_see_what_was_stored(name: str, sets: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=sets, deadline=None)
+    @given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
+    def check(rollouts: list[AgentTrajectory]) -> None:
+        compare(name, rollouts, tmp_path_factory.mktemp(name))
 
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("name", READERS)
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(rollouts=st.lists(ROLLOUTS, min_size=1, max_size=8))
-def test_other_readers_see_what_was_stored_in_many_sets(
-    name: str, rollouts: list[AgentTrajectory], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    compare(name, rollouts, tmp_path_factory.mktemp(name))
+    check()
