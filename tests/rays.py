@@ -26,11 +26,7 @@ def executable(*modules: str) -> str:
         root = os.path.dirname(os.path.dirname(forking.__file__))  # other packages install modules named tests too
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         server = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            pass_fds=[listener.fileno()],
-            process_group=0,
-            env=os.environ | paths,
+            command, stdin=subprocess.PIPE, pass_fds=[listener.fileno()], process_group=0, env=os.environ | paths
         )
 
     @atexit.register

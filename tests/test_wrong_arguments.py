@@ -78,13 +78,7 @@ FINE: dict[str, dict[str, str]] = {
     "points.go_to": {"name": f"0 {NAMES}", "aside": "0 True"},
     "save_checkpoint": {"save_path": NAMES, "layout": ""},
     "load_checkpoint": {"load_path": NAMES, "pin": f"None {NAMES}", "strict": "None True 0"},
-    "open": {
-        "path": NAMES,
-        "share": "None",
-        "pin": f"None {NAMES}",
-        "strict": "None True 0",
-        "seed": "None 0 -1",
-    },
+    "open": {"path": NAMES, "share": "None", "pin": f"None {NAMES}", "strict": "None True 0", "seed": "None 0 -1"},
     "points.changes": {"name": f"0 {NAMES}", "aside": "0 True"},
     "points.state": {"name": f"0 {NAMES}"},
     "points_at": {"path": NAMES},
@@ -94,35 +88,16 @@ FINE: dict[str, dict[str, str]] = {
     },
     "sample_n_step": {"count": "", "gamma": "0", "terminations": NAMES},
     "sample_hindsight": {
-        **{
-            "count": "",
-            "goal": NAMES,
-            "achieved": NAMES,
-            "reward": "",
-            "share": "0",
-            "strategy": "",
-            "horizon": "0",
-        }
+        **{"count": "", "goal": NAMES, "achieved": NAMES, "reward": "", "share": "0", "strategy": "", "horizon": "0"}
     },
     "TrajectoryReplayBuffer": {
         **{"seed": "None 0 -1", "cache_size": "0", "sample_window_size": "0", "cache_bytes": "None 0"},
-        **{
-            "enable_cache": "True 0",
-            "auto_save": "True 0",
-            "auto_save_path": f"None {NAMES}",
-            "trajectory_format": "",
-        },
+        **{"enable_cache": "True 0", "auto_save": "True 0", "auto_save_path": f"None {NAMES}", "trajectory_format": ""},
         **{"retention": "None", "writer": "None", "format_options": "None {}", "storage_options": "None {}"},
         **{"on_commit": "None", "store_frames_once": "None True 0"},
     },
-    "WriterOptions": {
-        **dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""),
-        "commit_interval": "0 2.5",
-    },
-    "Retention": {
-        **dict.fromkeys(("max_trajectories", "max_bytes"), "None"),
-        "max_policy_age": "None 0",
-    },
+    "WriterOptions": {**dict.fromkeys(("threads", "max_pending_bytes", "shard_bytes"), ""), "commit_interval": "0 2.5"},
+    "Retention": {**dict.fromkeys(("max_trajectories", "max_bytes"), "None"), "max_policy_age": "None 0"},
     "ReplayLoader": {
         **dict.fromkeys(("replay", "batch_size", "rank", "stores", "prefetch"), ""),
         **dict.fromkeys(("sampler", "device"), "None"),
@@ -130,10 +105,7 @@ FINE: dict[str, dict[str, str]] = {
         **dict.fromkeys(("limiter", "ledger"), "None"),
     },
     "RateLimiter": {"samples_per_insert": "2.5 huge", "tolerance": "2.5 huge", "start": "0"},
-    "TokenLoader": {
-        **dict.fromkeys(("buffer", "tokens", "batch_size", "long", "layout"), ""),
-        "pad_id": "0 -1",
-    },
+    "TokenLoader": {**dict.fromkeys(("buffer", "tokens", "batch_size", "long", "layout"), ""), "pad_id": "0 -1"},
     "ReplayBufferDataset": {"batch_size": "", "min_replay_buffer_size": "0", "prefetch_size": "0"},
     "EpochSampler": {"unit": "", "epochs": "None"},
     "GroupSampler": {"least": "", "most": "None", "max_age": "None 0"},

@@ -81,12 +81,7 @@ class Command:
 
 @contextmanager
 def serving(
-    path: Path,
-    token: str | None = None,
-    *,
-    who: str | None = None,
-    pin: str | None = None,
-    compare: Path | None = None,
+    path: Path, token: str | None = None, *, who: str | None = None, pin: str | None = None, compare: Path | None = None
 ) -> Iterator[str]:
     """Serve a directory from a thread, with ``--write`` if an author of values is named; yields the address."""
     other = None if compare is None else OfReader(compare)

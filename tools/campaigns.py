@@ -101,11 +101,7 @@ def command(module: str, said: str | None, seed_of: str) -> argparse.ArgumentPar
     return parser
 
 
-def main(
-    parser: argparse.ArgumentParser,
-    campaign: Callable[..., R],
-    summary: Callable[[R], str] = counted,
-) -> int:
+def main(parser: argparse.ArgumentParser, campaign: Callable[..., R], summary: Callable[[R], str] = counted) -> int:
     """Run a campaign and say what it found; return 1 if it found problems.
 
     Args:

@@ -125,11 +125,7 @@ def assign_group_ids(
 
 
 def build_batch(
-    rows: Sequence[BatchRow],
-    pad_token_id: int,
-    *,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
+    rows: Sequence[BatchRow], pad_token_id: int, *, prompt_length: int | None = None, response_length: int | None = None
 ) -> Batch:
     """Return the rows as one padded batch, in their order. Token ids and log-probs are copied unchanged.
 

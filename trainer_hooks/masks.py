@@ -44,11 +44,7 @@ def compute_response_mask(mask: Tensor, response_length: int) -> Tensor:
 
 
 def build_exp_mask(
-    loss_mask: Tensor,
-    attention_mask: Tensor,
-    prompt_length: int,
-    is_experience_replay: Tensor,
-    is_discarded: Tensor,
+    loss_mask: Tensor, attention_mask: Tensor, prompt_length: int, is_experience_replay: Tensor, is_discarded: Tensor
 ) -> Tensor:
     """Return ``exp_mask``: 1 on off-policy tokens, [B, P + R], in the dtype of ``loss_mask``.
 

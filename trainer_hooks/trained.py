@@ -265,12 +265,7 @@ class StepRecorder(Closing):
         """Return the ids of stored rollouts, by task and rollout id."""
         return [self.ids.get((rollout.task_id, rollout.rollout_id)) for rollout in rollouts]
 
-    def record(
-        self,
-        batch: Batch,
-        log_probs: Tensor,
-        **header: Mapping[str, Any] | None,
-    ) -> None:
+    def record(self, batch: Batch, log_probs: Tensor, **header: Mapping[str, Any] | None) -> None:
         """Record the step: the rows of which a loss was computed, in the batch's order, with their last values.
 
         Args:

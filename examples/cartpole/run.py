@@ -127,10 +127,7 @@ class CartPoleRun:
         self.resumed = self._load()
         self._rollout = CartPoleRollout(ENVIRONMENTS, seed=seed + self.rounds)
         self.buffer = TrajectoryReplayBuffer(
-            seed=seed + self.rounds,
-            sample_window_size=0,
-            auto_save=True,
-            auto_save_path=str(self.replay_path),
+            seed=seed + self.rounds, sample_window_size=0, auto_save=True, auto_save_path=str(self.replay_path)
         )
         if self.resumed:
             self._take_up(self.buffer.points.rollback(self.rounds))

@@ -72,10 +72,7 @@ def test_what_is_whole_of_a_damaged_store_is_copied(run: Run, tmp_path: Path) ->
     assert not (tmp_path / "copy").exists()
 
 
-@pytest.mark.parametrize(
-    ("form", "lost"),
-    [("pt", "nothing"), ("pt", "index"), ("pt", "metadata"), ("pkl", "both")],
-)
+@pytest.mark.parametrize(("form", "lost"), [("pt", "nothing"), ("pt", "index"), ("pt", "metadata"), ("pkl", "both")])
 def test_what_is_whole_of_a_damaged_directory_of_rlinf_becomes_a_store(
     run: Run, tmp_path: Path, form: Any, lost: str
 ) -> None:

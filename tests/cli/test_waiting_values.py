@@ -40,12 +40,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_values_that_wait_are_counted_with_what_helps(store: Path, run: Run) -> None:
     summary = "7 values in 2 files of inbox/; the next writer takes them in, or the next `trajstore annotate`"
     assert summary in run.out("inspect", store)
-    assert run.json("inspect", store)["waiting"] == {
-        "files": 2,
-        "values": 7,
-        "refused": [],
-        "written": False,
-    }
+    assert run.json("inspect", store)["waiting"] == {"files": 2, "values": 7, "refused": [], "written": False}
     assert summary in run("inspect", store.parent)[1], "a run reports values that wait in its ranks"
     assert f"note: late values wait: {summary}" in run.out("verify", store)
     assert run("annotate", store, "0", "--set", "score=9")[0] == 0

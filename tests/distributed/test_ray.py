@@ -21,14 +21,7 @@ from tests import rays
 from tests.stores import reader_of
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
-from trajstore import (
-    AgentTrajectory,
-    Reward,
-    Trajectory,
-    TrajectoryReplayBuffer,
-    annotate,
-    notes_of,
-)
+from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,

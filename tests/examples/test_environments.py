@@ -6,13 +6,7 @@ from random import Random
 
 import pytest
 
-from examples.grpo.environments import (
-    Environment,
-    Episode,
-    HouseholdEnvironment,
-    SortEnvironment,
-    make_environment,
-)
+from examples.grpo.environments import Environment, Episode, HouseholdEnvironment, SortEnvironment, make_environment
 from examples.grpo.tokenizer import WordTokenizer
 from examples.grpo.treasure import TreasureEnvironment
 from trajstore.errors import ConfigurationError

@@ -27,13 +27,7 @@ def plain_grpo(config: TrainerConfig) -> tuple[list[float], dict[str, Tensor]]:
     world = environment(config)
     tokenizer = WordTokenizer(world.words)
     model = build_model(config.model, len(tokenizer), config.seed)
-    warm_start(
-        model,
-        tokenizer,
-        world,
-        steps=config.warm_start_steps,
-        seed=config.seed,
-    )
+    warm_start(model, tokenizer, world, steps=config.warm_start_steps, seed=config.seed)
     worker = RolloutWorker(model, tokenizer, world)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
     tokens, order = torch.Generator().manual_seed(config.seed), torch.Generator().manual_seed(config.seed)

@@ -188,10 +188,7 @@ def test_a_loader_of_an_empty_store_refuses_conditions_that_can_never_match(
 ) -> None:
     with writer_to(tmp_path / "store") as writer:
         for wrong in ("outcome >", "nosuch(outcome) > 0", "outcome + 1", "sum(outcome) > 0"):
-            with (
-                make(writer, 8, where=wrong, timeout=60) as loader,
-                pytest.raises(ConfigurationError, match="where: "),
-            ):
+            with make(writer, 8, where=wrong, timeout=60) as loader, pytest.raises(ConfigurationError, match="where: "):
                 next(loader)
         with make(writer, 8, where="outcme = 1", min_size=2) as loader:
             words = r"0 of 2 trajectories \(where: 'outcme = 1': there is no column 'outcme'.*did you mean 'outcome'"

@@ -78,10 +78,7 @@ def values(batch: Any) -> tuple[float, ...]:
 
 OURS = ("ReplayLoader", "TokenLoader", "RLinf", "RLinf preload")
 USERS = ("samples", "samples of a late reader", "trajectories")
-BY_DEFAULT = {
-    *((kind, 2, "fork", "pt") for kind in (*OURS, *USERS)),
-    ("samples", 0, "fork", "pt"),
-}
+BY_DEFAULT = {*((kind, 2, "fork", "pt") for kind in (*OURS, *USERS)), ("samples", 0, "fork", "pt")}
 CASES = [
     pytest.param(*case, marks=() if case in BY_DEFAULT else campaign)
     for case in itertools.product((*OURS, *USERS), (0, 2, 4), ("fork", "spawn"), FORMATS)

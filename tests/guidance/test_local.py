@@ -16,13 +16,7 @@ import pytest
 from tests.guidance.loopback import Loopback, send
 from tests.guidance.rollouts import rollout
 from tools.crash.forked import forking
-from trainer_hooks.guidance import (
-    EndpointSummarizer,
-    Experience,
-    ExtractiveSummarizer,
-    LocalMaker,
-    MakerError,
-)
+from trainer_hooks.guidance import EndpointSummarizer, Experience, ExtractiveSummarizer, LocalMaker, MakerError
 from trainer_hooks.replay import BufferStore
 from trajstore.errors import StoreWriteError
 from trajstore.trajectory import AgentTrajectory

@@ -137,8 +137,7 @@ def images_of(path: Path) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("channels", "order"),
-    [*itertools.product([1, 3, 4], ["first", "last", "first unnamed"]), (1, "none")],
+    ("channels", "order"), [*itertools.product([1, 3, 4], ["first", "last", "first unnamed"]), (1, "none")]
 )
 def test_images_keep_their_pixels_in_either_order_of_axes(tmp_path: Path, channels: int, order: str) -> None:
     shape = {"last": (HEIGHT, WIDTH, channels), "none": (HEIGHT, WIDTH)}.get(order, (channels, HEIGHT, WIDTH))

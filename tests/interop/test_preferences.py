@@ -170,10 +170,7 @@ THOUGHTS = {"thoughts of the model left out": 1}
 @pytest.mark.parametrize(
     ("messages", "changed"),
     [
-        (
-            ANTHROPICS,
-            {"images in results of tools left out": 1, "marks of failed results (is_error) left out": 1},
-        ),
+        (ANTHROPICS, {"images in results of tools left out": 1, "marks of failed results (is_error) left out": 1}),
         (RESPONSES, {"items of type 'web_search_call' left out": 1}),
         (INSPECTS, {}),
     ],

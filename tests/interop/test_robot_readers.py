@@ -250,19 +250,10 @@ def test_rows_of_another_shape_than_the_space_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["hdf5", "parquet"])
 @pytest.mark.parametrize(
     ("change", "written", "problems"),
-    [
-        ({"total_episodes": 5}, 3, ["episodes 3 to 4"]),
-        ({"total_episodes": 2}, 3, []),
-        ({"total_steps": 1}, 3, []),
-    ],
+    [({"total_episodes": 5}, 3, ["episodes 3 to 4"]), ({"total_episodes": 2}, 3, []), ({"total_steps": 1}, 3, [])],
 )
 def test_counts_of_minari_that_differ_are_named(
-    form: str,
-    change: Values,
-    written: int,
-    problems: list[str],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    form: str, change: Values, written: int, problems: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     episodes = [Episodes(0).one() for _ in range(3)]
     if form == "hdf5":

@@ -79,16 +79,7 @@ def test_calls_of_models_and_the_tools_of_results() -> None:
     buffer = in_memory([AgentTrajectory(messages=said, metadata=metadata.pop(0)) for said in (openai, anthropic)])
     answers = buffer.query("messages").select("tool", "arguments").table()
     assert answers["arguments"].drop_nulls().to_list() == ['{"at": 1}', '{"at":2}', '{}\n{"at":3}\n{}']
-    assert answers["tool"].to_list() == [
-        None,
-        "find",
-        "seek",
-        "look",
-        None,
-        None,
-        "find, seek",
-        None,
-    ]
+    assert answers["tool"].to_list() == [None, "find", "seek", "look", None, None, "find, seek", None]
     rows = buffer.query("calls").select("message", "model", "seconds", "cost", "json").rows()
     assert [tuple(row.values())[:-1] for row in rows] == [(0, "big", 2.0, 0.5), (None, "3", None, None)]
     assert json.loads(rows[0]["json"]) == calls[0]

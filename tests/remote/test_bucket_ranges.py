@@ -124,10 +124,7 @@ def test_ranges_come_in_the_order_in_which_they_were_asked_for(server: Server) -
     objects = objects_of(server)
     mixed = [*PIECES[::-1], ("other", 5, 10), PIECES[3], ("other", 10, 25)]
     assert fetched(objects, mixed) == [CONTENT[start:stop] for _, start, stop in mixed]
-    assert {path for path, _ in server.asked} == {
-        "/bucket/run/shards/a%20b%2B%C3%BC%2520.pt",
-        "/bucket/run/other",
-    }
+    assert {path for path, _ in server.asked} == {"/bucket/run/shards/a%20b%2B%C3%BC%2520.pt", "/bucket/run/other"}
     assert len(server.by_obstore()) == len(server.asked) <= len(mixed)
     assert all("Credential=mine/" in headers["authorization"] for headers in server.by_obstore())
 

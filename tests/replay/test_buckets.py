@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 
 from tests.replay.conftest import build
 from trainer_hooks.replay import PoolRules
-from trainer_hooks.replay.buckets import (
-    TASK_SAMPLING,
-    DifficultyBuckets,
-    bucket_probabilities,
-    draw_tasks,
-)
+from trainer_hooks.replay.buckets import TASK_SAMPLING, DifficultyBuckets, bucket_probabilities, draw_tasks
 from trainer_hooks.replay.outcomes import TaskOutcome, count_outcomes, is_success
 from trajstore.errors import ConfigurationError
 

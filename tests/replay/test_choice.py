@@ -145,10 +145,7 @@ def test_a_history_that_left_the_pool_and_came_again_begins_anew(tmp_path: Path)
 def test_what_does_not_come_out_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unreadable record leaves the pool and is replaced by the next best."""
     with closing(BufferStore.open(tmp_path / "pool")) as store:
-        manager = ExperienceManager(
-            PoolRules(n_rollout=8, max_trajectories_per_task=9),
-            store=store,
-        )
+        manager = ExperienceManager(PoolRules(n_rollout=8, max_trajectories_per_task=9), store=store)
         rollouts = [build(task, at, 1.0, entropy=float(at)) for task in "ab" for at in range(6)]
         manager.save_trajectories_to_memory(rollouts)
         manager.update_difficulty2task_dict([build(task, at, float(at % 2)) for task in "ab" for at in range(4)])

@@ -81,9 +81,7 @@ def test_ids_made_again_are_those_that_were_lost(
 
 def replay(offpolicy_trajectories_per_task: int = 1, **options: Any) -> ReplayHook[str]:
     config = ExperienceReplayConfig(
-        enable=True,
-        exp_ratio=1.0,
-        offpolicy_trajectories_per_task=offpolicy_trajectories_per_task,
+        enable=True, exp_ratio=1.0, offpolicy_trajectories_per_task=offpolicy_trajectories_per_task
     )
     return ReplayHook(config, n_rollout=8, get_task=lambda task: task, **options)
 
@@ -102,10 +100,7 @@ def test_a_pool_of_messages_is_trained_on(
 ) -> None:
     """Log-probs recorded with another tokenizer are dropped, with a warning and a count."""
     folder, tasks = shared_fixtures / "experience_pool" / "step_120", [f"task_{number}" for number in range(5)]
-    with (
-        replay() as hook,
-        pytest.raises(ConfigurationError, match=r"13 trajectories, none with token ids.*tokenizer="),
-    ):
+    with replay() as hook, pytest.raises(ConfigurationError, match=r"13 trajectories, none with token ids.*tokenizer="):
         hook.manager.load_experience_pool_from_disk(folder)
     template = MessageTokenizer.of(tokenizer)
     with caplog.at_level(logging.WARNING), replay(tokenizer=tokenizer) as hook:

@@ -193,11 +193,7 @@ def test_a_history_of_another_prompt_is_counted_and_does_not_come_out(
     by_messages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two of three task names now have another prompt; tested with the pool and a resumed pool."""
-    asked = {
-        "a": torch.tensor([0, 1]),
-        "b": torch.tensor([0, 7]),
-        "c": torch.tensor([5, 1]),
-    }
+    asked = {"a": torch.tensor([0, 1]), "b": torch.tensor([0, 7]), "c": torch.tensor([5, 1])}
     if by_messages:
         asked = {task: [{"role": "user", "content": "go" if task == "a" else task}] for task in asked}
     rows = RowPrompts(lambda name: name, lambda name: asked[name])
@@ -248,10 +244,7 @@ def test_unsolved_tasks_of_earlier_batches_come_before_solved_ones() -> None:
     def mixed(*, unsolved_first: bool, lacking: str = "") -> list[str]:
         manager = manager_with(["a", "b"], ["s", "t", "u"])
         mix = ExperienceMixCollateFn(
-            manager,
-            lambda name: None if name == lacking else name,
-            exp_ratio=0.0,
-            unsolved_first=unsolved_first,
+            manager, lambda name: None if name == lacking else name, exp_ratio=0.0, unsolved_first=unsolved_first
         )
         experience, fresh = mix(["s", "t", "u"], 0.0)
         assert not experience

@@ -16,12 +16,7 @@ from tests.saved_points.stores import add, keys_of, loaded, make, names_in, stat
 from tests.stores import flip
 from tests.support.copies import copy_live
 from trajstore import TrajectoryReplayBuffer, annotate
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    StoreError,
-    StoreNotFoundError,
-)
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, StoreNotFoundError
 from trajstore.operations.inspect import inspect
 from trajstore.operations.verify import verify
 from trajstore.points import points_at

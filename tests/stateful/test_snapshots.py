@@ -25,13 +25,7 @@ from tests.stateful.machines import long, short
 from tests.stateful.places import Place, Ranks
 from tests.stores import writer_to
 from tests.support.witness import check_trajectory, witness
-from trajstore import (
-    Mirror,
-    Retention,
-    TrajectoryReplayBuffer,
-    WriterOptions,
-    annotate,
-)
+from trajstore import Mirror, Retention, TrajectoryReplayBuffer, WriterOptions, annotate
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats import FORMATS
 from trajstore._core.store.catalog import Catalog
@@ -371,11 +365,7 @@ class Snapshots(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["one", "two"]), crash=CRASH)
     def pin(self, name: str, crash: int | None) -> None:
-        self.twin.change(
-            lambda: self.twin.buffer.points.pin(name),
-            lambda: self.twin.model.take(name),
-            crash,
-        )
+        self.twin.change(lambda: self.twin.buffer.points.pin(name), lambda: self.twin.model.take(name), crash)
 
     @rule(pick=PICK, crash=CRASH)
     def remove(self, pick: int, crash: int | None) -> None:

@@ -25,10 +25,7 @@ from trajstore._core.store.log_records import (
 from trajstore._core.store.shard_table import ShardTable, shard_name, shard_number
 from trajstore.errors import CorruptStoreError, UnsafeContentError
 
-STEP = Schema(
-    "step",
-    (ColumnSpec("actions", "float32", (2,)), ColumnSpec("dones", "bool", (), Axis.FIRST_EXTRA)),
-)
+STEP = Schema("step", (ColumnSpec("actions", "float32", (2,)), ColumnSpec("dones", "bool", (), Axis.FIRST_EXTRA)))
 AGENT = Schema("agent", (ColumnSpec("input_ids", "int64", ()),))
 
 

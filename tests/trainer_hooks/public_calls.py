@@ -22,10 +22,7 @@ from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.guidance.hook import GuidanceHook
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import aggregate_loss, het_compute_token_on_off_policy_loss
-from trainer_hooks.masks import (
-    build_exp_mask,
-    replace_recorded_old_log_probs,
-)
+from trainer_hooks.masks import build_exp_mask, replace_recorded_old_log_probs
 from trainer_hooks.plan import MixedTasks, PlannedTask
 from trajstore.trajectory import AgentTrajectory
 

@@ -258,17 +258,10 @@ def token_level_rewards(batch: Batch, rows: list[BatchRow]) -> Tensor:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    rows=mixed_rows(),
-    separate=st.booleans(),
-    normalized=st.booleans(),
-    order=st.permutations(range(7)),
-)
+@given(rows=mixed_rows(), separate=st.booleans(), normalized=st.booleans(), order=st.permutations(range(7)))
 def test_verls_advantages_are_ours(rows: list[BatchRow], separate: bool, normalized: bool, order: list[int]) -> None:
     groups = assign_group_ids(
-        [row.group_id for row in rows],
-        [row.is_experience_replay for row in rows],
-        "separate" if separate else "shared",
+        [row.group_id for row in rows], [row.is_experience_replay for row in rows], "separate" if separate else "shared"
     )
     rows = [replace(row, group_id=group) for row, group in zip(rows, groups, strict=True)]
     batch = build_batch(rows, PAD)

@@ -22,12 +22,7 @@ from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.figures import STARVING_STEPS, warnings_of
 from trainer_hooks.hook import ReplayHook
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
-from trainer_hooks.metrics import (
-    MAIN,
-    PREFIX,
-    batch_metrics,
-    record_metrics,
-)
+from trainer_hooks.metrics import MAIN, PREFIX, batch_metrics, record_metrics
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay import Refusal
 from trainer_hooks.token_sums import added, figures_of, label_sums, token_sums

@@ -77,10 +77,7 @@ def test_both_sets_of_names_are_understood() -> None:
 @pytest.mark.parametrize(
     ("config", "messages"),
     [
-        (
-            {"experience_maker": {"summary_workers": 0}},
-            ["summary_workers: 0, must be `int` >= 1"],
-        ),
+        ({"experience_maker": {"summary_workers": 0}}, ["summary_workers: 0, must be `int` >= 1"]),
         ({"experience_maker": {"dialect": 0.3}}, ["dialect: '0.3', must be one of 'auto', '0.2', '0.4'"]),
         ({"exp_manager": {"rollout_ratio": 0.1, "rollout_expratio": 0.1}}, ["is the same option as exp_manager"]),
         (
@@ -195,11 +192,7 @@ def rolled(messages: list[dict[str, Any]], first: int, tokenizer: Any) -> AgentT
     loss_mask = torch.cat([torch.zeros_like(made.loss_mask[:start]), made.loss_mask[start:]])
     mask = loss_mask[start:]
     return dataclasses.replace(
-        made,
-        loss_mask=loss_mask,
-        response_start=start,
-        response_mask=mask,
-        old_log_probs=torch.full(mask.shape, -0.5),
+        made, loss_mask=loss_mask, response_start=start, response_mask=mask, old_log_probs=torch.full(mask.shape, -0.5)
     )
 
 

@@ -84,11 +84,7 @@ def test_keys_of_configurations_are_refused_by_name(kind: type[Any]) -> None:
     given = {"n_rollout": 8} if kind is PoolRules else {}
     for field, value in itertools.product(dataclasses.fields(kind), HOSTILE):
         answer = outcome(kind, {**given, field.name: value})
-        assert answer is None or (field.name in answer and not answer.startswith("RAW")), (
-            field.name,
-            value,
-            answer,
-        )
+        assert answer is None or (field.name in answer and not answer.startswith("RAW")), (field.name, value, answer)
         assert answer is not None or may_take(kind.__name__, field.name, value), (field.name, value)
 
 

@@ -168,10 +168,7 @@ def test_without_write_nothing_is_taken(path: Path, serve: Serve) -> None:
     annotate(path, 0, {"judge": 0.25}, who="bob")
     address = serve(path)
     status, sentence = post(address, wish("1"))
-    assert (status, sentence) == (
-        403,
-        "method POST: this page is read-only; `trajstore view --write` accepts values",
-    )
+    assert (status, sentence) == (403, "method POST: this page is read-only; `trajstore view --write` accepts values")
     answer = ask(address, "notes", id="0")
     assert (ask(address, "about")["write"], [value["who"] for value in answer["values"]]) == (None, ["bob"])
     assert len(given(path)) == 1

@@ -21,10 +21,7 @@ from trajstore.cli import main
 from trajstore.interop.convert import convert_from, convert_to
 from trajstore.interop.rlinf.trajectory import flatten_trajectory
 from trajstore.loader import PreloadReplayBufferDataset, ReplayBufferDataset, ReplayLoader
-from trajstore.samplers import (
-    EpochSampler,
-    WeightedSampler,
-)
+from trajstore.samplers import EpochSampler, WeightedSampler
 
 STEPS, BATCH = 20, 2
 INVALID = {(0, 1), (7, 0), (8, 0), (19, 1)}

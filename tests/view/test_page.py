@@ -126,11 +126,7 @@ def test_what_a_model_wrote_is_text(tmp_path: Path, serve: Serve, page: Page) ->
     messages = [
         {"role": HOSTILE, "content": HOSTILE, "author": HOSTILE, HOSTILE: HOSTILE},
         {"role": "assistant", "content": [{"type": HOSTILE, "text": HOSTILE}, {"type": "text", "text": HOSTILE}, 7]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [calls, 3],
-        },
+        {"role": "assistant", "content": None, "tool_calls": [calls, 3]},
         {"role": "tool", "content": long},
         {"role": "user", "content": long + HOSTILE},
     ]

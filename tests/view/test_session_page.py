@@ -136,7 +136,7 @@ def test_open_sessions_are_listed_and_grow(tmp_path: Path, serve: Serve, page: P
         session.add_call([1, 2, 3], [4], call_id="plan")
         page.until("document.querySelector('.token.selected')?.dataset.at === '3'")
         assert page.run(f"return {TEXTS}") == [
-            ["plan", "3 added · 1 sampled · no log-probs · version unknown · retried: begun"],
+            ["plan", "3 added · 1 sampled · no log-probs · version unknown · retried: begun"]
         ]
         for number in range(199):
             session.add_call([*range(1, 5), *[7] * number], [9], [-0.25], call_id=f"sample-{number}")

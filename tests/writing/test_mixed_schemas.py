@@ -153,9 +153,6 @@ def test_commits_whose_ids_are_among_each_other_are_refused(crashed: Path) -> No
     with forged_log(crashed) as records:
         (record,) = records
         first, second = record.pop("shards")
-        records[:] = [
-            {**record, "shards": [first]},
-            {**record, "shards": [second], "generation": 2, "schemas": []},
-        ]
+        records[:] = [{**record, "shards": [first]}, {**record, "shards": [second], "generation": 2, "schemas": []}]
     with pytest.raises(CorruptStoreError, match="ascend"):
         keys_at(crashed)

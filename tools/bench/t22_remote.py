@@ -146,9 +146,7 @@ def _torchrl(columns: dict[str, torch.Tensor]) -> Any:
         return None
     count = len(next(iter(columns.values())))
     found = RayReplayBuffer(
-        storage=partial(LazyTensorStorage, count),
-        batch_size=BATCH,
-        remote_config={"num_cpus": 0, "resources": _THERE},
+        storage=partial(LazyTensorStorage, count), batch_size=BATCH, remote_config={"num_cpus": 0, "resources": _THERE}
     )
     found.extend(TensorDict(columns, batch_size=[count]))
     return found

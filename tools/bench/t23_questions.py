@@ -112,11 +112,7 @@ def _asked(
     """Ask ours and DuckDB the same question in turn."""
     works = [ask, lambda: connection.execute(text).fetchall()]
     ours, theirs = in_turn(works, options.repeats, warmup=1)
-    details = {
-        "processor_ms": ours.processor_ms,
-        "duckdb_ms": theirs.ms,
-        "duckdb_processor_ms": theirs.processor_ms,
-    }
+    details = {"processor_ms": ours.processor_ms, "duckdb_ms": theirs.ms, "duckdb_processor_ms": theirs.processor_ms}
     return Figure("T23", name, ours.ms, target, "ms", details=details)
 
 

@@ -168,12 +168,7 @@ def _look(path: Path, kind: Kind, report: Report, *, strict: bool, pin: str | No
     try:
         _, look.error = _call("load_checkpoint", lambda: buffer.load_checkpoint(path, strict=strict, pin=pin), report)
         if look.error is None:
-            state = (
-                buffer.seed,
-                buffer.state_dict(),
-                buffer._trajectory_counter,
-                buffer._trajectory_format,
-            )
+            state = (buffer.seed, buffer.state_dict(), buffer._trajectory_counter, buffer._trajectory_format)
             look.facts["state"] = digest(state)
             if pin is None:
                 look.facts["batch"] = _sample(buffer, kind, report)

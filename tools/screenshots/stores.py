@@ -122,10 +122,7 @@ def _conversation(task: Task, version: float, chance: random.Random) -> tuple[bo
 def _called(step: Step) -> list[Message]:
     thought, command, output = step
     call = {"function": {"name": "terminal", "arguments": json.dumps({"command": command})}}
-    return [
-        {"role": "assistant", "content": thought, "tool_calls": [call]},
-        {"role": "tool", "content": output},
-    ]
+    return [{"role": "assistant", "content": thought, "tool_calls": [call]}, {"role": "tool", "content": output}]
 
 
 def _said(messages: list[Message]) -> Iterator[tuple[str, bool]]:

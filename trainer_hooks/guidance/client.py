@@ -415,9 +415,6 @@ def _notes(answer: Mapping[str, Any]) -> Retrieved:
 def _messages(rollout: AgentTrajectory) -> list[dict[str, str]]:
     """Return messages with roles that both services accept; messages of tools and environments become the user's."""
     return [
-        {
-            "role": str(message.get("role")) if message.get("role") in _ROLES else "user",
-            "content": text_of(message),
-        }
+        {"role": str(message.get("role")) if message.get("role") in _ROLES else "user", "content": text_of(message)}
         for message in rollout.messages
     ]

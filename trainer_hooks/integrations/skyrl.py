@@ -7,14 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer_hooks.integrations.rollouts import (
-    Recording,
-    agent_trajectory,
-    check_corrects,
-    json_of,
-    prompt_key,
-    row_of,
-)
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, prompt_key, row_of
 from trainer_hooks.plain import kept
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import whole

@@ -12,14 +12,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from trainer_hooks.integrations.rollouts import (
-    Recording,
-    agent_trajectory,
-    check_corrects,
-    known,
-    lacking,
-    prompt_key,
-)
+from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, lacking, prompt_key
 from trainer_hooks.plain import kept
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import whole, whole_or_none

@@ -38,10 +38,7 @@ IDS = "trajectory_ids"
 """Name under which TRL passes the ids of recorded rollouts to reward functions; None for replayed ones."""
 
 
-_COLUMNS = (
-    *("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"),
-    *("model_version", "metrics"),
-)
+_COLUMNS = (*("prompt", "completion", "input_ids", "completion_mask", "old_log_probs"), *("model_version", "metrics"))
 """Fields of a sample that are fields of a rollout."""
 
 _OUTPUTS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")

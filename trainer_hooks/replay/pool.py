@@ -21,14 +21,7 @@ from trainer_hooks.replay import persistence
 from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
-from trainer_hooks.replay.entry import (
-    Departure,
-    PoolEntry,
-    Refusal,
-    is_demonstration,
-    mean_entropy,
-    of_earlier_run,
-)
+from trainer_hooks.replay.entry import Departure, PoolEntry, Refusal, is_demonstration, mean_entropy, of_earlier_run
 from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized

@@ -197,11 +197,7 @@ class BufferStore(Closing):
         retention = Retention(max_trajectories=capacity)
         return cls(
             TrajectoryReplayBuffer(
-                auto_save=True,
-                auto_save_path=path,
-                trajectory_format=format,
-                enable_cache=False,
-                retention=retention,
+                auto_save=True, auto_save_path=path, trajectory_format=format, enable_cache=False, retention=retention
             )
         )
 

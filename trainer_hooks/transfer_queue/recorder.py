@@ -170,16 +170,11 @@ class Recorder:
         if self._buffer is not None:
             raise ConfigurationError(f"{options.path}: this TransferQueue records already, to {self._path}")
         buffer = TrajectoryReplayBuffer(
-            auto_save=True,
-            auto_save_path=options.path,
-            trajectory_format=options.format,
-            enable_cache=False,
+            auto_save=True, auto_save_path=options.path, trajectory_format=options.format, enable_cache=False
         )
         self._path = options.path
         self._pool = BufferStore(
-            buffer,
-            lambda rollouts: self.find([rollout.rollout_id for rollout in rollouts]),
-            capacity=options.capacity,
+            buffer, lambda rollouts: self.find([rollout.rollout_id for rollout in rollouts]), capacity=options.capacity
         )
         self._by_index, self._by_name, self._recalled, self._unset = {}, OrderedDict(), {}, []
         self._older = None
@@ -206,12 +201,7 @@ class Recorder:
         left_out = frozenset(made.left_out), frozenset(made.left_out_late)
         return Wanted(frozenset(made.partitions), made.begins, *left_out, made.prompt_tag)
 
-    def accept(
-        self,
-        indexes: Sequence[int],
-        tags: Sequence[Mapping[str, Any]],
-        message: bytes,
-    ) -> None:
+    def accept(self, indexes: Sequence[int], tags: Sequence[Mapping[str, Any]], message: bytes) -> None:
         """Queue rows that begin rollouts. Waits only if too much is queued.
 
         Args:
@@ -391,12 +381,7 @@ class Recorder:
     def _expect(self, name: str, known: _Known) -> None:
         self._recalled[name] = known
 
-    def _begin(
-        self,
-        indexes: Sequence[int],
-        tags: Sequence[Mapping[str, Any]],
-        message: bytes,
-    ) -> None:
+    def _begin(self, indexes: Sequence[int], tags: Sequence[Mapping[str, Any]], message: bytes) -> None:
         made = self._rollouts
         keys: Sequence[str] = [f"of index {index}" for index in indexes]
         try:

@@ -16,13 +16,7 @@ from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
 from trainer_hooks.verl.cuts import Cut
 from trainer_hooks.verl.reading import RunTokenizer, Scribe
-from trainer_hooks.verl.rows import (
-    FIRST_REPLAYED_SESSION,
-    LEFT_OUT,
-    SAMPLING,
-    rollout_of,
-    sessions_of,
-)
+from trainer_hooks.verl.rows import FIRST_REPLAYED_SESSION, LEFT_OUT, SAMPLING, rollout_of, sessions_of
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
 from trajstore.trajectory import AgentTrajectory

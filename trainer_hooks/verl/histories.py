@@ -48,13 +48,7 @@ class Histories:
         max_policy_age: steps; older histories are refused; ``None`` = any.
     """
 
-    def __init__(
-        self,
-        n_rollout: int,
-        *,
-        own_group: bool,
-        max_policy_age: int | None = None,
-    ) -> None:
+    def __init__(self, n_rollout: int, *, own_group: bool, max_policy_age: int | None = None) -> None:
         self.expected: dict[str, Sequence[AgentTrajectory]] = {}
         """Histories by ``uid`` of the prompt, until the prompt is sampled or dropped."""
         self.joined: dict[str, AgentTrajectory] = {}
@@ -199,10 +193,7 @@ class Histories:
                 self._note_joined(key, self.expected[uid][number])
         self.asked = {uid: self.take(uid) for uid in prompts}
         joined = KVBatchMeta(
-            partition_id=batch.partition_id,
-            keys=list(tags),
-            tags=list(tags.values()),
-            extra_info=batch.extra_info,
+            partition_id=batch.partition_id, keys=list(tags), tags=list(tags.values()), extra_info=batch.extra_info
         )
         masks = [self._exp_mask(key, tag["response_len"], guided=key in exchanged) for key, tag in tags.items()]
         dataplane.write_column(joined.keys, joined.partition_id, EXP_MASK, masks)

@@ -97,12 +97,7 @@ class Reuse:
         self._step = -1
         self._refused: Counter[str] = Counter()
 
-    def find(
-        self,
-        reader: Reader,
-        step: int,
-        runs: Container[str] | None,
-    ) -> None:
+    def find(self, reader: Reader, step: int, runs: Container[str] | None) -> None:
         """Find the rollouts that the weights of a checkpoint sampled.
 
         Args:

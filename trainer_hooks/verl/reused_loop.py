@@ -9,12 +9,7 @@ from typing import Any
 import hydra
 import ray
 from torch import Tensor
-from verl.experimental.agent_loop.agent_loop import (
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    _agent_loop_registry,
-    register,
-)
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, _agent_loop_registry, register
 
 from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import restored

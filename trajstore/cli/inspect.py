@@ -18,14 +18,7 @@ KINDS = {
     "unreadable": "cannot be read",
 }
 
-_UNLESS_ZERO = (
-    "earlier_states",
-    "open_sessions",
-    "invalid_steps",
-    "unreadable",
-    "measured",
-    "response_tokens_known",
-)
+_UNLESS_ZERO = ("earlier_states", "open_sessions", "invalid_steps", "unreadable", "measured", "response_tokens_known")
 
 _BELOW = {
     "aside": "`trajstore rollback PATH --to NAME` goes there again",

@@ -73,9 +73,7 @@ def _configure_list(parser: ArgumentParser) -> None:
         "--since", metavar="CURSOR", help="show those committed after the last one that an earlier call has shown"
     )
     parser.add_argument(
-        "--facts",
-        action="store_true",
-        help="list the facts of this store and the other columns of 'query', then exit",
+        "--facts", action="store_true", help="list the facts of this store and the other columns of 'query', then exit"
     )
     parser.add_argument(
         "--open", action="store_true", help="list the agent sessions that are not rollouts of the store yet, then exit"

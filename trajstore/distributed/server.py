@@ -195,10 +195,7 @@ class StoreServer:
             ConfigurationError: the request was packed by another version of trajstore.
         """
         uuids = uuids_of(request.key, count)
-        with (
-            self._hold.changing(),
-            self._adding,
-        ):  # a retry waits for the first attempt and then finds its trajectories
+        with self._hold.changing(), self._adding:  # a retry waits for the first attempt and then finds its trajectories
             known = self._known.ids(uuids)
             if request.key in self._disowned:
                 return None

@@ -163,9 +163,7 @@ def _ask_nodes(nodes: Sequence[str], task: Callable[..., Any], *arguments: Any, 
             results[node] = module.get(answer, timeout=0)
         except away() as error:
             logger.warning(
-                "node %s does not answer, so its stores are unknown, and it gets none: %s",
-                node,
-                first_line(error),
+                "node %s does not answer, so its stores are unknown, and it gets none: %s", node, first_line(error)
             )
     return results
 

@@ -49,11 +49,7 @@ _STATES = ("step_", "global_step_")
 
 
 def inspect(
-    path: str | Path,
-    measure: int = MEASURED_AT_MOST,
-    progress: Progress | None = None,
-    *,
-    ranks: int | None = None,
+    path: str | Path, measure: int = MEASURED_AT_MOST, progress: Progress | None = None, *, ranks: int | None = None
 ) -> Report:
     """Return a report on a store, checkpoint, directory of RLinf, or a folder of these.
 

@@ -292,10 +292,7 @@ def _check_entries(catalog: Catalog, result: Verification) -> None:
             result.problems.append(Problem(INDEX_NAME, f"a {name} occurs twice"))
     if len(ids) and int(ids.max()) >= catalog.next_id:
         result.problems.append(
-            Problem(
-                INDEX_NAME,
-                f"id {int(ids.max())} is not below next_id {catalog.next_id}; ids would be reused",
-            )
+            Problem(INDEX_NAME, f"id {int(ids.max())} is not below next_id {catalog.next_id}; ids would be reused")
         )
 
 

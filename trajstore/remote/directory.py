@@ -321,9 +321,7 @@ class RemoteDirectory(Directory):
             return RemoteReaderLease(self._objects, generation, self._lease_ttl)
         except OSError as error:
             logger.warning(
-                "%s: read without a lease, so its writer may delete shards that this reader shows: %s",
-                self.url,
-                error,
+                "%s: read without a lease, so its writer may delete shards that this reader shows: %s", self.url, error
             )
             return ReaderLease()
 

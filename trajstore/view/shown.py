@@ -14,11 +14,7 @@ import numpy as np
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import id_from
-from trajstore.errors import (
-    CorruptStoreError,
-    TrajectoryUnavailableError,
-    listed,
-)
+from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError, listed
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import Pool, pool_support
 from trajstore.trajectory import AnyTrajectory

@@ -65,10 +65,7 @@ def fresh_row(
         reward_score=score,
         num_turns=2,
         metrics=AgentLoopMetrics(),
-        extra_fields={
-            "reward_extra_info": {"acc": np.float64(score)},
-            **versions,
-        },
+        extra_fields={"reward_extra_info": {"acc": np.float64(score)}, **versions},
     )
     columns = made.as_dict()
     ids = torch.cat([columns["prompts"], columns["responses"]])
@@ -131,10 +128,7 @@ def rated(row: Row, seed: int = 0) -> Row:
     """Return a row with the columns that a policy pass adds."""
     random = torch.Generator().manual_seed(seed)
     length = len(row.columns["responses"])
-    added = {
-        "old_log_probs": -torch.rand(length, generator=random),
-        "entropy": torch.rand(length, generator=random),
-    }
+    added = {"old_log_probs": -torch.rand(length, generator=random), "entropy": torch.rand(length, generator=random)}
     return Row(row.key, row.tag, {**row.columns, **added})
 
 

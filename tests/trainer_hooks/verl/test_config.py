@@ -62,10 +62,7 @@ def test_a_configuration_without_the_block_records_and_replays_nothing(compose_v
     assert block.sampling != block_of(compose_verl, "actor_rollout_ref.rollout.temperature=0.5").sampling
     assert block.sampling == block_of(compose_verl, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3").sampling
     assert dataclasses.replace(block, sampling="") == ReplayBlock(
-        experience_replay=ExperienceReplayConfig(
-            enable=False,
-            use_current_policy_entropy=False,
-        ),
+        experience_replay=ExperienceReplayConfig(enable=False, use_current_policy_entropy=False),
         recording=RecordingConfig(path=None, format="pt", capacity=None, on_error="raise"),
         outcome=OutcomeRule(key=None, success=1.0),
         on_resume="exact",
@@ -186,10 +183,7 @@ CONTRADICTIONS: dict[str, tuple[Sequence[str], str]] = {
     "distillation": ([ON, "distillation.enabled=true"], "distillation.enabled"),
     "skipped rollouts": ([ON, "skip.rollout_tq.enable=true"], "skip.rollout_tq.enable"),
     "k = n": ([ON, f"+{REPLAY}.offpolicy_trajectories_per_task=4"], "offpolicy_trajectories_per_task: 4"),
-    "copies": (
-        [ON, f"+{REPLAY}.store.path=fast"],
-        f"{REPLAY}.store.path: fast, would have copies of the rollouts in ",
-    ),
+    "copies": ([ON, f"+{REPLAY}.store.path=fast"], f"{REPLAY}.store.path: fast, would have copies of the rollouts in "),
     "the ledger and guidance": (
         [ON, *MAKES, "+experience_maker.store.path=checkpoints/here/trajstore/rollouts/ledger"],
         "is the folder of exp_manager.recording.path (its ledger) too",
@@ -340,11 +334,7 @@ REFUSED = {
         "+exp_manager.init_exp_before_training=true",
         "+exp_manager.init_exp_only=true",
     ): "needs trainer.val_only=True",
-    (
-        *MAKES,
-        "+experience_maker.val_summarizer_save=true",
-        "reward.reward_model.enable=true",
-    ): "have no reward yet",
+    (*MAKES, "+experience_maker.val_summarizer_save=true", "reward.reward_model.enable=true"): "have no reward yet",
     (*SHOWS, "algorithm.adv_estimator=remax"): "shown nothing",
     (*SHOWS, "skip.rollout_tq.enable=true"): "skipped rollouts are shown nothing",
     (*SHOWS, "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"): "policy_loss.loss_mode: gspo",
@@ -415,10 +405,7 @@ def test_paths_that_cannot_be_opened_are_refused_before_anything_starts(
     (tmp_path / "FILE").touch()
     path = str(tmp_path / path) if path == "FILE" else path
     mode = "trainer.v1.trainer_mode=sync_replay"
-    for overrides in (
-        (f"+exp_manager.recording.path='{path}'",),
-        (*MAKES, f"+experience_maker.store.path='{path}'"),
-    ):
+    for overrides in ((f"+exp_manager.recording.path='{path}'",), (*MAKES, f"+experience_maker.store.path='{path}'")):
         with pytest.raises(TrajstoreError, match=says) as caught:
             check_options(override_verl([*BASE, mode, *overrides]))
         option = overrides[-1].split("=")[0].removeprefix("+")

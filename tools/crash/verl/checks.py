@@ -12,14 +12,7 @@ import orjson
 
 from tools.crash.verl.digest import digest
 from tools.crash.verl.keeping import kept_pool
-from tools.crash.verl.layout import (
-    CHECKPOINTS,
-    GROUP,
-    beginning_path,
-    cut_path,
-    rollouts_path,
-    step_named_by_tracker,
-)
+from tools.crash.verl.layout import CHECKPOINTS, GROUP, beginning_path, cut_path, rollouts_path, step_named_by_tracker
 from tools.crash.verl.training import check_ledger
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.inspection import Records

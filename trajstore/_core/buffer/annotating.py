@@ -180,10 +180,7 @@ def _check_ranks(update: LateValues, stores: Mapping[int, Directory], known: dic
 
 
 def notes_of(
-    store: str | Path | Served,
-    trajectory_id: int | str,
-    *,
-    storage_options: Mapping[str, Any] | None = None,
+    store: str | Path | Served, trajectory_id: int | str, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[Note]:
     """Return every late value of a trajectory, the earliest first, with author and time.
 

@@ -55,12 +55,7 @@ from trajstore._core.store.run_ids import ID_LIMIT, own_id, rank_of_id
 from trajstore._core.store.saved_points import STATE, Snapshot, pin_file, side_file, values_file
 from trajstore._core.store.sealed import COPY_NAME, METADATA_NAME
 from trajstore._core.store.shard_table import shard_name
-from trajstore.errors import (
-    ConfigurationError,
-    CorruptStoreError,
-    StoreNotFoundError,
-    written,
-)
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreNotFoundError, written
 
 logger = logging.getLogger(__name__)
 

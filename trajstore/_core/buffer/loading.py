@@ -195,10 +195,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
 
 
 def _open_all(
-    directories: Sequence[Directory],
-    ranks: Sequence[int],
-    leases: Sequence[ReaderLease],
-    request: LoadRequest,
+    directories: Sequence[Directory], ranks: Sequence[int], leases: Sequence[ReaderLease], request: LoadRequest
 ) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
     """Open each directory; return the results with their reader leases, and the errors of the rest."""
     found: list[_Opened] = []

@@ -12,15 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from trajstore._core.base.arguments import (
-    check_kind,
-    path_or_url,
-    seconds_or_none,
-    text,
-    truth,
-    whole,
-    whole_or_none,
-)
+from trajstore._core.base.arguments import check_kind, path_or_url, seconds_or_none, text, truth, whole, whole_or_none
 from trajstore._core.base.extensions import extension
 from trajstore._core.buffer.checkpoint import Layout
 from trajstore._core.buffer.loading import Loaded, LoadRequest

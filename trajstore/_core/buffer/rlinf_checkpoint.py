@@ -13,13 +13,7 @@ from trajstore._core.files.base import Directory, EncodedFile
 from trajstore._core.files.parallel import in_order
 from trajstore._core.store.index import TrajectoryEntry
 from trajstore._core.store.log_records import ids_in_words
-from trajstore._core.store.rlinf_layout import (
-    INDEX_NAMES,
-    RLinfEntry,
-    encode_trajectory,
-    index_json,
-    metadata_json,
-)
+from trajstore._core.store.rlinf_layout import INDEX_NAMES, RLinfEntry, encode_trajectory, index_json, metadata_json
 from trajstore._core.store.sealed import METADATA_NAME
 from trajstore.errors import counted
 

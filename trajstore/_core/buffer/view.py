@@ -56,10 +56,7 @@ class View(CommitListener):
     """
 
     def __init__(
-        self,
-        cache_bounds: tuple[int | None, int | None] | None,
-        retention: Retention,
-        verify_shards: bool,
+        self, cache_bounds: tuple[int | None, int | None] | None, retention: Retention, verify_shards: bool
     ) -> None:
         self.retention = retention
         self._told_versions = self._told_protected = False

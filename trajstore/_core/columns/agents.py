@@ -129,11 +129,7 @@ def _wrong_type(field: str, value: Any, wanted: str) -> InvalidTrajectoryError:
 
 
 def _agent_columns(
-    values: Mapping[str, Any],
-    names: Sequence[str],
-    axis: Axis,
-    columns: list[NewColumn],
-    tensors: list[torch.Tensor],
+    values: Mapping[str, Any], names: Sequence[str], axis: Axis, columns: list[NewColumn], tensors: list[torch.Tensor]
 ) -> int | None:
     """Append the known columns, and return their length; None if there are none."""
     length: int | None = None

@@ -9,11 +9,7 @@ T = TypeVar("T")
 
 
 def portions(
-    items: Iterable[T],
-    limit: int,
-    nbytes: Callable[[T], int],
-    *,
-    most: int | None = None,
+    items: Iterable[T], limit: int, nbytes: Callable[[T], int], *, most: int | None = None
 ) -> Iterator[tuple[list[T], int]]:
     """Yield consecutive items and their bytes; items are consumed lazily.
 

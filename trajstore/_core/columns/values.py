@@ -81,11 +81,7 @@ def from_numpy(name: str, value: npt.NDArray[Any]) -> torch.Tensor:
         raise InvalidTrajectoryError(f"field {name}: numpy's dtype {value.dtype} cannot be stored") from error
 
 
-def document_column(
-    document: dict[str, Any],
-    columns: list[NewColumn],
-    tensors: list[torch.Tensor],
-) -> int:
+def document_column(document: dict[str, Any], columns: list[NewColumn], tensors: list[torch.Tensor]) -> int:
     """Append the document's column, unless the document is empty, and return its number of bytes."""
     if not document:
         return 0

@@ -177,14 +177,7 @@ class Contents:
                 else self.unavailable
             )
 
-    def add(
-        self,
-        copies: Sequence[Copied],
-        ids: Sequence[int],
-        uuids: bytes,
-        *,
-        pending: bool,
-    ) -> NewEntries:
+    def add(self, copies: Sequence[Copied], ids: Sequence[int], uuids: bytes, *, pending: bool) -> NewEntries:
         """Append trajectories in memory and return their entries; ``pending`` ones stay until committed.
 
         All become visible at once. If this raises, call :meth:`retract`.

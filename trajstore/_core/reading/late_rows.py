@@ -55,11 +55,7 @@ class LateColumn:
 
 
 def late_rows_of(
-    table: AddressTable,
-    index: TrajectoryIndex,
-    positions: IntArray,
-    names: Sequence[str],
-    beside: IntArray,
+    table: AddressTable, index: TrajectoryIndex, positions: IntArray, names: Sequence[str], beside: IntArray
 ) -> list[LateColumn]:
     """Make per-row values readable in place and return them.
 

@@ -30,13 +30,7 @@ from trajstore._core.store.log_records import ids_in_words
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.rlinf_layout import RLinfEntry
 from trajstore._core.store.row_location import STARTS, RowLocation
-from trajstore.errors import (
-    CorruptStoreError,
-    IncompleteCheckpointError,
-    UnsafeContentError,
-    listed,
-    trajectories,
-)
+from trajstore.errors import CorruptStoreError, IncompleteCheckpointError, UnsafeContentError, listed, trajectories
 
 logger = logging.getLogger(__name__)
 

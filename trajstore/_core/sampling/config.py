@@ -18,10 +18,7 @@ from trajstore.errors import ConfigurationError
 _FACTORS: Mapping[str, Callable[..., Factor]] = {"recency": Recency, "staleness": Staleness, "uses": UseLimit}
 _T = TypeVar("_T")
 
-_OTHERS: Mapping[str, Callable[..., Sampler]] = {
-    "epochs": EpochSampler,
-    "groups": GroupSampler,
-}
+_OTHERS: Mapping[str, Callable[..., Sampler]] = {"epochs": EpochSampler, "groups": GroupSampler}
 
 
 def sampler_of(value: Mapping[str, Any]) -> Sampler:

@@ -96,11 +96,7 @@ class WeightedSampler(Sampler):
     """
 
     def __init__(
-        self,
-        factors: Sequence[Factor] = (),
-        priorities: Priorities | None = None,
-        *,
-        unit: Unit = "sample",
+        self, factors: Sequence[Factor] = (), priorities: Priorities | None = None, *, unit: Unit = "sample"
     ) -> None:
         one_of("unit", unit, get_args(Unit))
         check_kind("priorities", priorities, Priorities, "Priorities(...)")

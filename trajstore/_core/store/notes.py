@@ -29,12 +29,7 @@ from trajstore._core.store.late_values import (
     check_late_values,
     kind_in_words,
 )
-from trajstore._core.store.row_notes import (
-    column_of_kind,
-    is_kind_of_rows,
-    is_rows,
-    rows_in_words,
-)
+from trajstore._core.store.row_notes import column_of_kind, is_kind_of_rows, is_rows, rows_in_words
 from trajstore.errors import ConfigurationError, CorruptStoreError
 
 _NO_TEXT = -1

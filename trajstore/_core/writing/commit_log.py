@@ -27,13 +27,7 @@ from trajstore._core.store.late_values import LateValues, check_late_values
 from trajstore._core.store.log_records import id_ranges, ids_in_words, segment_name
 from trajstore._core.store.rollback import Plan
 from trajstore._core.store.saved_points import pin_name
-from trajstore._core.writing.commits import (
-    CommitListener,
-    add_lines,
-    annotate_line,
-    evict_line,
-    rewrite_line,
-)
+from trajstore._core.writing.commits import CommitListener, add_lines, annotate_line, evict_line, rewrite_line
 from trajstore._core.writing.fencing import step_over
 from trajstore._core.writing.groups import ShardDraft
 from trajstore._core.writing.maintenance import Snapshots
@@ -79,10 +73,7 @@ class CommitLog:
     """
 
     def __init__(
-        self,
-        directory: Directory,
-        metadata: Callable[[], Mapping[str, Any]],
-        listener: CommitListener | None = None,
+        self, directory: Directory, metadata: Callable[[], Mapping[str, Any]], listener: CommitListener | None = None
     ) -> None:
         self.directory = directory
         self._lock = locks.rlock("CommitLog._lock")  # reentrant for those whom :meth:`asking` lets read

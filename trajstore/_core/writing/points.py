@@ -30,13 +30,7 @@ from trajstore._core.store.saved_points import (
 from trajstore._core.store.states import encode_state
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
-from trajstore.errors import (
-    ConfigurationError,
-    StoreNotFoundError,
-    StoreWriteError,
-    listed,
-    written,
-)
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError, listed, written
 
 logger = logging.getLogger(__name__)
 

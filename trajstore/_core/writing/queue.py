@@ -19,12 +19,7 @@ from trajstore._core.columns.flat import Copied
 from trajstore._core.store.additions import NewEntries
 from trajstore._core.writing.groups import Batch, Group, fill, random_uuids, runs_of
 from trajstore._core.writing.options import WriterOptions
-from trajstore.errors import (
-    StoreClosedError,
-    StoreWriteError,
-    TrajectoryUnavailableError,
-    UnwritableTrajectoryError,
-)
+from trajstore.errors import StoreClosedError, StoreWriteError, TrajectoryUnavailableError, UnwritableTrajectoryError
 
 _UUIDS_AHEAD = 256
 
