@@ -234,6 +234,8 @@ class Model:
         if len(set(present.values())) < len(present):
             raise BrokenPromiseError(f"nothing is there twice: {sorted(present.values())}")
         self.check_seen(present, self.known())
+        for given in self.given:
+            given.ids &= present.keys()  # others were evicted, or their ids may be given out again
         self.used = self.used & (self.durable | self.evicted) | present.keys()
         self.keys = dict(present)
         kept = self.used.union(*self.pins.values(), *self.asides.values(), self.gone[0].before[0] if self.gone else ())
