@@ -165,6 +165,12 @@ def test_a_killed_conversion_is_in_no_way_of_the_next(store: Path, tmp_path: Pat
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_an_export_of_nothing_is_refused(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"of \d+ trajectories, none match where='outcome = 99'"):
+        convert.convert_to(store, tmp_path / "out", "jsonl", where="outcome = 99")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "words", ["convert STORE OUT --to jsonl", "convert STORE OUT --to parquet", "view STORE --bundle OUT"]
 )

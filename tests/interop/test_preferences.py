@@ -236,7 +236,7 @@ def test_a_store_without_pairs_and_files_that_are_not_read(
     store = made(tmp_path / "store", ("a", chat("q", "a"), 1.0), ("b", chat("q", "b"), 0.0))
     with pytest.raises(ConfigurationError, match="no pairs: 2 alone with its task and prompt"):
         convert_to(store, tmp_path / "out", "dpo")
-    with pytest.raises(ConfigurationError, match="no pairs: no rollouts"):
+    with pytest.raises(ConfigurationError, match="of 2 trajectories, none match"):
         convert_to(store, tmp_path / "out", "dpo", where="outcome > 1")
     assert main(["convert", str(store), str(tmp_path / "out"), "--to", "kto"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: 2 rollouts\n"

@@ -190,7 +190,7 @@ def convert_to(
 
     Raises:
         ConfigurationError: the target exists, is a URL, or is in the source; the format is unknown or cannot be
-            written; the condition is wrong; or no item could be converted.
+            written; the condition is wrong, or nothing matches it; or no item could be converted.
         MissingDependencyError: an optional package is not installed.
         CorruptStoreError: the check found a difference; names the item and the fields.
         TrajstoreError: the source cannot be opened.
@@ -213,6 +213,10 @@ def convert_to(
     with reader, _staging(path) as made:
         query = reader.query() if where is None else reader.query().where(where)
         found = query.select("trajectory_id", "kind", "committed").rows()
+        if where is not None and not found:
+            raise ConfigurationError(
+                f"convert: {source}: of {counted(len(reader), 'trajectory')}, none match where={where!r}"
+            )
         wanted = [row for row in found if (row["kind"] == "agent") == (form.kind == "rollouts")]
         result.left_out = len(found) - len(wanted)
         if found and not wanted:
