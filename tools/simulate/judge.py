@@ -293,7 +293,7 @@ class Model:
             self.unfinished |= fresh
             return
         self.asides |= dict.fromkeys(fresh, contents)
-        self.lines |= dict.fromkeys(self.asides.keys() & asides.keys() - self.lines.keys(), line)
+        self.lines |= dict.fromkeys(fresh, line)
         shared = {step for step, point in going.line.items() if line.get(step) == point}
         if not shared <= found.keys() <= going.line.keys():
             raise BrokenPromiseError(
