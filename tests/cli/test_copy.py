@@ -20,7 +20,13 @@ from tests.support.witness import witness
 from trajstore import Retention, TrajectoryReplayBuffer, annotate, notes_of
 from trajstore._core.files.base import Directory
 from trajstore.cli import DAMAGED
-from trajstore.errors import CorruptStoreError, StoreNotFoundError, TrajectoryUnavailableError, TrajstoreError
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    StoreNotFoundError,
+    TrajectoryUnavailableError,
+    TrajstoreError,
+)
 from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations import copying
 from trajstore.operations import verify as verify_module
@@ -294,6 +300,9 @@ def test_a_copy_of_stores_that_was_killed_says_so_and_is_completed_by_the_same_c
         assert "an unfinished copy of the folder that copying.json names" in run.err(command, copy, *target)
     with pytest.raises(StoreNotFoundError, match=r"unfinished copy .* copy it here again to complete it"):
         keys_at(copy)
+    for name in names:
+        with pytest.raises(ConfigurationError, match=r"part of an unfinished copy \(.*copying.json.* copy there again"):
+            opened(copy / name)
     assert f"{names[0]}: 2 trajectories" in run.out("copy", source, copy)
     assert {name.rsplit("/", 1)[-1] for name in files_of(copy)} & {"copying.json", "writer.lock"} == set()
     again = run.out("copy", source, copy)

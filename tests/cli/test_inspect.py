@@ -234,7 +234,7 @@ def test_a_store_without_an_addition_for_long_is_a_problem_if_asked(run: Run, tm
         pass
     assert run("inspect", tmp_path, "--max-age", "inf")[0] == DAMAGED
     *_, problem = run.json("inspect", tmp_path, "--max-age", "0", code=DAMAGED)["integrity"]["problems"]
-    assert problem == f"{tmp_path}/rank_2: no trajectory (--max-age)"
+    assert problem == f"{tmp_path}/rank_2: no trajectory, no writer is open (--max-age)"
     assert "must be 0 or more" in run.err("inspect", tmp_path, "--max-age", "nan")
     assert "rank_1: the last addition was" in run("inspect", tmp_path, "--max-age", "0")[1]
     assert run("inspect", tmp_path / "rank_0", "--max-age", "3600")[0] == 0

@@ -22,8 +22,8 @@ _UNLESS_ZERO = ("earlier_states", "open_sessions", "invalid_steps", "unreadable"
 
 _BELOW = {
     "aside": "`trajstore rollback PATH --to NAME` goes there again",
-    "kept_on_disk": f"evicted trajectories; their bytes are free when all the names of a row are removed: {REMOVE}; "
-    "what readers keep, when they refresh, close or end",
+    "kept_on_disk": f"files of evicted trajectories. Once all the names of a row are removed ({REMOVE}), and readers "
+    "refresh, close or end, a writer or `trajstore compact` frees them",
 }
 
 _LABELS = {"tokens": "tokens_per_rollout", "response_tokens": "response_tokens_per_rollout"}
@@ -117,8 +117,11 @@ def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
     """Return a problem for each store without an addition in the last ``max_age`` seconds."""
     stores = [part for part in _leaves(report) if part["kind"] == "store"]
     ages = {store["path"]: (store["last_addition"] or {}).get("age") for store in stores}
+    states = {store["path"]: (store["writer"] or {"state": "absent"})["state"] for store in stores}
+    writers = {"absent": ", no writer is open", "gone": ", its writer is gone", "stopped": ", its writer is stopped"}
     return [
-        f"{path}: {'no trajectory' if age is None else f'the last addition was {_duration(age)} ago'} (--max-age)"
+        f"{path}: {'no trajectory' if age is None else f'the last addition was {_duration(age)} ago'}"
+        f"{writers.get(states[path], '')} (--max-age)"
         for path, age in ages.items()
         if max_age is not None and (age is None or age > max_age)
     ]

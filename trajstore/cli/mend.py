@@ -54,9 +54,9 @@ def _compact(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(done.to_json())
         return int(done.damaged > 0)
-    held = f"; {format_bytes(done.held_bytes)} go when readers let go of them" if done.held_bytes else ""
+    held = f"; {format_bytes(done.held_bytes)} are kept for readers: compact again when they have ended"
     before, after = format_bytes(done.bytes_before), format_bytes(done.bytes_after)
-    out.line(f"{done.path}: shards had {before}, have {after} now{held}")
+    out.line(f"{done.path}: shards had {before}, have {after} now{held if done.held_bytes else ''}")
     _write_held(done.held_by_points, out)
     return int(done.damaged > 0)
 

@@ -367,7 +367,7 @@ def _held(catalog: Catalog, readers: Sequence[Reader] | None, unneeded: Mapping[
         unneeded: sizes of the shard files that no trajectory needs.
     """
     committed = [size for name, size in unneeded.items() if (shard_number(name) or 0) < catalog.next_shard]
-    if not committed or readers == []:
+    if not committed:
         return []  # what a killed writer left is deleted by the next one
     older = [reader for reader in readers or () if reader.generation < catalog.generation]
     holders = None if readers is None else sorted({reader.holder for reader in older or readers})

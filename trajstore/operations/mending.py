@@ -160,7 +160,7 @@ def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[s
     for catalog, ids in stores:
         index = catalog.pinned if ids is None else catalog.index
         chosen = slice(None) if ids is None else np.isin(index["trajectory_id"], ids)
-        groups += kept_on_disk(catalog, index["trajectory_id"][chosen], index["nbytes"][chosen])
+        groups += kept_on_disk(catalog, index, chosen)
     sums = {name: sum(group[name] for group in groups) for name in ("trajectories", "bytes")}
     return sums | {"names": sorted({name for group in groups for name in group["names"]}, key=by_number)}
 

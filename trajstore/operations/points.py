@@ -8,11 +8,12 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from trajstore._core.base.types import IntArray
 from trajstore._core.buffer.points import incomplete_sentence, united
 from trajstore._core.reading.places import Place, absent_above, is_of_rank, rank_of, ranks_above
 from trajstore._core.store.catalog import Catalog
+from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import lie_in
 from trajstore._core.store.saved_points import SavedPoint
 from trajstore.errors import StoreError
@@ -86,24 +87,30 @@ def points_report(catalog: Catalog) -> dict[str, Any]:
         "other_points": others,
         "aside": reports,
         "pins": [head.name for head in catalog.snapshots() if head.kind == "pin"],
-        "kept_on_disk": kept_on_disk(catalog, catalog.pinned["trajectory_id"], catalog.pinned["nbytes"]),
+        "kept_on_disk": kept_on_disk(catalog, catalog.pinned),
     }
 
 
-def kept_on_disk(catalog: Catalog, ids: IntArray, nbytes: IntArray) -> list[dict[str, Any]]:
+def kept_on_disk(
+    catalog: Catalog, index: TrajectoryIndex, chosen: slice | npt.NDArray[np.bool_] = slice(None)
+) -> list[dict[str, Any]]:
     """Return those of these trajectories that snapshots keep, grouped by the snapshots that must all be removed.
 
     Args:
         catalog: of a store.
-        ids: ids ``[n]`` of evicted trajectories, or of those to be evicted.
-        nbytes: the bytes ``[n]`` of their columns.
+        index: evicted trajectories, or those to be evicted.
+        chosen: which of these.
 
     Returns:
-        For each group ``names`` of the snapshots, ``trajectories`` (their number) and ``bytes``.
+        For each group ``names`` of the snapshots, ``trajectories`` (their number) and ``bytes``, their part of the
+        shards' files.
     """
     heads = catalog.snapshots()
     if not heads:
         return []
+    ids, shards = index["trajectory_id"][chosen], index["shard"][chosen]
+    in_files = catalog.shards.nbytes() / np.maximum(catalog.shards.row_bytes(), 1)
+    nbytes = index["nbytes"][chosen] * np.where(shards < 0, 0.0, in_files[shards])
     sets, group = np.unique(np.stack([lie_in(ids, head.ids) for head in heads], axis=1), axis=0, return_inverse=True)
     rows = []
     for number, named in enumerate(sets):

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, tee
 from pathlib import Path
 from typing import Literal
 
 from trajstore._core.files.base import Directory, is_safe_name
+from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.catalog import Catalog
@@ -280,16 +283,34 @@ def store_above(directories: Iterable[Directory]) -> Directory | None:
     return None
 
 
+def _unfinished_copy_above(directory: Directory, above: Iterable[Directory]) -> str | None:
+    """Return the unfinished copy that a store is part of: a run, or a run in a folder of stores."""
+    if isinstance(directory, LocalDirectory):
+        parents = Path(os.path.realpath(directory.path)).parents[:2]
+        return next((str(parent) for parent in parents if (parent / COPYING_NAME).exists()), None)
+    for parent in islice(above, 2):
+        with suppress(OSError, StoreError):  # absent, or a bucket's root
+            parent.size(COPYING_NAME)
+            return parent.url
+    return None
+
+
 def check_no_store_above(directory: Directory, above: Iterable[Directory]) -> None:
-    """Refuse to create a store inside another one, where it could not be opened.
+    """Refuse to write into an unfinished copy, and to create a store inside another one, where it could not be opened.
 
     Args:
         directory: directory of the new store; an existing store is continued.
-        above: its parent directories.
+        above: its parent directories, the nearest first.
 
     Raises:
-        ConfigurationError: one of the parents is a store.
+        ConfigurationError: one of the parents is an unfinished copy of several stores, or a store.
     """
+    above, again = tee(above)
+    if unfinished := _unfinished_copy_above(directory, again):
+        raise ConfigurationError(
+            f"auto_save_path {directory.url}: is part of an unfinished copy ({unfinished} has {COPYING_NAME}), which "
+            "could not be completed any more; copy there again first, or write elsewhere"
+        )
     if Catalog.exists(directory):
         return
     store = store_above(above)

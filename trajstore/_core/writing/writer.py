@@ -214,6 +214,8 @@ class StoreWriter:
                     pass
                 while self.rewriter.step(below=below):
                     pass
+                if self.log.garbage.held_bytes:
+                    self.log.collect_garbage()  # the readers may have ended
             except CorruptStoreError:
                 self.directory.confirm()  # another writer may have taken over and deleted files
                 raise
