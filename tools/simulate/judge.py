@@ -126,7 +126,8 @@ class Model:
 
     def _retain(self, seen: Collection[int] = ()) -> None:
         if self.limit is not None:
-            self.evicting |= set(sorted({*self.keys, *seen})[: -self.limit])
+            unreturned = self.evicting - self.ever.keys()  # evicted before their addition returned
+            self.evicting |= set(sorted({*self.keys, *seen, *unreturned})[: -self.limit])
 
     def may_be_gone(self, ids: Collection[int]) -> bool:
         """Return whether one of these may be evicted, also by retention, for additions that have not returned yet."""
