@@ -7,11 +7,12 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.stores import add_each, filled, opened
-from tests.support.copies import copy_live
+from tests.stores import add_each, filled, keys_at, opened
+from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import key_of
 from trajstore import Reader, TrajectoryReplayBuffer
 from trajstore._core.files.holder import may_be_brief
@@ -164,3 +165,27 @@ def test_a_writer_that_finds_a_full_disk_makes_the_log_of_a_killed_one_durable(
         assert len(writer) == 1
         assert [path.stat().st_ino in synced for path in (tmp_path / "killed" / "log").iterdir()] == [True]
         monkeypatch.undo()
+
+
+def test_a_repair_leaves_out_what_a_writer_that_begins_meanwhile_deletes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shard is named by no commit, as a killed writer may leave it."""
+    with opened(tmp_path / "store") as writer:
+        add_each(writer, [1, 2])
+        copy_live(tmp_path / "store", tmp_path / "killed", "writer.lock")
+    tell_ids(tmp_path / "killed", 1)
+    [log] = (tmp_path / "killed" / "log").iterdir()
+    log.write_bytes(log.read_bytes().splitlines(keepends=True)[0])
+    repair_store(tmp_path / "killed", tmp_path / "whole")
+    assert keys_at(tmp_path / "whole") == {0: 1, 1: 2}
+    bring = LocalDirectory.bring
+
+    def begin_first(self: LocalDirectory, *arguments: Any) -> None:
+        monkeypatch.undo()
+        opened(tmp_path / "killed").close()
+        bring(self, *arguments)
+
+    monkeypatch.setattr(LocalDirectory, "bring", begin_first)
+    repair_store(tmp_path / "killed", tmp_path / "copy")
+    assert keys_at(tmp_path / "copy") == {0: 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -149,7 +149,11 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """
 
     def repair(place: Place, to: str) -> Copied:
-        return _copy(place, to, progress, verify_place(place, progress))  # of a store beside ranks, without them
+        # Of a store beside ranks, without them.
+        with suppress(CorruptStoreError):
+            return _copy(place, to, progress, verify_place(place, progress))
+        # A writer that has begun meanwhile has deleted what no commit names.
+        return _copy(place, to, progress, verify_place(place, progress))
 
     return _each(find_place(source), str(target), repair, lenient=True)
 
