@@ -110,7 +110,7 @@ def kept_on_disk(
         return []
     ids, shards = index["trajectory_id"][chosen], index["shard"][chosen]
     in_files = catalog.shards.nbytes() / np.maximum(catalog.shards.row_bytes(), 1)
-    nbytes = index["nbytes"][chosen] * np.where(shards < 0, 0.0, in_files[shards])
+    nbytes = index["nbytes"][chosen] * np.append(in_files, 0.0)[shards]  # the last is of lost shards, -1
     sets, group = np.unique(np.stack([lie_in(ids, head.ids) for head in heads], axis=1), axis=0, return_inverse=True)
     rows = []
     for number, named in enumerate(sets):

@@ -287,7 +287,7 @@ def _unfinished_copy_above(directory: Directory, above: Iterable[Directory]) -> 
     """Return the unfinished copy that a store is part of: a run, or a run in a folder of stores."""
     if isinstance(directory, LocalDirectory):
         parents = Path(os.path.realpath(directory.path)).parents[:2]
-        return next((str(parent) for parent in parents if (parent / COPYING_NAME).exists()), None)
+        return next((str(parent) for parent in parents if os.path.exists(parent / COPYING_NAME)), None)
     for parent in islice(above, 2):
         with suppress(OSError, StoreError):  # absent, or a bucket's root
             parent.size(COPYING_NAME)
