@@ -54,9 +54,11 @@ def _compact(options: Namespace, out: Output) -> int:
     if options.json:
         out.json(done.to_json())
         return int(done.damaged > 0)
-    held = f"; {format_bytes(done.held_bytes)} are kept for readers: compact again when they have ended"
+    held = ""
+    if done.held_bytes:
+        held = f"; {format_bytes(done.held_bytes)} are kept for readers: compact again when they have ended"
     before, after = format_bytes(done.bytes_before), format_bytes(done.bytes_after)
-    out.line(f"{done.path}: shards had {before}, have {after} now{held if done.held_bytes else ''}")
+    out.line(f"{done.path}: shards had {before}, have {after} now{held}")
     _write_held(done.held_by_points, out)
     return int(done.damaged > 0)
 

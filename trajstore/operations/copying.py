@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ from trajstore.ledger import LEDGER_FOLDER
 from trajstore.operations.points import numbers_absent
 from trajstore.operations.verification import Problem, Progress, Verification
 from trajstore.operations.verify import verify, verify_place
+
+logger = logging.getLogger(__name__)
 
 Part = tuple[ReadSnapshot, CheckpointState]
 """A store to be written."""
@@ -149,11 +152,12 @@ def repair_store(source: str | Path, target: str | Path, progress: Progress | No
     """
 
     def repair(place: Place, to: str) -> Copied:
-        # Of a store beside ranks, without them.
-        with suppress(CorruptStoreError):
+        found = verify_place(place, progress)  # of a store beside ranks, without them
+        try:
+            return _copy(place, to, progress, found)
+        except CorruptStoreError as error:  # a writer that has begun since deletes what no commit names
+            logger.warning("%s: changed during the repair, which begins anew: %s", place.url, error)
             return _copy(place, to, progress, verify_place(place, progress))
-        # A writer that has begun meanwhile has deleted what no commit names.
-        return _copy(place, to, progress, verify_place(place, progress))
 
     return _each(find_place(source), str(target), repair, lenient=True)
 

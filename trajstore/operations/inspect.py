@@ -63,8 +63,9 @@ def inspect(
         ``kind``, ``path``, ``trajectories``, ``samples``, ``files``, ``size_on_disk`` (bytes) and, where known:
         ``invalid_steps`` (steps that ``samples`` leaves out, see :class:`~trajstore.Trajectory`),
         ``live_bytes`` (of the trajectories' columns), ``shard_bytes`` (of the shard files that these and
-        the snapshots need), ``kept_on_disk`` (what snapshots keep of evicted trajectories, by ``names``; without names,
-        what open ``readers`` keep), ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``),
+        the snapshots need), ``kept_on_disk`` (``bytes`` of shard files that snapshots keep for evicted trajectories, by
+        ``names``; without names, what open ``readers`` keep, or what is left of ended ones if ``readers`` is empty),
+        ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``),
         ``mirror`` (state of the mirror, or None), ``writer`` (``pid``, ``host``, ``since`` of the lock's process, and
         its ``state``: ``"running"``, ``"stopped"``, ``"gone"``, or None if unknown; None without a writer),
         ``last_addition`` (``at``, Unix time at which the newest trajectory that is still on disk was committed, and
