@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -189,3 +190,31 @@ def test_a_repair_leaves_out_what_a_writer_that_begins_meanwhile_deletes(
     monkeypatch.setattr(LocalDirectory, "bring", begin_first)
     repair_store(tmp_path / "killed", tmp_path / "copy")
     assert keys_at(tmp_path / "copy") == {0: 1}
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_reader_on_a_full_disk_keeps_the_trajectories_that_a_refresh_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, emptied: bool
+) -> None:
+    """The writer cannot be told that newer files are needed: it keeps all, or the reader shows the older ones."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with opened(tmp_path / "store") as writer, TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        add_each(writer, [1])
+        writer.flush()
+        monkeypatch.setattr(os, "pwrite", full)
+        monkeypatch.setattr(os, "ftruncate", os.ftruncate if emptied else full)
+        with contextlib.nullcontext() if emptied else pytest.raises(OSError, match="No space left"):
+            reader.refresh()
+        monkeypatch.undo()
+        assert len(reader) == (1 if emptied else 0)
+        writer.evict(range(1))
+        writer.flush()
+        assert [key_of(reader.get(found)) for found in reader.trajectory_ids.tolist()] == [1] * len(reader)
+        reader.refresh()
+        assert len(reader) == 0
+        assert [f"process {os.getpid()}" in found.holder for found in LocalDirectory(tmp_path / "store").readers()] == [
+            True
+        ]

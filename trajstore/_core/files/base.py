@@ -105,7 +105,11 @@ class ReaderLease:
         """Take the lease now if that had no use before."""
 
     def look(self) -> None:
-        """Protect all newer generations too, before reading one."""
+        """Protect all newer generations too, before reading one.
+
+        Raises:
+            OSError: they cannot be protected; what is shown still is.
+        """
 
     def settle(self, generation: int) -> None:
         """Protect only the generation that is shown now."""

@@ -167,29 +167,37 @@ class LocalReaderLease(ReaderLease):
                 self._file.close()
                 continue
             break
-        self._write(lease_head(generation, looking=True) + orjson.dumps(holder_document()), 0)
+        self._holder = orjson.dumps(holder_document())
+        self._write(lease_head(generation, looking=True) + self._holder, 0)
         _leases.add(self)
 
     def look(self) -> None:
         self._write(b"+", LEASE_DIGITS)
 
     def settle(self, generation: int) -> None:
-        self._write(lease_head(generation, looking=False), 0)
+        self._write(lease_head(generation, looking=False) + self._holder, 0)
 
     def _write(self, text: bytes, offset: int) -> None:
-        if self._file.is_open:
-            try:
-                os.pwrite(self._file.number, text, offset)
-            except OSError as error:  # disk full: an empty file protects everything
-                if not self._told:
-                    self._told = True
-                    logger.warning(
-                        "%s/%s could not be written for this reader, so evicted trajectories keep their space "
-                        "meanwhile: %s",
-                        self._root.path,
-                        self._name,
-                        error.strerror,
-                    )
+        """Write a part of the text; where that fails, leave an empty file, which protects everything.
+
+        Raises:
+            OSError: neither can be done, so the file still names what it named before.
+        """
+        if not self._file.is_open:
+            return
+        try:
+            os.pwrite(self._file.number, text, offset)
+        except OSError as error:  # a full disk
+            os.ftruncate(self._file.number, 0)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "%s/%s could not be written for this reader, so evicted trajectories keep their space "
+                    "meanwhile: %s",
+                    self._root.path,
+                    self._name,
+                    error.strerror,
+                )
 
     def release(self) -> None:
         if self._file.is_open:
