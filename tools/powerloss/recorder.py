@@ -109,8 +109,8 @@ class Recorder:
 
     def _place(self, path: Any, dir_fd: int | None = None) -> Place | None:
         """Return the place of a path; None outside the root."""
-        text = os.fsdecode(path)
-        if dir_fd is not None and not os.path.isabs(text):
+        text = path if type(path) is str else os.fsdecode(path)
+        if dir_fd is not None and text[:1] != "/":
             base = self._open.get(dir_fd)
             if base is None:
                 return None
@@ -124,7 +124,7 @@ class Recorder:
         return None if folder is None or not parts else (folder, parts[-1])
 
     def _node(self, path: Any, dir_fd: int | None = None) -> Node | None:
-        if dir_fd is not None and os.fsdecode(path) == ".":
+        if dir_fd is not None and path in (".", b"."):
             return self._open.get(dir_fd)
         if dir_fd is None and os.path.abspath(os.fsdecode(path)) == self._root:
             return ROOT

@@ -59,7 +59,8 @@ class Runs:
         if not self._child:
             os.close(self.pipe)
             cores = sorted(os.sched_getaffinity(0))
-            os.sched_setaffinity(0, {cores[slot % len(cores)]})  # threads that take turns use one core
+            os.sched_setaffinity(0, {cores[slot % len(cores)]})  # threads that take turns use one core,
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # and one that is woken waits for its turn
             self._run(theirs, changes, whole, before)
         os.close(theirs)
 

@@ -71,13 +71,15 @@ class Priorities:
         self._lowest = 0.0
 
     def choose(self, step: int, ready: Sequence[T], current: T | None) -> T:
+        priorities = self._priorities
         for task in ready:
-            if task.name not in self._priorities:
-                self._priorities[task.name] = self._chance.random()
+            if task.name not in priorities:
+                priorities[task.name] = self._chance.random()
         if step in self._changes and current is not None:
             self._lowest -= 1.0
-            self._priorities[current.name] = self._lowest
-        return max(ready, key=lambda task: self._priorities[task.name])
+            priorities[current.name] = self._lowest
+        those = [priorities[task.name] for task in ready]
+        return ready[those.index(max(those))]
 
 
 class Given:

@@ -137,7 +137,8 @@ class Tasks:
         task = self.mine
         if task is not None:
             self._count(what, task)
-            self._pass_on(task, can_run=not task.over)
+            if self._ready != [task] or self.now >= self._due:
+                self._pass_on(task, can_run=not task.over)
 
     def wait(self, what: str, seconds: float | None = None) -> bool:
         """Wait until the task is woken; return False after ``seconds``."""

@@ -29,7 +29,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SEE_VERIFY = "; `trajstore verify` says what else is"
 """Ending of the error that reports a missing file to readers."""
 
-_SAFE_NAME = re.compile(r"[^\x00-\x1f\x7f\\]+")
+_SAFE_NAME = re.compile(r"(?![A-Za-z]:)[^\x00-\x1f\x7f\\]+")
 _UNSAFE = frozenset(("", ".", ".."))
 
 
@@ -42,7 +42,7 @@ def check_name(name: str, *, one_part: bool = False) -> str:
     parts = name.split("/")
     if one_part and len(parts) > 1:
         raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
-    if not _SAFE_NAME.fullmatch(name) or not _UNSAFE.isdisjoint(parts) or re.match(r"[A-Za-z]:", name):
+    if not _SAFE_NAME.fullmatch(name) or not _UNSAFE.isdisjoint(parts):
         raise UnsafeContentError(f"file name {name!r} leaves the directory; the index was not written by trajstore")
     return name
 

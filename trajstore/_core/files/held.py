@@ -153,14 +153,9 @@ class HeldFolder:
 
     # -- calls to the system -----------------------------------------------------------------------
 
-    @contextmanager
-    def naming(self, name: str) -> Iterator[int]:
-        """Yield the folder's descriptor; add the file's path to errors, which relative calls do not know."""
-        number = self.number
-        try:
-            yield number
-        except OSError as error:
-            raise self.named(error, name) from error
+    def naming(self, name: str) -> _Naming:
+        """Enter with the folder's descriptor; add the file's path to errors, which relative calls do not know."""
+        return _Naming(self, name)
 
     def named(self, error: OSError, name: str) -> OSError:
         """Return an error with the path of its file."""
@@ -311,6 +306,22 @@ class HeldFolder:
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+class _Naming:
+    """Names the file of an error; a generator would cost more than most calls in it."""
+
+    __slots__ = ("_folder", "_name")
+
+    def __init__(self, folder: HeldFolder, name: str) -> None:
+        self._folder, self._name = folder, name
+
+    def __enter__(self) -> int:
+        return self._folder.number
+
+    def __exit__(self, kind: object, error: BaseException | None, place: object) -> None:
+        if isinstance(error, OSError):
+            raise self._folder.named(error, self._name) from error
 
 
 def check_path(path: Path) -> Path:

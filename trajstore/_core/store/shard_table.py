@@ -30,6 +30,7 @@ NEEDED = np.iinfo(np.int64).max
 
 _NAME = "{name}"
 _SHARD_NAME = "shard_{0:08d}"
+_SHARD_FILE = re.compile(rf"{SHARDS_FOLDER}/shard_(\d{{8,}})[./]")
 
 
 def shard_name(number: int) -> str:
@@ -39,7 +40,7 @@ def shard_name(number: int) -> str:
 
 def shard_number(file: str) -> int | None:
     """Return the number of the shard that a file name belongs to; None if it is not a shard's."""
-    match = re.match(rf"{SHARDS_FOLDER}/shard_(\d{{8,}})[./]", file)
+    match = _SHARD_FILE.match(file)
     return None if match is None else int(match[1])
 
 
