@@ -171,7 +171,7 @@ def test_what_a_selection_refuses(caplog: pytest.LogCaptureFixture) -> None:
         buffer.sample_trajectories(2, sampler=sampler, ids=[0, 1])
     used = EpochSampler(unit="trajectory")
     buffer.sample_trajectories(2, sampler=used)
-    with pytest.raises(ConfigurationError, match="sampler: it has drawn without where= and ids="):
+    with pytest.raises(ConfigurationError, match=r"sampler: it .*has drawn all trajectories, without where= and ids="):
         buffer.sample_trajectories(2, sampler=used, where="outcome = 1")
     with pytest.raises(ConfigurationError, match=r"where: 'outcom = 1': there is no column 'outcom'"):
         buffer.sample_trajectories(2, where="outcom = 1")

@@ -21,8 +21,9 @@ def rollout(version: int) -> Trajectory:
 class Run:
     """Adds rollouts and draws; with priorities, drawn rollouts get a priority that grows with their version."""
 
-    def __init__(self, path: Path, sampler: Sampler) -> None:
+    def __init__(self, path: Path, sampler: Sampler, where: str | None) -> None:
         self.buffer: TrajectoryReplayBuffer = opened(path, seed=1)
+        self.where = where
         self.sampler = sampler
         self.version = 0
 
@@ -35,9 +36,9 @@ class Run:
         if self.sampler.unit == "trajectory":
             return [
                 float(trajectory.rewards[0, 0, 0])
-                for trajectory in self.buffer.sample_trajectories(2, sampler=self.sampler)
+                for trajectory in self.buffer.sample_trajectories(2, sampler=self.sampler, where=self.where)
             ]
-        batch = self.buffer.sample(64, sampler=self.sampler)
+        batch = self.buffer.sample(64, sampler=self.sampler, where=self.where)
         rewards: list[float] = batch["rewards"].flatten().tolist()
         if isinstance(self.sampler, WeightedSampler) and self.sampler.priorities is not None:
             self.buffer.update_priorities(self.sampler, batch.drawn, torch.tensor(rewards) + 2.0)
@@ -45,13 +46,14 @@ class Run:
 
 
 @pytest.mark.parametrize(("drawn", "undrawn"), [(0, 1), (2, 0), (9, 3)])
+@pytest.mark.parametrize("where", [None, "version_high % 3 < 2"])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
-    tmp_path: Path, name: str, drawn: int, undrawn: int
+    tmp_path: Path, name: str, where: str | None, drawn: int, undrawn: int
 ) -> None:
     runs = []
     for killed in (False, True):
-        run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
+        run = Run(tmp_path / f"{killed}", SAMPLERS[name](), where)
         for _ in range(drawn):
             run.add()
             run.draw()
@@ -64,9 +66,9 @@ def test_a_resumed_sampler_draws_on_as_if_nothing_had_happened(
                 run.add()
                 run.draw()
             run.buffer.close()
-            run = Run(tmp_path / f"{killed}", SAMPLERS[name]())
+            run = Run(tmp_path / f"{killed}", SAMPLERS[name](), where)
             state = run.buffer.points.rollback(0, aside=False)
-            run.sampler.follow(run.buffer)
+            run.sampler.follow(run.buffer, where=where)
             run.sampler.load_state_dict(state["sampler"])
             run.version = then
         batches = []

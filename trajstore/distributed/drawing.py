@@ -376,10 +376,15 @@ class DrawingHandle:
         ids = ids[~np.isin(ids, list(besides))][:count]
         return Drawn(ids, np.zeros(len(ids), np.int64))
 
-    def _update(self, sampler: Sampler) -> None:
-        """Report the present trajectories to a sampler; call it before loading the sampler's state."""
+    def _update(self, sampler: Sampler, where: str | None, ids: Ids | None) -> None:
+        """See :meth:`Sampler.follow`."""
+        follower = self._selected(sampler, where, ids, sampler.unit)
+        if isinstance(follower, Selection):
+            self._evaluate(follower)
         with self._lock:
-            self._updated(sampler)
+            self._updated(follower)
+            if isinstance(follower, Selection):
+                follower.apply()
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Set the priorities of drawn rows; return the number of rows that were evicted meanwhile.

@@ -258,10 +258,13 @@ class Reader(Closing):
         columns = columns_or_none(columns)
         return nest(self._live.locked(lambda contents: self._sampling.plan(contents, drawn, columns)).read(out))
 
-    def _update(self, sampler: Sampler) -> None:
+    def _update(self, sampler: Sampler, where: str | None, ids: Ids | None) -> None:
         """See :meth:`Sampler.follow`."""
         check_sampler(sampler)
-        self._sampling.together(sampler, lambda contents: None)
+        follower = self._selected(sampler, where, ids, sampler.unit)
+        self._sampling.together(
+            follower, lambda contents: follower.apply() if isinstance(follower, Selection) else None
+        )
 
     def update_priorities(self, sampler: WeightedSampler, drawn: Drawn, priorities: npt.ArrayLike) -> int:
         """Set new priorities for rows that a sampler drew; return how many of them have been evicted since.

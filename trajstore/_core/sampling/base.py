@@ -148,12 +148,20 @@ class Sampler(ABC):
     def ids(self) -> IntArray:
         """Ids of added and not evicted trajectories, in order of addition."""
 
-    def follow(self, source: Any) -> None:
+    def follow(self, source: Any, *, where: str | None = None, ids: Ids | None = None) -> None:
         """Take over the trajectories of a buffer, a reader or a handle, as its next draw would.
 
         Call it before :meth:`load_state_dict`, so that the sampler finds the trajectories of the state.
+
+        Args:
+            source: a buffer, a reader or a handle.
+            where: as for the sampler's draws.
+            ids: as for the sampler's draws.
+
+        Raises:
+            ConfigurationError: the sampler follows another selection, or an argument is invalid.
         """
-        source._update(self)
+        source._update(self, where, ids)
 
     @abstractmethod
     def added(self, additions: Additions) -> None:

@@ -78,7 +78,7 @@ class Selection(Sampler):
         self._applied = None
 
     def draw(self, count: int, generator: torch.Generator, first: int | None = None, fits: Fits | None = None) -> Drawn:
-        self._apply()
+        self.apply()
         ids = self._all.ids
         window = ids if first is None else ids[int(np.flatnonzero(ids == first)[0]) :]
         inside = window[np.isin(window, self._matching)]
@@ -87,7 +87,7 @@ class Selection(Sampler):
         first = None if first is None else int(inside[0])
         return self.inner.draw(count, generator, first, **({} if fits is None else {"fits": fits}))
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Add trajectories that match now to the inner sampler, in the order of all; evict those that do not."""
         matching = self._matching
         if self._applied is matching:
@@ -110,7 +110,7 @@ class Selection(Sampler):
         return EmptyBufferError(f"cannot sample: of {trajectories(len(self._all))}, none {' and '.join(parts)}")
 
     def used(self, ids: IntArray, uses: IntArray) -> None:
-        self._apply()
+        self.apply()
         mine = np.isin(ids, self.inner.ids)
         self.inner.used(ids[mine], uses[mine])
 
@@ -121,7 +121,7 @@ class Selection(Sampler):
         return self.inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._apply()
+        self.apply()
         self.inner.load_state_dict(state)
 
     def figures(self) -> dict[str, float]:
@@ -188,7 +188,10 @@ def selected(
         return made
     inner, selection = sampler, sampler.selection
     if selection is None and len(inner.ids):
-        raise ConfigurationError("sampler: it has drawn without where= and ids=; make a sampler for each selection")
+        raise ConfigurationError(
+            "sampler: it follows or has drawn all trajectories, without where= and ids=; make a sampler for each "
+            "selection, and give follow() what its draws get"
+        )
     if isinstance(selection, Selection):
         if selection.settings == Selection(inner, where, only).settings:
             return selection

@@ -134,8 +134,11 @@ def tell_gone(what: str, ids: IntArray, here: int) -> None:
             "state: %s has entries of %s, none of which is here; they have no effect%s",
             what,
             trajectories(len(ids)),
-            "" if here else " (the sampler has no trajectories: call sampler.follow(buffer) first)",
+            "" if here else _FOLLOW,
         )
+
+
+_FOLLOW = " (the sampler has no trajectories: call sampler.follow(buffer) first, with the where= and ids= of its draws)"
 
 
 def name_text(name: int) -> str:
