@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trajstore._core.base.extensions import register
+from trajstore._core.base.version import VERSION
 
 if TYPE_CHECKING:
     from trajstore import errors
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from trajstore.stores import verify
     from trajstore.trajectory import AgentTrajectory, ChunkStepResult, Reward, Trajectory
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "AgentTrajectory",

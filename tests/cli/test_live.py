@@ -157,6 +157,9 @@ def test_files_of_a_live_writer_are_not_said_to_be_left(path: Path, live: Trajec
     live.close()
     (note,) = verify(path).notes
     assert note == "1 file in shards/ is named by no commit; the next writer removes them"
+    (path / "shards" / "shard_00000099.pt").rename(path / "shards" / "shard_00000000.pt.tmp")
+    (note,) = verify(path).notes
+    assert note.endswith("; what they held was evicted or is elsewhere: the next writer removes them")
 
 
 def test_inspect_shows_who_reads(path: Path, live: TrajectoryReplayBuffer, run: Run) -> None:

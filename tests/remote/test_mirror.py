@@ -245,6 +245,23 @@ def test_writing_goes_on_without_the_mirror_and_says_so(
     assert inspect(tmp_path / "store")["mirror"]["error"] is None
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_mirror_that_is_removed_is_filled_again_while_the_writer_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._FIRST_PAUSE", 0.05)
+    with make(tmp_path / "store", tmp_path / "disk" / "mirror") as buffer:
+        add(buffer, range(3))
+        level(buffer)
+        shutil.rmtree(tmp_path / "disk")
+        if replaced:
+            (tmp_path / "disk" / "mirror").mkdir(parents=True)
+        add(buffer, range(3, 5))
+        level(buffer)
+        assert keys_at(tmp_path / "disk" / "mirror") == {number: number for number in range(5)}
+    is_sound(tmp_path / "disk" / "mirror")
+
+
 def test_a_reader_of_the_mirror_follows_and_keeps_what_it_shows(tmp_path: Path) -> None:
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
         add(buffer, range(4))

@@ -77,6 +77,8 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     is_sound(target)
     with pytest.raises(ConfigurationError, match="is not empty"):
         restore(mirror, target)
+    (target / "trajectory_index.json").unlink()  # there are two
+    assert keys_at(target) == {1: 1, 2: 2, 3: 3}
 
 
 def test_of_two_restores_to_one_target_the_second_is_refused(tmp_path: Path, mirror: Path) -> None:

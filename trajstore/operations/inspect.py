@@ -435,7 +435,7 @@ def _writer(directory: Directory) -> Report | None:
     if not fields:
         return None
     state = state_of(fields) or (None if directory.is_written() else "gone")
-    return {**{name: fields.get(name) for name in ("pid", "host", "since")}, "state": state}
+    return {**{name: fields.get(name) for name in ("pid", "host", "since", "version")}, "state": state}
 
 
 def _last_addition(catalog: Catalog) -> Report | None:

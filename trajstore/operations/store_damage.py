@@ -34,6 +34,7 @@ from trajstore._core.store.sealed import (
     unseal,
     without_advice,
 )
+from trajstore._core.store.shard_table import shard_number
 from trajstore.errors import (
     CorruptStoreError,
     DescriptorLimitError,
@@ -155,6 +156,8 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
         adding = " now: its writer adds them or keeps them for readers, or the next one removes them"
     else:
         saving = adding = "; the next writer removes them"
+        if {shard_number(name) for name in shards} <= {*range(catalog.next_shard)}:
+            adding = "; what they held was evicted or is elsewhere: the next writer removes them"
         if len(ids := SalvagedCatalog.with_uncommitted(catalog).uncommitted):
             held = lost_in_words(id_ranges(ids).tolist(), uncounted=False)
             adding = f"; they hold {held}: `trajstore repair` brings them back, the next writer removes them"

@@ -201,6 +201,10 @@ class Directory(ABC):
     def inner(self, name: str) -> Directory:
         """Return the subdirectory of this name; a local one follows this directory when it is moved."""
 
+    def present(self) -> Directory:
+        """Return the directory that has this one's path now: this one, unless it was removed or replaced."""
+        return self
+
     @abstractmethod
     def read(self, name: str, offset: int = 0) -> bytes:
         """Return the bytes of a file from ``offset`` to its end.

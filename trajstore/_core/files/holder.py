@@ -11,12 +11,14 @@ from typing import Any
 
 import orjson
 
+from trajstore._core.base.version import VERSION
+
 LOCK_NAME = "writer.lock"
 
 
 def holder_document(*, brief: bool = False) -> dict[str, object]:
-    """Return the text's fields: process id, host, the Unix time of locking, and whether it is for a moment only."""
-    document = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    """Return the text's fields: process, host, Unix time of locking, version, and whether it is for a moment only."""
+    document = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time(), "version": VERSION}
     return document | {"brief": True} if brief else document
 
 
@@ -75,8 +77,9 @@ def describe_holder(holder: bytes) -> str:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(fields["since"]))
     except (KeyError, TypeError):
         return "another process"
+    other = f" (trajstore {fields['version']})" if fields.get("version", VERSION) != VERSION else ""
     stopped = f", which is stopped (`kill -CONT {fields['pid']}` continues it)" if state_of(fields) == "stopped" else ""
-    return f"{process_of(holder)} since {since}{stopped}"
+    return f"{process_of(holder)} since {since}{other}{stopped}"
 
 
 def process_of(holder: bytes) -> str:

@@ -93,6 +93,9 @@ class LocalDirectory(Directory):
     def inner(self, name: str) -> Directory:
         return LocalDirectory(self.path / name, root=self.root.inner(check_name(name)))
 
+    def present(self) -> Directory:
+        return self if self.root.fate() is None else LocalDirectory(self.path, self.root.where)
+
     # -- reading -----------------------------------------------------------------------------------
 
     def read(self, name: str, offset: int = 0) -> bytes:

@@ -180,6 +180,7 @@ class StoreMirror:
             self._replica.close()
         except (OSError, TrajstoreError) as again:
             logger.info("%s: %s", self._target.url, again)
+        self._target = self._target.present()
 
     def _step(self) -> bool:
         """Advance the mirror by one step; return whether there is more to do."""

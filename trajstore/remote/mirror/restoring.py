@@ -262,7 +262,8 @@ class _Copy:
         catalog.next_id += IDS_LEFT_OUT + randbelow(_MOST_LEFT_OUT - IDS_LEFT_OUT)
         catalog.restored = [catalog.generation, catalog.next_id]
         catalog.next_shard = (catalog.next_shard // SHARDS_OF_A_WRITER + block) * SHARDS_OF_A_WRITER
-        target.publish([catalog.snapshot_file()])
+        index = catalog.snapshot_file()
+        target.publish(catalog.with_copy(index) if target.can_append else [index])
         target.publish([catalog.metadata_file(**{name: metadata[name] for name in _KEPT_METADATA if name in metadata})])
         return Restored(
             self._source.url,

@@ -1,0 +1,3 @@
+"""The version of trajstore."""
+
+VERSION = "0.1.0"
