@@ -127,6 +127,14 @@ def test_a_pool_of_which_trajectories_are_damaged(run: Run, tmp_path: Path) -> N
 # ---- commands named in messages ----
 
 
+def test_a_run_with_a_rank_of_a_newer_layout_is_not_repaired(run: Run, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        two_shards(tmp_path / "run" / f"rank_{rank}")
+    of_the_future(tmp_path / "run" / "rank_1")
+    code, _, refusal = run("repair", tmp_path / "run", tmp_path / "new")
+    assert (code, "layout version 99" in refusal) == (FAILED, True)
+
+
 def test_a_damaged_or_absent_metadata_says_what_is_lost_and_how_to_repair(run: Run, tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", range(3))
     whole = (store / "metadata.json").read_bytes()

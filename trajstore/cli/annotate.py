@@ -112,7 +112,8 @@ def _portions(file: TextIO, name: str) -> Iterator[tuple[list[Any], dict[str, li
             trajectory_id = values.pop("trajectory_id")
             hash(trajectory_id)
         except (json.JSONDecodeError, TypeError, ValueError, KeyError) as error:
-            raise ConfigurationError(f'{name}, line {number}: must be {{"trajectory_id": ..., ...}}') from error
+            wanted = 'a JSON object on a line of its own, {"trajectory_id": ..., ...}'
+            raise ConfigurationError(f"{name}, line {number}: must be {wanted}") from error
         if ids and (values.keys() != columns.keys() or trajectory_id in there or len(ids) == _TOGETHER):
             yield ids, columns
             ids, columns, there = [], {}, set()

@@ -75,7 +75,8 @@ PRUNE = Command(
     description=(
         "Evict the trajectories of a store or run directory that match a condition on facts (trajstore list PATH "
         "--facts). Without --yes it only counts them. --yes evicts them, in one commit per store; no writer may be "
-        "running then. Pinned trajectories stay readable. Needs Polars (extra 'query')."
+        "running then. Pinned trajectories stay readable. Exit code 1: it did so, but part of the store is damaged "
+        "(see 'verify'). Needs Polars (extra 'query')."
     ),
     configure=_configure_prune,
     run=_prune,
@@ -87,7 +88,8 @@ COMPACT = Command(
     summary="give back the disk space of evicted trajectories, and unite small shards",
     description=(
         "Rewrite the shards of a store, or of each store of a run directory, until no row is dead and no two small "
-        "shards are left. No writer may be running. An interrupted command loses nothing: run it again."
+        "shards are left. No writer may be running. An interrupted command loses nothing: run it again. "
+        "Exit code 1: damaged shards stay as they are (see 'verify'); all others were rewritten."
     ),
     configure=_configure_compact,
     run=_compact,

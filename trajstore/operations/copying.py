@@ -42,6 +42,7 @@ from trajstore.errors import (
     CorruptStoreError,
     StoreError,
     StoreNotFoundError,
+    UnsupportedVersionError,
     counted,
     listed,
     trajectories,
@@ -241,7 +242,7 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
         try:
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
-            if not lenient:
+            if not lenient or isinstance(error, UnsupportedVersionError):  # a newer trajstore reads all of it
                 raise
             result.left_out += 1
             result.uncounted = True
