@@ -77,6 +77,8 @@ def test_an_interrupted_restore_is_taken_up(tmp_path: Path, mirror: Path, monkey
     is_sound(target)
     with pytest.raises(ConfigurationError, match="is not empty"):
         restore(mirror, target)
+    (target / "shards" / "shard_00000009.pt").touch()  # its next shard has a number above a billion
+    assert "what they held was evicted or is elsewhere" in str(verify(target).notes)
     (target / "trajectory_index.json").unlink()  # there are two
     assert keys_at(target) == {1: 1, 2: 2, 3: 3}
 

@@ -156,7 +156,7 @@ def _check_unnamed(catalog: Catalog, result: Verification) -> None:
         adding = " now: its writer adds them or keeps them for readers, or the next one removes them"
     else:
         saving = adding = "; the next writer removes them"
-        if {shard_number(name) for name in shards} <= {*range(catalog.next_shard)}:
+        if all(shard_number(name) in range(catalog.next_shard) for name in shards):
             adding = "; what they held was evicted or is elsewhere: the next writer removes them"
         if len(ids := SalvagedCatalog.with_uncommitted(catalog).uncommitted):
             held = lost_in_words(id_ranges(ids).tolist(), uncounted=False)
