@@ -52,11 +52,12 @@ class Command:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the process
         command = [sys.executable, "-m", "trajstore", "view", *map(str, arguments), "--port", "0"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
-        ready, _, _ = select.select([self.process.stdout], [], [], PATIENCE)
-        self.address = self.process.stdout.readline().strip().rstrip("/") if ready and self.process.stdout else ""
+        said = self.process.stdout
+        ready = said is not None and select.select([said], [], [], PATIENCE)[0]
+        self.address = said.readline().strip().rstrip("/") if said and ready else ""
         if not self.address.startswith("http"):
-            said = self.end()
-            raise NoServerError(f"trajstore view printed no address within {PATIENCE} s: {said or 'it says nothing'}")
+            why = self.end() or "it says nothing"
+            raise NoServerError(f"trajstore view printed no address within {PATIENCE} s: {why}")
 
     def __enter__(self) -> Command:
         return self
@@ -100,8 +101,8 @@ def browser(profile: Path) -> Iterator[Any]:
     Raises:
         NoBrowserError: selenium, chromium or chromedriver is missing.
     """
-    programs = [shutil.which(name) for name in ("chromium", "chromedriver")]
-    if None in programs:
+    chromium, driving = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driving is None:
         raise NoBrowserError("needs Debian's packages chromium and chromium-driver")
     try:
         from selenium import webdriver
@@ -110,11 +111,11 @@ def browser(profile: Path) -> Iterator[Any]:
         raise NoBrowserError("needs selenium") from error
 
     options = webdriver.ChromeOptions()
-    options.binary_location = programs[0]
+    options.binary_location = chromium
     for flag in (*_FLAGS, f"--user-data-dir={profile}", "--window-size=1280,800"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(programs[1]))
+    driver = webdriver.Chrome(options=options, service=Service(driving))
     try:
         driver.set_script_timeout(PATIENCE)
         driver.set_page_load_timeout(PATIENCE)

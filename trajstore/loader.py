@@ -1,5 +1,6 @@
 """Loaders that read batches ahead of a learner, and resume exactly."""
 
+from trajstore._core.buffer.sampling import Batch
 from trajstore._core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
 from trajstore._core.feeding.limiter import RateLimiter
 from trajstore._core.feeding.loader import LoadedBatch, ReplayLoader, TokenLoader
@@ -8,6 +9,7 @@ from trajstore._core.feeding.packing import lay_out
 from trajstore._core.feeding.shares import Share
 
 __all__ = [
+    "Batch",
     "BatchOptions",
     "LoadedBatch",
     "LoaderOptions",

@@ -120,9 +120,9 @@ def _idle(batches: ReplayLoader, steps: int) -> float:
             get()
             launch()
             ends.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
-            ends[-1].record()  # type: ignore[no-untyped-call]
+            ends[-1].record()
             if number:
-                ends[-2].synchronize()  # type: ignore[no-untyped-call]
+                ends[-2].synchronize()
         torch.cuda.synchronize()
         return time.perf_counter() - start
 
@@ -240,7 +240,7 @@ def _speeds(
 
 def _graphed(batch: Inputs, variant: Callable[[Inputs], dict[str, Tensor]]) -> Callable[[], None]:
     """Return the replay of a captured forward and backward pass: the time without launching kernels."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -301,7 +301,7 @@ def _trained(steps: int, folder: Path) -> dict[str, Any]:
             draws.append([str(history.rollout_id) for task in plan for history in task.histories])
             return plan
 
-        run.hook.before_rollout = noted
+        run.hook.before_rollout = noted  # type: ignore[method-assign,assignment]
         run.warm_start()
         start = time.perf_counter()
         curve = run.train()

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def figures(options: Options) -> Iterator[Figure]:
     yield _compared(options, theirs, "add in memory, steps in one list", lambda cls: _add(cls, [steps]))
     for layout in ("trajstore", "rlinf"):
         name = f"save from memory, images, layout {layout}"
-        yield _compared(options, theirs, name, lambda cls, to=layout: _save(cls, images, options.folder, to))
+        yield _compared(options, theirs, name, partial(_save, items=images, folder=options.folder, layout=layout))
 
 
 def _trajectory(steps: int, batch: int, observed: dict[str, tuple[int, ...]]) -> Trajectory:

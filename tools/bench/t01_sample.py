@@ -6,7 +6,7 @@ with torch at its default number of threads, and at one (threads of a busy machi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -45,7 +45,7 @@ def _compare(
     for threads in sorted({1, torch.get_num_threads()}):
         with torch_threads(threads):
             raw = RawGather(columns, workload.batch, SEED + 1)
-            works = [lambda: buffer.sample(workload.batch), raw]
+            works: list[Callable[[], object]] = [lambda: buffer.sample(workload.batch), raw]
             ours, peer = in_turn(works, options.repeats * 5, calls=_CALLS, warmup=7)
             ratios[threads] = details[f"ratio_torch_threads_{threads}"] = ratio(ours, peer)
             details[f"raw_ms_{threads}"] = peer.ms

@@ -35,7 +35,8 @@ def figures(options: Options) -> Iterator[Figure]:
         folder = options.folder / f"{workload.name}_torchrl"
         peer, prefetching = _peer(columns, workload.batch, folder)
         with filled(options.folder / f"{workload.name}_ours", workload.trajectories, seed=0) as buffer:
-            works = [lambda: buffer.sample(workload.batch), peer, RawGather(columns, workload.batch, 1)]  # noqa: B023
+            mine = partial(buffer.sample, workload.batch)
+            works: list[Callable[[], object]] = [mine, peer, RawGather(columns, workload.batch, 1)]
             ours, theirs, raw = in_turn(works, options.repeats * 5, calls=5, warmup=5)
             details = {"peer_over_raw_gather": ratio(theirs, raw)}
             name = f"sample over TorchRL memmap, {workload.name}"

@@ -37,7 +37,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.sealed import INDEX_NAME
 from trajstore._core.store.shard_table import shard_name
-from trajstore._core.writing.queue import random_uuids
+from trajstore._core.writing.groups import random_uuids
 
 RANKS = 8
 CASES = ((1_000_000, 100, 2.0, 0.5), (1_000_000, 1, 2.0, 0.5), (10_000_000, 100, 4.0, 1.0))

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def _rollouts(count: int) -> list[AgentTrajectory]:
     for number in range(count):
         reward, entropys = Reward(outcome=float(number % 2)), torch.rand(RESPONSE, generator=random)
         names = {"rollout_id": str(number), "policy_version": 0}
-        one = rollout(random, number // GROUP, PROMPT, mask, reward=reward, entropys=entropys, **names)
+        one: Any = rollout(random, number // GROUP, PROMPT, mask, reward=reward, entropys=entropys, **names)
         if number % GROUP == 0:
             prompt = one.input_ids[:PROMPT]
         one.input_ids[:PROMPT] = prompt

@@ -97,7 +97,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         columns = raw_columns(added)
         works: dict[str, Callable[[], object]] = {}
         for name, peer in {"list": _List, "columns": _Columns}.items():
-            actor = ray.remote(num_cpus=0, resources=_THERE)(peer).remote()
+            actor: Any = ray.remote(num_cpus=0, resources=_THERE)(peer).remote()
             ray.get(actor.add.remote(columns))
             works[name] = partial(_asked, actor)
         torchrl = _torchrl(columns)
@@ -128,7 +128,7 @@ def _measure(folder: Path, repeats: int, trajectories: int) -> dict[str, Times]:
         return dict(zip(works, times, strict=True))
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _asked(actor: Any) -> object:

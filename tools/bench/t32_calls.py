@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -205,8 +206,12 @@ def _alone(options: Options) -> Iterator[Figure]:
             opening = buffer.session("task", f"{call[0]} {kind}")
             times[kind].take(lambda: opening.add_call(*values, call_id=call[1]))
 
+        def write(content: bytes) -> None:
+            file.write(content)
+            os.fsync(file.fileno())
+
         def append(content: bytes) -> None:
-            times["append"].take(lambda: (file.write(content), os.fsync(file.fileno())))
+            times["append"].take(partial(write, content))
 
         chance = Random(0)
         for call in (call for turn in range(5) for call in _calls(f"{turn}", options.count(_CALLS, 4))):

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,11 @@ from tools.crash.journal import entries
 from trajstore import TrajectoryReplayBuffer
 from trajstore.errors import TrajstoreError
 from trajstore.operations.verify import verify
+
+
+def _has_flushed(journal: Path) -> bool:
+    return b'"flushed"' in journal.read_bytes()
+
 
 _LONGEST_LIFE = 0.8  # seconds, once a child has begun
 _AFTER_PROMISE = 0.05  # longest life after the first promise, in seconds
@@ -105,7 +111,7 @@ def run_campaign(
             wait_for(child, journal.exists)
             child.join(chance.uniform(0.02, _LONGEST_LIFE))
             if number % 4:  # every fourth may be without a promise; others have one, however slow the machine
-                wait_for(child, lambda journal=journal: b'"flushed"' in journal.read_bytes())
+                wait_for(child, partial(_has_flushed, journal))
                 child.join(chance.uniform(0.0, _AFTER_PROMISE))
             if not child.is_alive():
                 problem(f"the child ended by itself with exit code {child.exitcode}")

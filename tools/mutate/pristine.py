@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -108,7 +108,8 @@ def _store(path: Path, form: str, *, closed: bool = False, **options: object) ->
 
 def _rows(buffer: TrajectoryReplayBuffer, ids: Sequence[int]) -> list[torch.Tensor]:
     """Return a value for each row of some trajectories."""
-    return [torch.full(buffer.get(number).rewards.shape[:2], float(number)) for number in ids]
+    blocks: dict[int, Any] = {number: buffer.get(number) for number in ids}
+    return [torch.full(block.rewards.shape[:2], float(number)) for number, block in blocks.items()]
 
 
 def _leave_open(path: Path, close: Callable[[], None]) -> None:

@@ -127,8 +127,8 @@ def _weigh_store(before: Files, after: Files) -> Stakes:
     whole = _records(before)
     left, torn = _common(whole, b"".join(after.get(name, b"") for name in sorted(before) if name.startswith("log/")))
     if b"\n" in torn or _lacks_its_end(whole[left:], torn):
-        found = torn.splitlines(keepends=True)
-        end = max((number for number, line in enumerate(whole, 1) if line in found), default=left)
+        torn_lines = torn.splitlines(keepends=True)
+        end = max((number for number, line in enumerate(whole, 1) if line in torn_lines), default=left)
         return Stakes(Level.DAMAGE, cut=end < len(whole) and not _tells_more(before, after, end))
     given_up = {name for line in whole[left:] for name in _files_of(orjson.loads(line[9:]))}
     levels = set()
@@ -179,7 +179,7 @@ def next_id(files: Files, records: int) -> int:
     """Return the next free id after this number of log records."""
     adds = [record for record in map(_record, _records(files)[:records]) if record["operation"] == "add"]
     parts = [part for record in adds for part in record["shards"]]
-    ids = [last for part in parts for _, last in part["entries"]["ids"]]
+    ids: list[int] = [last for part in parts for _, last in part["entries"]["ids"]]
     begin: int = orjson.loads(files["trajectory_index.json"])["snapshot"]["next_id"]
     return max([begin, *(last + 1 for last in ids)])
 

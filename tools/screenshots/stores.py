@@ -81,9 +81,9 @@ def write_sessions(path: Path) -> None:
                 *pieces, answer, _ = (tokenizer.encode(text, add_special_tokens=False) for text, _ in _said(messages))
                 sampled = answer[: len(answer) // 2] if again else answer
                 log_probs = -numbers.gamma(0.4, 0.5, len(sampled))
-                messages = None if again else messages
+                said_again = None if again else messages
                 session.add_call(
-                    [*chain(*pieces)], sampled, log_probs, call_id=call, messages=messages, policy_version=9
+                    [*chain(*pieces)], sampled, log_probs, call_id=call, messages=said_again, policy_version=9
                 )
             session.incomplete("logs-2", "no answer within 600 s")
             if rollout_id == "0":
@@ -192,7 +192,8 @@ def _log_probs(
     since = np.arange(len(mask)) - np.maximum.accumulate(np.where(turns, np.arange(len(mask)), 0))
     sure = 0.12 + 0.25 * math.exp(-version / 6) + 0.5 * np.exp(-since / 3) + (0 if is_solved else 0.1)
     entropy = np.minimum(sure * numbers.lognormal(-0.6, 1.0, len(mask)), 3)
-    return mask * entropy, -mask * np.minimum(entropy * numbers.exponential(1.2, len(mask)), 9)
+    sampled = mask.astype(np.float64)
+    return sampled * entropy, -sampled * np.minimum(entropy * numbers.exponential(1.2, len(mask)), 9)
 
 
 # -- blocks -------------------------------------------------------------------------------------------

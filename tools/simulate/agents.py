@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class Recorder:
                 raise
 
     def _open(self) -> None:
-        opener = self._opener
+        opener: TrajectoryReplayBuffer | Sessions | Path = self._opener
         if isinstance(opener, Path):
             opener = self._sessions = self._sessions or Sessions(opener)
         left = sorted(name for name, owner in self._acknowledged.owners.items() if owner not in self._living)
@@ -160,7 +161,7 @@ def compare(
     there: dict[str, dict[str, int]] = defaultdict(dict)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=store, sample_window_size=0) as buffer:
         for number in buffer.trajectory_ids.tolist():
-            row = buffer.get(number)
+            row: Any = buffer.get(number)
             about, mask = row.metadata["session"], row.loss_mask
             rows[row.rollout_id].append(about)
             for call in about["calls"]:

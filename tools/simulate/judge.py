@@ -242,7 +242,7 @@ class Model:
         kept = self.used.union(*self.pins.values(), *self.asides.values(), self.gone[0].before[0] if self.gone else ())
         if self.is_restored:  # its snapshots are not known yet; new ids begin far above all earlier ones
             kept = {*self.ever}
-        self.ever = {number: key for number, key in self.ever.items() if number in kept} | present
+        self.ever = {number: key for number, key in self.ever.items() if number in kept} | self.keys
         committed, self.durable = self.durable, set(present)
         self.adding.clear()
         self.evicted |= self.evicting & committed - present.keys()

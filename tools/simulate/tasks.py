@@ -364,7 +364,8 @@ def entered(tasks: Tasks) -> Iterator[None]:
 
     def number(thread: threading.Thread) -> int:
         """Return a hash that is no address, for the order of sets of threads."""
-        return thread.__dict__.setdefault("number", next(numbers))
+        number: int = thread.__dict__.setdefault("number", next(numbers))
+        return number
 
     def lock() -> Lock:
         return Lock(tasks)

@@ -45,6 +45,7 @@ class Trainer(Writer):
     """The only client that writes; each call is a step, and the first one resumes."""
 
     trained: Trained
+    _weights = 0
     _loader: ReplayLoader | None = None
 
     def step(self, weights: dict[str, int]) -> None:

@@ -207,7 +207,7 @@ class Client:
         chance: random.Random,
         faulty: Callable[[], bool],
         note: Callable[[str], None],
-        calling: Callable[[str], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        calling: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self.folder, self.store, self.model, self.chance = folder, store, model, chance
         self.faulty, self.note, self.calling = faulty, note, calling
@@ -524,7 +524,7 @@ class Reader(Client):
             del self.buffer
         must_be_there = bool(self.model.durable) and bool(self.others is None or self.others)
         try:
-            self.buffer = TrajectoryReplayBuffer.open(self.store)
+            self.buffer = TrajectoryReplayBuffer.open(self.store)  # type: ignore[assignment]  # of a writer elsewhere
         except (StoreNotFoundError, IncompleteCheckpointError):
             if must_be_there:
                 raise

@@ -340,12 +340,11 @@ class World:
             annotate(store, [min(self.model.keys)], {"looked": self.model.tick()})
         catalog = Catalog.open(directory)
         if is_alone:  # else an annotator may hold the inbox
-            self.model.check_values(
-                {
-                    number: next((note.value for note in catalog.notes.history(number)[::-1] if note.name == "v"), None)
-                    for number in self.model.keys
-                }
-            )
+            values: dict[int, Any] = dict.fromkeys(self.model.keys)
+            for number in values:
+                for note in catalog.notes.history(number):
+                    values[number] = note.value if note.name == "v" else values[number]
+            self.model.check_values(values)
         points = points_in(catalog)
         for step in points if last else ():
             with TrajectoryReplayBuffer.open(store, pin=f"step-{step}") as reader:
@@ -510,9 +509,9 @@ class World:
                 client.close()
 
             threads = [
-                threading.Thread(target=self._guarded(lambda client=client: use(client)), name="client")
+                threading.Thread(target=self._guarded(functools.partial(use, client)), name="client")
                 for client in clients
-            ]  # type: ignore[misc]
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -303,6 +303,28 @@ class DrawingHandle:
                 raise
             return left  # the sampler is exhausted, or no other trajectory is left
 
+    @overload
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler,
+        where: str | None = None,
+        ids: Ids | None = None,
+    ) -> Batch: ...
+    @overload
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler | None = None,
+        where: str | None = None,
+        ids: Ids | None = None,
+    ) -> dict[str, Any]: ...
     def sample(
         self,
         num_chunks: int = 0,

@@ -95,7 +95,7 @@ def run(folder: Path, seconds: float, producers: int, seed: int, progress: objec
         handle.stop()
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
     _judge(folder, acknowledged, result)
     return result
 

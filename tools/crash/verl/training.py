@@ -93,7 +93,7 @@ def compare(folder: Path, other: Path, report: Callable[[str], None]) -> int:
     """
     one, two = _contents(folder), _contents(other)
     shared = [number for number in one.steps if number in two.steps]
-    same = (dataclasses.replace(of, steps={number: of.steps[number] for number in shared}) for of in (one, two))
-    if (unlike := ledger.first_difference(*same, tolerance=TOLERANCE)) is not None:
+    mine, its = (dataclasses.replace(of, steps={number: of.steps[number] for number in shared}) for of in (one, two))
+    if (unlike := ledger.first_difference(mine, its, TOLERANCE)) is not None:
         report(f"step {unlike.step} differs from that of an undisturbed training: {unlike}")
     return len(shared)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -131,6 +131,28 @@ class Reader(Closing):
 
     # -- sampling ---------------------------------------------------------------------------------
 
+    @overload
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler,
+        where: str | None = None,
+        ids: Ids | None = None,
+    ) -> Batch: ...
+    @overload
+    def sample(
+        self,
+        num_chunks: int = 0,
+        *,
+        columns: Sequence[str] | None = None,
+        out: Mapping[str, torch.Tensor] | None = None,
+        sampler: Sampler | None = None,
+        where: str | None = None,
+        ids: Ids | None = None,
+    ) -> dict[str, Any]: ...
     def sample(
         self,
         num_chunks: int = 0,
@@ -158,7 +180,7 @@ class Reader(Closing):
 
         Returns:
             A nested dict of tensors ``[num_chunks, ...]`` with keys and dtypes as they were added. With a sampler it
-            is a :class:`~trajstore._core.buffer.sampling.Batch`, which also has the rows drawn and their weights.
+            is a :class:`trajstore.loader.Batch`, which also has the rows drawn and their weights.
 
         Raises:
             ConfigurationError: an argument is out of range; names it.

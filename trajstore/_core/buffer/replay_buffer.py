@@ -27,6 +27,7 @@ from trajstore._core.columns.rollouts import flatten_rollouts
 from trajstore._core.files.opening import check_options, directories_above, open_directory
 from trajstore._core.formats import get_format
 from trajstore._core.reading.places import check_no_store_above
+from trajstore._core.sampling.base import Ids
 from trajstore._core.sampling.draws import Draws
 from trajstore._core.sessions.arguments import OpensSessions
 from trajstore._core.store.run_ids import ids_from
@@ -236,7 +237,7 @@ class TrajectoryReplayBuffer(Reader, OpensSessions["Session"]):
         wanted = ids_from("ids", ids)
         return self._sink.wait(wanted, seconds_or_none("timeout", timeout))
 
-    def evict(self, ids: Sequence[int | str]) -> None:
+    def evict(self, ids: Ids) -> None:
         """Delete trajectories, durably. Files are removed when no pin and no reader needs them.
 
         Loaded trajectories are only hidden. Ids are numbers, or the texts shown for them (``"3/17"``).
