@@ -81,7 +81,8 @@ class Model:
         ever: keys of all trajectories so far, by id.
         begun: keys of all additions so far.
         going: the change to a snapshot that is under way.
-        gone: the newest one that is over, until the saved points are listed; and whether it has happened, if known.
+        gone: the newest one that is over, until the saved points are listed; whether it has happened, if known; and
+            whether a crash has ended it.
         visits: number of times that the store has begun to go to a snapshot.
         is_restored: from a mirror; what saved points and pins it has is not known until they are listed.
         values_are_known: until a rollback, which brings back earlier late values.
@@ -106,7 +107,7 @@ class Model:
     ever: dict[int, int] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
     going: Going | None = None
-    gone: tuple[Going, bool | None] | None = None
+    gone: tuple[Going, bool | None, bool] | None = None
     values_are_known: bool = True
     is_restored: bool = False
     visits: int = 0
@@ -159,7 +160,7 @@ class Model:
         has_happened = set(seen) == going.ids
         contents = going.before[0]  # what was not durable of it is gone after a crash
         is_alike = going.ids == contents or (crashed and contents & self.durable <= going.ids <= contents)
-        self.gone = going, None if has_happened and is_alike else has_happened
+        self.gone = going, None if has_happened and is_alike else has_happened, crashed
         if has_happened:
             later = (self.keys.keys() & self.durable if crashed else self.keys.keys()) - going.ids
             self.keys = {number: self.ever[number] for number in going.ids}
@@ -284,10 +285,13 @@ class Model:
         """Decide whether the store has gone to a snapshot, and take over the snapshot's line without removed points."""
         if self.gone is None:
             return
-        (going, has_happened), self.gone = self.gone, None
+        (going, has_happened, crashed), self.gone = self.gone, None
         contents, line = going.before
         if has_happened is None:
-            is_as_before = found.keys() == line.keys() != going.line.keys()
+            was = {step: set(ids) for step, (ids, _) in line.items()}
+            is_as_before = {step: set(found[step]) for step in found} == was
+            # Of two equal lines, a crash may have left either.
+            is_as_before &= crashed or line.keys() != going.line.keys()
             has_happened = found.keys() <= going.line.keys() and not is_as_before
         fresh = asides.keys() - self.asides.keys() - self.unfinished
         if not has_happened:
