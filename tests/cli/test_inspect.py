@@ -238,6 +238,8 @@ def test_a_store_without_an_addition_for_long_is_a_problem_if_asked(run: Run, tm
     assert "must be 0 or more" in run.err("inspect", tmp_path, "--max-age", "nan")
     assert "rank_1: the last addition was" in run("inspect", tmp_path, "--max-age", "0")[1]
     assert run("inspect", tmp_path / "rank_0", "--max-age", "3600")[0] == 0
+    with opened(tmp_path / "rank_1"):
+        assert "ago, its writer is running: it" in run("inspect", tmp_path / "rank_1", "--max-age", "0")[1]
     before = inspect(tmp_path / "rank_0")["last_addition"]["at"]
     points_at(tmp_path / "rank_0").pin("now")
     assert inspect(tmp_path / "rank_0")["last_addition"]["at"] == before, "other changes are no additions"

@@ -189,7 +189,8 @@ def test_prune_and_compact_report_what_saved_points_keep(tmp_path: Path, run: Ru
         assert 0 < held["bytes"] < sum(file.stat().st_size for file in path.glob("rank_*/shards/*")), "as in the files"
     text = run.out("compact", path)
     assert "  6 trajectories (" in text
-    assert ") stay on disk for a, step-1.0, until these are removed: `trajstore.points" in text
+    assert " of files) stay on disk for a, step-1.0, and are shown again by a rollback there, until these are" in text
+    assert "removed: `trajstore.points" in text
     nothing = "nothing to evict: the condition holds for none of 12 trajectories\n"
     assert run.out(*words, "--yes") == run.out(*words) == f"{path}: {nothing}"
     assert run.json(*words, "--yes")["held_by_points"] == {"trajectories": 0, "bytes": 0, "names": []}

@@ -119,6 +119,7 @@ def _too_old(report: dict[str, Any], max_age: float | None) -> list[str]:
     ages = {store["path"]: (store["last_addition"] or {}).get("age") for store in stores}
     states = {store["path"]: (store["writer"] or {"state": "absent"})["state"] for store in stores}
     writers = {"absent": ", no writer is open", "gone": ", its writer is gone", "stopped": ", its writer is stopped"}
+    writers["running"] = ", its writer is running: it cannot write, or is given nothing"
     return [
         f"{path}: {'no trajectory' if age is None else f'the last addition was {_duration(age)} ago'}"
         f"{writers.get(states[path], '')} (--max-age)"

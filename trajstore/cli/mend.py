@@ -39,7 +39,7 @@ def _prune(options: Namespace, out: Output) -> int:
         out.line(f"{pruned.path}: nothing to evict: the condition holds for none of {trajectories(pruned.kept)}")
         return int(pruned.damage is not None)
     would = "would be" if not options.yes else "was" if pruned.trajectories == 1 else "were"
-    summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)}) {would} evicted"
+    summary = f"{trajectories(pruned.trajectories)} ({format_bytes(pruned.nbytes)} of live bytes) {would} evicted"
     out.line(f"{pruned.path}: {summary}, {pruned.kept:,} stay")
     _write_held(pruned.held_by_points, out)
     if not options.yes:
@@ -65,8 +65,11 @@ def _compact(options: Namespace, out: Output) -> int:
 
 def _write_held(held: dict[str, Any], out: Output) -> None:
     if held["trajectories"]:
-        summary = f"{trajectories(held['trajectories'])} ({format_bytes(held['bytes'])})"
-        out.line(f"  {summary} stay on disk for {listed(held['names'])}, until these are removed: {REMOVE}")
+        summary = f"{trajectories(held['trajectories'])} ({format_bytes(held['bytes'])} of files)"
+        out.line(
+            f"  {summary} stay on disk for {listed(held['names'])}, and are shown again by a rollback there, until "
+            f"these are removed: {REMOVE}"
+        )
 
 
 PRUNE = Command(

@@ -68,7 +68,8 @@ def _write(done: SnapshotChanges, options: Namespace, out: Output) -> None:
         out.line(f"  saved points not on its line: {', '.join(map(str, done.later_steps))}")
     if done.left is not None:
         undo = f"`trajstore rollback {done.path} --to {done.left}`"
-        out.line(f"  the state that was left is {done.left}: {undo} undoes this")
+        would = "is left would be {}: {} would undo this" if options.dry_run else "was left is {}: {} undoes this"
+        out.line(f"  the state that {would.format(done.left, undo)}")
 
 
 COMMAND = Command(

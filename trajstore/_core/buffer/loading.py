@@ -358,7 +358,7 @@ def _check_present(loaded: Loaded, path: str | Path) -> None:
             errors.append(
                 IncompleteCheckpointError(
                     f"{source.directory.url}: {lost}; copy the files back, or load with strict=False to leave the "
-                    "trajectories out"
+                    "trajectories out; `trajstore repair` makes a store of the rest"
                 )
             )
     if errors:
