@@ -305,6 +305,7 @@ class World:
             TrajectoryReplayBuffer.open(mirror).close()
         except StoreNotFoundError:
             self.model.ever.clear()  # nothing is restored, and ids begin anew
+            self.model.is_restored = False
         else:
             self._crashed, self._coming = "", "kill"
             self.tasks.alarm = self.tasks.step + self.chance.randrange(20, 600)
