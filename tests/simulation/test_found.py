@@ -15,7 +15,7 @@ import pytest
 from tests.stores import add_each, filled, keys_at, opened
 from tests.support.copies import copy_live, tell_ids
 from tests.support.witness import key_of
-from trajstore import Reader, TrajectoryReplayBuffer
+from trajstore import Reader, Reward, Sessions, TrajectoryReplayBuffer
 from trajstore._core.files.holder import may_be_brief
 from trajstore._core.files.local import LocalDirectory
 from trajstore.errors import CorruptStoreError, IncompleteCheckpointError
@@ -218,3 +218,27 @@ def test_a_reader_on_a_full_disk_keeps_the_trajectories_that_a_refresh_shows(
         assert [f"process {os.getpid()}" in found.holder for found in LocalDirectory(tmp_path / "store").readers()] == [
             True
         ]
+
+
+def test_a_session_that_a_killed_process_finished_is_durable_before_its_rollouts_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a power loss may open it again, beside the rollouts."""
+    opened(tmp_path / "store").close()
+    with Sessions(tmp_path / "store") as sessions:
+        session = sessions.session("task", "rollout")
+        session.add_call([1, 2], [3], [-0.1])
+        session.finish(Reward(outcome=1.0))
+    [journal] = (tmp_path / "store" / "calls").glob("*.calls")
+    synced, fdatasync = [], os.fdatasync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fdatasync(descriptor)
+
+    monkeypatch.setattr(os, "fdatasync", record)
+    with opened(tmp_path / "store") as writer:
+        writer.flush()
+        assert len(writer) == 1
+        assert synced[0] == str(journal)
+        assert synced[1].startswith(str(tmp_path / "store" / "log"))

@@ -112,13 +112,16 @@ class BufferSessions(Sessions):
         """Return the finished sessions in journals of other processes that were not added yet."""
         with self._lock:
             self._folder.refresh()
-            return [
+            finished = [
                 session
                 for session in self._folder.current().values()
                 if session.state == "finished"
                 and session.journal not in self._journals
                 and session.id not in self._whole | self._damaged
             ]
+            for name in dict.fromkeys(session.journal for session in finished):
+                self._folder.files[name].sync()  # else a power loss could open a session again whose rollouts are here
+            return finished
 
     def _take(self, session: Recorded) -> None:
         """Add the rollouts of a session in a journal, unless the store has them."""

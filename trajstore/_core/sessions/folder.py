@@ -229,6 +229,11 @@ class JournalFile:
                 return True
         return False
 
+    def sync(self) -> None:
+        """Make what was read durable: its process may have been killed before it did so."""
+        with self._root.opened(self.name, os.O_RDWR) as descriptor:
+            os.fdatasync(descriptor)
+
     def move(self, session: Recorded) -> None:
         """Record that a session was copied to a later journal. The journal belongs to no process."""
         pieces = frames([payload({"s": session.number, "state": "moved"})])
