@@ -310,7 +310,6 @@ class Replica:
         Returns:
             Rows of the shard table; None if a record names a shard that the store itself no longer needs: then
             the index must be written whole.
-            the index must be written whole.
         """
         self._look_for_rows(catalog)
         count = len(picture.needed)
