@@ -11,11 +11,12 @@ from typing import Any
 import orjson
 import pytest
 
+import trajstore
 from tests.cli.stores import Run, make_rollout
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.files.base import ReaderLease
 from trajstore._core.files.held import HeldFolder
-from trajstore._core.files.holder import holder_document
+from trajstore._core.files.holder import describe_holder, holder_document
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
 from trajstore._core.store.saved_points import Pins
@@ -163,6 +164,7 @@ def test_files_of_a_live_writer_are_not_said_to_be_left(path: Path, live: Trajec
 
 
 def test_inspect_shows_who_reads(path: Path, live: TrajectoryReplayBuffer, run: Run) -> None:
+    assert inspect(path)["writer"]["version"] == trajstore.__version__
     assert inspect(path)["readers"] == []
     assert "readers" not in run("inspect", path)[1]
     if not (path / "readers").is_dir():
@@ -227,6 +229,8 @@ def test_whether_a_writer_lives(tmp_path: Path) -> None:
     holder = {**holder_document(), "pid": ended_process()}
     lock.write_bytes(orjson.dumps(holder))
     assert not directory.is_written(), "it was killed"
+    assert "trajstore" not in describe_holder(orjson.dumps(holder)), "it has this version"
+    assert describe_holder(orjson.dumps({**holder, "version": "9.1"})).endswith(" (trajstore 9.1)")
     lock.write_bytes(orjson.dumps({**holder, "host": "elsewhere"}))
     assert directory.is_written(), "unknown here, so assumed"
     lock.write_bytes(b"{")

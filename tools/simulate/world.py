@@ -341,11 +341,11 @@ class World:
             annotate(store, [min(self.model.keys)], {"looked": self.model.tick()})
         catalog = Catalog.open(directory)
         if is_alone:  # else an annotator may hold the inbox
-            values: dict[int, Any] = dict.fromkeys(self.model.keys)
-            for number in values:
-                for note in catalog.notes.history(number):
-                    values[number] = note.value if note.name == "v" else values[number]
-            self.model.check_values(values)
+            values: dict[int, list[Any]] = {
+                number: [None, *(note.value for note in catalog.notes.history(number) if note.name == "v")]
+                for number in self.model.keys
+            }
+            self.model.check_values({number: history[-1] for number, history in values.items()})
         points = points_in(catalog)
         for step in points if last else ():
             with TrajectoryReplayBuffer.open(store, pin=f"step-{step}") as reader:

@@ -66,8 +66,9 @@ def inspect(
         the snapshots need), ``kept_on_disk`` (``bytes`` of shard files that snapshots keep for evicted trajectories, by
         ``names``; without names, what open ``readers`` keep, or what is left of ended ones if ``readers`` is empty),
         ``compressed`` (``shards``, their ``bytes`` and those ``uncompressed``),
-        ``mirror`` (state of the mirror, or None), ``writer`` (``pid``, ``host``, ``since`` of the lock's process, and
-        its ``state``: ``"running"``, ``"stopped"``, ``"gone"``, or None if unknown; None without a writer),
+        ``mirror`` (state of the mirror, or None), ``writer`` (``pid``, ``host``, ``since``, ``version`` of the
+        lock's process, and its ``state``: ``"running"``, ``"stopped"``, ``"gone"``, or None if unknown; None without a
+        writer),
         ``last_addition`` (``at``, Unix time at which the newest trajectory that is still on disk was committed, and
         ``age`` in seconds; other commits have no time), ``ledger`` (``steps``, the ``first`` and ``last``,
         ``rows``, ``bytes`` of the training ledger), ``readers`` (open readers and their generations), ``waiting`` (late

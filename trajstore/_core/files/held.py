@@ -7,9 +7,10 @@ import errno
 import os
 import resource
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from trajstore._core.base import locks
 from trajstore._core.files.descriptors import Descriptor
 from trajstore.errors import ConfigurationError, CorruptStoreError, DescriptorLimitError, StoreError, StoreNotFoundError
+
+T = TypeVar("T")
 
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR)
 """Error numbers of the system for a name that is not a regular file; ``ENXIO`` for sockets and pipes."""
@@ -153,9 +156,20 @@ class HeldFolder:
 
     # -- calls to the system -----------------------------------------------------------------------
 
-    def naming(self, name: str) -> _Naming:
-        """Enter with the folder's descriptor; add the file's path to errors, which relative calls do not know."""
-        return _Naming(self, name)
+    @contextmanager
+    def naming(self, name: str) -> Iterator[None]:
+        """Add the file's path to errors, which calls by a descriptor do not know."""
+        try:
+            yield
+        except OSError as error:
+            raise self.named(error, name) from error
+
+    def _called(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Return the result of a system call, as in :meth:`naming`, which costs more than most calls."""
+        try:
+            return call(*arguments, **options)
+        except OSError as error:
+            raise self.named(error, name) from error
 
     def named(self, error: OSError, name: str) -> OSError:
         """Return an error with the path of its file."""
@@ -251,16 +265,18 @@ class HeldFolder:
 
     def has_folder(self, name: str) -> bool:
         """Return whether there is a folder with this name."""
-        with self.naming(name) as root:
-            try:
-                return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
+        root = self.number
+        try:
+            return stat.S_ISDIR(os.stat(name, dir_fd=root).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise self.named(error, name) from error
 
     def open_folder(self, name: str = "") -> int:
         """Open a subfolder, or the folder itself, and return the descriptor."""
-        with self.naming(name) as root:
-            return os.open(name or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=root)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return self._called(name, os.open, name or ".", flags, dir_fd=self.number)
 
     def make_folder(self, name: str, *, shared: bool = False) -> None:
         """Create a subfolder, if absent; its name is durable after :meth:`sync` of the parent.
@@ -269,7 +285,8 @@ class HeldFolder:
             name: of the folder.
             shared: a new folder gets the owner and permissions of this one.
         """
-        with self.naming(name) as root:
+        root = self.number
+        with self.naming(name):
             try:
                 os.mkdir(name, dir_fd=root)
             except FileExistsError:
@@ -285,43 +302,24 @@ class HeldFolder:
 
     def rename(self, name: str, new: str) -> None:
         """Rename a file or folder."""
-        with self.naming(name) as root:
-            os.rename(name, new, src_dir_fd=root, dst_dir_fd=root)
+        root = self.number
+        self._called(name, os.rename, name, new, src_dir_fd=root, dst_dir_fd=root)
 
     def unlink(self, name: str) -> None:
         """Unlink a file."""
-        with self.naming(name) as root:
-            os.unlink(name, dir_fd=root)
+        self._called(name, os.unlink, name, dir_fd=self.number)
 
     def remove_folder(self, name: str) -> None:
         """Remove an empty folder."""
-        with self.naming(name) as root:
-            os.rmdir(name, dir_fd=root)
+        self._called(name, os.rmdir, name, dir_fd=self.number)
 
     def sync(self, name: str = "") -> None:
         """Make the names in a folder durable."""
         descriptor = self.open_folder(name)
         try:
-            with self.naming(name):
-                os.fsync(descriptor)
+            self._called(name, os.fsync, descriptor)
         finally:
             os.close(descriptor)
-
-
-class _Naming:
-    """Names the file of an error; a generator would cost more than most calls in it."""
-
-    __slots__ = ("_folder", "_name")
-
-    def __init__(self, folder: HeldFolder, name: str) -> None:
-        self._folder, self._name = folder, name
-
-    def __enter__(self) -> int:
-        return self._folder.number
-
-    def __exit__(self, kind: object, error: BaseException | None, place: object) -> None:
-        if isinstance(error, OSError):
-            raise self._folder.named(error, self._name) from error
 
 
 def check_path(path: Path) -> Path:
