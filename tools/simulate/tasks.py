@@ -380,6 +380,17 @@ def entered(tasks: Tasks) -> Iterator[None]:
         tasks.point("clock")
         return tasks.now
 
+    def worker(pool: Callable[[], Any], work: queue.SimpleQueue[Any], *_: object) -> None:
+        """Take the work of a thread pool; each version of Python does so by other calls."""
+        while (item := work.get()) is not None:
+            item.run()
+            del item
+            if (idle := pool()) is not None:
+                idle._idle_semaphore.release()
+            del idle
+        idle = pool()  # held until this thread ends, as by Python's own: whoever frees a pool last makes steps
+        work.put(None)
+
     with contextlib.ExitStack() as stack:
         replaced: list[tuple[Any, str, Any]] = [
             (threading, "Lock", lock),
@@ -392,6 +403,7 @@ def entered(tasks: Tasks) -> Iterator[None]:
             (threading, "_time", lambda: tasks.now),
             (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
             (queue, "time", lambda: tasks.now),
+            (pools, "_worker", worker),
             (pools, "_global_shutdown_lock", contextlib.nullcontext()),  # else a killed process may hold it
             (time, "monotonic", clock),
             (time, "perf_counter", clock),
