@@ -16,9 +16,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.feeding.test_memory import Slow
 from tests.stores import in_memory, stored
+from tests.support.equality import same
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.sampling import Sampling
+from trajstore._core.feeding.memory import DeviceMemory
 from trajstore._core.formats import FORMATS
 from trajstore.errors import ConfigurationError, SchemaMismatchError
 from trajstore.loader import ReplayLoader, TokenLoader
@@ -168,6 +171,23 @@ def test_packs_hold_what_was_stored_wherever_it_is_kept(
             assert len(batch) == 2
             for pack in batch:
                 check_pack(pack, rollouts, layout, pad_id)
+
+
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_packs_of_a_device_are_those_of_the_cpu(layout: Any) -> None:
+    """On a simulated device, whose copies arrive on demand; a batch of small packs is one copy."""
+    rollouts = [rollout(key, 3 + 5 * key % 17, 1 + key % 3) for key in range(20)]
+    device = Slow()
+    options: dict[str, Any] = {"layout": layout, "batch_size": 2}
+    with (
+        TokenLoader(in_memory(rollouts, seed=1), 40, **options) as plain,
+        TokenLoader(in_memory(rollouts, seed=1), 40, **options) as moved,
+    ):
+        moved._memory = lambda: DeviceMemory(device, 2, reuse=False)  # type: ignore[method-assign]
+        for expected, batch in itertools.islice(zip(plain, moved, strict=True), 9):
+            assert same(batch, expected)
+    assert all(len(copy.used) <= 1 for copy in device.copies)
+    assert device.pinned == len(device.copies)
 
 
 def make_loader(path: Path, **options: Any) -> TokenLoader:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -24,8 +25,10 @@ from tools.bench.t12_loss import TOKENS, Inputs, make_inputs, ours, step, transc
 from tools.bench.timing import in_turn, ratio, seconds, torch_threads
 from tools.bench.workloads import Workload, filled, image, state
 from trajstore import TrajectoryReplayBuffer
+from trajstore._core.columns.fields import nest
 from trajstore._core.feeding.device import CudaDevice
-from trajstore._core.feeding.memory import tensors_of
+from trajstore._core.feeding.memory import DeviceMemory, Ready, tensors_of
+from trajstore._core.reading import plan
 from trajstore.loader import ReplayLoader
 
 STEP = 0.005
@@ -63,21 +66,22 @@ def loader(options: Options) -> Iterator[Figure]:
     workload = image(options)
     steps = options.count(600, 5)
     work = _waited(_products(STEP)) if CUDA else partial(time.sleep, STEP)
+    arguments: dict[str, Any] = {"device": "cuda"} if CUDA else {"reuse": True}
     with filled(options.folder / "image", workload.trajectories, seed=0) as buffer:
-        arguments: dict[str, Any] = {"device": "cuda"} if CUDA else {"reuse": True}
         with ReplayLoader(buffer, workload.batch, **arguments) as batches:
             share = _waiting(batches, work, steps)
         yield Figure("T10", "learner waits in next(), steps of 5 ms", share, 0.02, details={"steps": steps})
-        differing = _differing(buffer, workload, arguments)
-        yield Figure("T10", "batches that differ from those of a loader on the CPU", differing, 0)
+        yield _differing(buffer, workload, arguments)
         if CUDA:
             with ReplayLoader(buffer, workload.batch, **arguments) as batches:
                 share = _idle(batches, steps)
             yield Figure("T10", "GPU without work, steps of 5 ms launched one ahead", share, 0.02)
             yield from _copies(buffer.sample(workload.batch), "image", options, 0.9)
-    if CUDA:
-        with filled(options.folder / "state", state(options).trajectories, seed=0) as buffer:
-            yield from _copies(buffer.sample(1024), "state", options, None)
+    workload = state(options)
+    with filled(options.folder / "state", workload.trajectories, seed=0) as buffer:
+        yield _differing(buffer, workload, arguments)
+        if CUDA:
+            yield from _copies(buffer.sample(workload.batch), "state", options, None)
 
 
 def _products(length: float) -> Callable[[], None]:
@@ -132,7 +136,7 @@ def _idle(batches: ReplayLoader, steps: int) -> float:
     return max(0.0, 1 - bare / full)
 
 
-def _differing(buffer: TrajectoryReplayBuffer, workload: Workload, arguments: dict[str, Any]) -> float:
+def _differing(buffer: TrajectoryReplayBuffer, workload: Workload, arguments: dict[str, Any]) -> Figure:
     """Return how many of ten batches are not those of the same draws on the CPU."""
     state = buffer.state_dict()
     with ReplayLoader(buffer, workload.batch, **arguments) as batches:
@@ -140,21 +144,25 @@ def _differing(buffer: TrajectoryReplayBuffer, workload: Workload, arguments: di
     buffer.load_state_dict(state)
     with ReplayLoader(buffer, workload.batch) as batches:
         here = [list(tensors_of(next(batches))) for _ in range(10)]
-    return float(sum(not all(map(torch.equal, mine, other)) for mine, other in zip(there, here, strict=True)))
+    differing = sum(not all(map(torch.equal, mine, other)) for mine, other in zip(there, here, strict=True))
+    name = f"batches that differ from those of a loader on the CPU, {workload.name}"
+    return Figure("T10", name, float(differing), 0)
 
 
 def _copies(batch: Any, name: str, options: Options, target: float | None) -> Iterator[Figure]:
-    """Yield the rate at which a batch reaches the device over that of one plain copy of as many pinned bytes."""
-    device = CudaDevice(DEVICE)
-    tensors = [device.pin(tensor) for tensor in tensors_of(batch)]
-    size = sum(tensor.nbytes for tensor in tensors)
+    """Yield the rate at which a batch gets from pinned memory to the consumer over that of one plain pinned copy.
+
+    The batch goes through a loader's memory, whose rows are there already; its copy is waited for.
+    """
+    memory = DeviceMemory(CudaDevice(DEVICE), 1)
+
+    def ready() -> Ready:
+        return memory.read(lambda out: batch if out is None else nest(out), len(batch["rewards"]))
+
+    size = sum(tensor.nbytes for tensor in tensors_of(batch))
     plain, there = torch.empty(size, dtype=torch.uint8).pin_memory(), torch.empty(size, dtype=torch.uint8).cuda()
-
-    def send() -> None:
-        device.send(tensors)[1].wait()
-
     theirs = _waited(lambda: there.copy_(plain, non_blocking=True))
-    mine, peer = in_turn([send, theirs], 5 * options.repeats, calls=10)
+    mine, peer = in_turn([_waited(lambda: ready().take()), theirs], 5 * options.repeats, calls=10)
     yield Figure(
         "T10",
         f"bytes/s of a batch to the device over one plain pinned copy, {name}",
@@ -163,6 +171,13 @@ def _copies(batch: Any, name: str, options: Options, target: float | None) -> It
         at_least=True,
         details={"mb": size / 1e6, "gb_per_s": size / mine.seconds / 1e9, "plain_gb_per_s": size / peer.seconds / 1e9},
     )
+    several = [ready() for _ in range(100)]
+    _wait()
+    start = time.perf_counter()
+    for one in several:
+        one.take()
+    each = (time.perf_counter() - start) / len(several)
+    yield Figure("T10", f"a consumer's thread takes a batch that is there, {name}", each * 1e3, None, "ms")
 
 
 # ---- the loss --------------------------------------------------------------------------------------
@@ -312,7 +327,8 @@ def _trained(steps: int, folder: Path) -> dict[str, Any]:
 
 
 def threads(options: Options) -> Iterator[Figure]:
-    """Yield T1, T2, T5 and T6 at several numbers of torch threads, up to the number of cores."""
+    """Yield T1, T2, T5 and T6 at several numbers of torch threads, up to the number of cores; before, T1 by itself."""
+    yield from _woken(options)
     for count in (count for count in THREADS if count <= (os.cpu_count() or 1)):
         folder = options.folder / f"{count}"
         with torch_threads(count):
@@ -322,3 +338,23 @@ def threads(options: Options) -> Iterator[Figure]:
                     value = figure.details.get(f"ratio_torch_threads_{count}", figure.value)
                     yield replace(figure, name=f"{figure.name}, torch threads {count}", value=value)
                 shutil.rmtree(folder)
+
+
+def _woken(options: Options) -> Iterator[Figure]:
+    """Yield the time of ``sample`` by number of helpers that each thread wakes, without torch's spinning threads."""
+    workload = image(options)
+    with (
+        TrajectoryReplayBuffer(seed=0, sample_window_size=0) as buffer,
+        patch.object(plan, "_WAKES", plan._WAKES),  # undoes the changes
+    ):
+        buffer.add_trajectories(workload.trajectories)
+
+        def sample(wakes: int) -> None:
+            plan._WAKES = wakes
+            buffer.sample(workload.batch)
+
+        each = (plan._WAKES, 4, 15)
+        for wakes, times in zip(
+            each, in_turn([partial(sample, n) for n in each], 5 * options.repeats, calls=10), strict=True
+        ):
+            yield Figure("T1", f"sample by itself, image, each thread wakes {wakes}", times.ms, None, "ms")

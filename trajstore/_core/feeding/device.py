@@ -17,18 +17,18 @@ class Arrival(Protocol):
     def wait(self) -> None:
         """Wait until it has finished."""
 
-    def use(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Make the current stream, not the host, wait for the copy."""
+    def use(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Make the current stream, not the host, wait for the copy; ``blocks`` are what was copied."""
 
 
 class Device(Protocol):
     """Target device of batches."""
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in memory that the device can read directly."""
+    def pin(self, nbytes: int) -> torch.Tensor:
+        """Return uint8 ``[nbytes]``, uninitialized, in memory that the device can read directly."""
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
-        """Start copying pinned tensors, which must not change until the copy has finished."""
+    def send(self, blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
+        """Start copying pinned memory, each block at once; it must not change until the copy has finished."""
 
 
 class CudaArrival:
@@ -44,11 +44,11 @@ class CudaArrival:
     def wait(self) -> None:
         self._event.synchronize()
 
-    def use(self, tensors: Sequence[torch.Tensor]) -> None:
+    def use(self, blocks: Sequence[torch.Tensor]) -> None:
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._event)
-        for tensor in tensors:
-            tensor.record_stream(stream)
+        for block in blocks:  # holds for every tensor in its memory
+            block.record_stream(stream)
 
 
 class CudaDevice:
@@ -58,12 +58,12 @@ class CudaDevice:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory()
+    def pin(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
+    def send(self, blocks: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Arrival]:
         with torch.cuda.stream(self._stream):
-            moved = [tensor.to(self._device, non_blocking=True) for tensor in tensors]
+            moved = [block.to(self._device, non_blocking=True) for block in blocks]
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._stream)
         return moved, CudaArrival(event, self._device)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore._core.columns.fields import unnest
+from trajstore._core.feeding.blocks import address, located, packed
 from trajstore._core.feeding.device import Arrival, CudaDevice, Device
 from trajstore.errors import ConfigurationError
 
@@ -26,17 +27,19 @@ class Ready:
     Attributes:
         values: the batch: nested dicts and lists of tensors and other values.
         arrival: the copy to the device; None if there was none.
+        blocks: the device memory that the batch's tensors are in.
         columns: the batch's rows for the ledger of each buffer; None for a buffer without one.
     """
 
     values: Any
     arrival: Arrival | None = None
+    blocks: Sequence[torch.Tensor] = ()
     columns: Sequence[Mapping[str, npt.NDArray[Any]] | None] = ()
 
     def take(self) -> Any:
         """Return the batch for the current stream, which waits for the copy; the host does not."""
         if self.arrival is not None:
-            self.arrival.use(list(tensors_of(self.values)))
+            self.arrival.use(self.blocks)
         return self.values
 
 
@@ -96,9 +99,10 @@ class ReusedMemory:
 
 
 class DeviceMemory:
-    """Reads batches into pinned memory and copies them to a device.
+    """Reads batches into pinned memory and copies them to a device, small tensors together (:mod:`.blocks`).
 
-    Pinned memory is reused once its copy has finished; waits only if all of it is busy.
+    Pinned memory is reused once its copy has finished; waits only if all of it is busy. It is copied as a whole, also
+    for a batch with fewer rows than it has room for.
 
     Args:
         device: target device of the batches.
@@ -110,28 +114,32 @@ class DeviceMemory:
         self._device = device
         self._batches = batches
         self._reuse = reuse
-        self._busy: deque[tuple[Arrival, Any]] = deque()
+        self._busy: deque[tuple[Arrival, list[torch.Tensor], Tensors]] = deque()
+        """Running copies, with their pinned blocks and the columns in these that fit other batches."""
 
     def read(self, reader: Reader, count: int) -> Ready:
         """Return the batch read by ``reader``, ``count`` rows, with its copy started."""
-        free = self._free()
-        values = None if free is None or not self._reuse else _read_into(reader, free, count)
-        pinned = free
+        pinned, columns = self._free()
+        values = _read_into(reader, columns, count)
         if values is None:
-            fresh = reader(None)
-            values = with_tensors(fresh, (self._device.pin(tensor) for tensor in tensors_of(fresh)))
-            pinned = unnest(values) if self._reuse else values
-        moved, arrival = self._device.send(list(tensors_of(values)))
-        self._busy.append((arrival, pinned))
-        return Ready(with_tensors(values, iter(moved)), arrival)
+            values = reader(None)
+        if not {*map(address, tensors_of(values))} <= {*map(address, pinned)}:
+            pinned, tensors = packed(list(tensors_of(values)), self._device.pin)
+            values = with_tensors(values, iter(tensors))
+            columns = unnest(values) if self._reuse else {}
+        blocks, arrival = self._device.send(pinned)
+        self._busy.append((arrival, pinned, columns))
+        copies = dict(zip(map(address, pinned), blocks, strict=True))
+        moved = (located(copies[address(tensor)], tensor) for tensor in tensors_of(values))
+        return Ready(with_tensors(values, moved), arrival, blocks)
 
-    def _free(self) -> Any:
-        """Return pinned memory with a finished copy, or None if there is none and more may be allocated."""
+    def _free(self) -> tuple[list[torch.Tensor], Tensors]:
+        """Return pinned memory with a finished copy, and its columns; none if more may be allocated."""
         if not self._busy or (len(self._busy) < self._batches and not self._busy[0][0].done()):
-            return None
-        arrival, pinned = self._busy.popleft()
+            return [], {}
+        arrival, pinned, columns = self._busy.popleft()
         arrival.wait()
-        return pinned
+        return pinned, columns
 
 
 Memory = FreshMemory | ReusedMemory | DeviceMemory
