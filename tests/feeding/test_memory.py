@@ -111,7 +111,7 @@ def of_every_kind() -> dict[str, Any]:
 
 def test_small_tensors_arrive_in_one_aligned_block_and_large_ones_alone() -> None:
     device, given = Slow(), of_every_kind()
-    ready = DeviceMemory(device, batches=1, reuse=False).read(lambda out: given, 7)
+    ready = DeviceMemory(device, batches=1).read(lambda out: given, 7)
     batch = ready.take()
     assert same(batch, given)
     blocks: dict[int, list[torch.Tensor]] = {}
@@ -132,8 +132,8 @@ def test_small_tensors_arrive_in_one_aligned_block_and_large_ones_alone() -> Non
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_every_kind_arrives_on_the_device_with_the_alignment_of_its_own_memory() -> None:
-    given = of_every_kind()
-    memory = DeviceMemory(CudaDevice(torch.device("cuda")), batches=2, reuse=False)
+    given = [of_every_kind()]
+    memory = DeviceMemory(CudaDevice(torch.device("cuda")), batches=2)
     for batch in [memory.read(lambda out: given, 7).take() for _ in range(6)]:
         assert all(tensor.is_cuda and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors_of(batch))
         assert same(with_tensors(batch, (tensor.cpu() for tensor in tensors_of(batch))), given)
@@ -195,7 +195,7 @@ def test_other_columns_and_more_rows_get_pinned_memory_of_their_own() -> None:
 
 def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> None:
     device = Slow()
-    memory = DeviceMemory(device, batches=1, reuse=False)
+    memory = DeviceMemory(device, batches=1)
     for rows in (3, 5):
         batch = memory.read(lambda out, rows=rows: [{"ids": torch.arange(rows), "tasks": ["a"] * rows, "k": rows}], 1)  # type: ignore[misc]
         [pack] = batch.take()
@@ -205,8 +205,8 @@ def test_uneven_batches_keep_what_is_no_tensor_and_are_pinned_each_time() -> Non
 
 
 def test_what_memory_a_loader_gets() -> None:
-    assert isinstance(memory_for(None, 2, reuse=False, even=True), FreshMemory)
-    assert isinstance(memory_for(torch.device("cpu"), 2, reuse=True, even=True), ReusedMemory)
+    assert isinstance(memory_for(None, 2, reuse=False), FreshMemory)
+    assert isinstance(memory_for(torch.device("cpu"), 2, reuse=True), ReusedMemory)
     for name in ("meta", *(() if torch.cuda.is_available() else ("cuda",))):
         with pytest.raises(ConfigurationError, match="must be the CPU or an available CUDA device"):
-            memory_for(torch.device(name), 2, reuse=True, even=True)
+            memory_for(torch.device(name), 2, reuse=True)

@@ -183,7 +183,7 @@ def test_packs_of_a_device_are_those_of_the_cpu(layout: Any) -> None:
         TokenLoader(in_memory(rollouts, seed=1), 40, **options) as plain,
         TokenLoader(in_memory(rollouts, seed=1), 40, **options) as moved,
     ):
-        moved._memory = lambda: DeviceMemory(device, 2, reuse=False)  # type: ignore[method-assign]
+        moved._memory = lambda: DeviceMemory(device, 2)  # type: ignore[method-assign]
         for expected, batch in itertools.islice(zip(plain, moved, strict=True), 9):
             assert same(batch, expected)
     assert all(len(copy.used) <= 1 for copy in device.copies)

@@ -45,7 +45,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
     needs ``persistent_workers=True``, or is refused, since new workers would repeat the first.
     """
 
-    def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool, even: bool) -> None:
+    def __init__(self, source: Source[D], options: LoaderOptions, *, reuse: bool) -> None:
         self._prefetch = options.get("prefetch", 4)
         stores, rank = options.get("stores", "shared"), rank_of_ranks("rank", options.get("rank", (0, 1)))
         self._ranks = {"stores": stores, "rank": list(rank) if stores == "per_rank" else None}
@@ -69,7 +69,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self.policy_version: int | None = None
         """Version of the policy that trains on the next batch, for the ledger, which so knows the age of its rows."""
         self._device = device_of(options.get("device"))
-        self._reuse, self._even = reuse, even
+        self._reuse = reuse
         self._timeout = options.get("timeout")
         self._memory()  # raises early on invalid options
         self._running: Prefetcher[D, Ready | None] | None = None
@@ -81,7 +81,7 @@ class Loader(IterableDataset[T], Closing, Generic[D, T]):
         self._closed = False
 
     def _memory(self) -> Memory:
-        return memory_for(self._device, self._prefetch, reuse=self._reuse, even=self._even)
+        return memory_for(self._device, self._prefetch, reuse=self._reuse)
 
     @abstractmethod
     def _batch(self, values: Any, drawn: D) -> T:
@@ -320,7 +320,7 @@ class ReplayLoader(Loader[DrawnBatch, LoadedBatch]):
 
     def __init__(self, replay: Replay | Mapping[str, Share], batch_size: int, **options: Unpack[BatchOptions]) -> None:
         self._batches = BatchSource(replay, batch_size, **options)
-        super().__init__(self._batches, options, reuse=options.get("reuse", False), even=True)
+        super().__init__(self._batches, options, reuse=options.get("reuse", False))
 
     def _batch(self, values: Any, drawn: DrawnBatch) -> LoadedBatch:
         part = self._batches.part(drawn)
@@ -344,7 +344,7 @@ class TokenLoader(Loader[tuple[Drawn, ...], list[dict[str, Any]]]):
     """
 
     def __init__(self, buffer: Reader, tokens: int, **options: Unpack[TokenOptions]) -> None:
-        super().__init__(TokenSource(buffer, tokens, **options), options, reuse=False, even=False)
+        super().__init__(TokenSource(buffer, tokens, **options), options, reuse=False)
 
     def _batch(self, values: Any, drawn: tuple[Drawn, ...]) -> list[dict[str, Any]]:
         packs: list[dict[str, Any]] = values

@@ -107,15 +107,13 @@ class DeviceMemory:
     Args:
         device: target device of the batches.
         batches: maximum number of running copies.
-        reuse: whether batches have the same columns and no more rows than the first, so that memory fits others.
     """
 
-    def __init__(self, device: Device, batches: int, *, reuse: bool = True) -> None:
+    def __init__(self, device: Device, batches: int) -> None:
         self._device = device
         self._batches = batches
-        self._reuse = reuse
         self._busy: deque[tuple[Arrival, list[torch.Tensor], Tensors]] = deque()
-        """Running copies, with their pinned blocks and the columns in these that fit other batches."""
+        """Running copies, with their pinned blocks and the columns in these; none for a list of packs of any size."""
 
     def read(self, reader: Reader, count: int) -> Ready:
         """Return the batch read by ``reader``, ``count`` rows, with its copy started."""
@@ -126,7 +124,7 @@ class DeviceMemory:
         if not {*map(address, tensors_of(values))} <= {*map(address, pinned)}:
             pinned, tensors = packed(list(tensors_of(values)), self._device.pin)
             values = with_tensors(values, iter(tensors))
-            columns = unnest(values) if self._reuse else {}
+            columns = unnest(values) if isinstance(values, Mapping) else {}
         blocks, arrival = self._device.send(pinned)
         self._busy.append((arrival, pinned, columns))
         copies = dict(zip(map(address, pinned), blocks, strict=True))
@@ -145,14 +143,13 @@ class DeviceMemory:
 Memory = FreshMemory | ReusedMemory | DeviceMemory
 
 
-def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bool) -> Memory:
+def memory_for(device: torch.device | None, depth: int, *, reuse: bool) -> Memory:
     """Return the memory of a loader that keeps ``depth`` batches ready.
 
     Args:
         device: target device; None = the CPU.
         depth: number of batches kept ready.
         reuse: whether CPU batches share rotating memory.
-        even: whether batches have the same columns and no more rows than the first.
 
     Raises:
         ConfigurationError: the device is neither the CPU nor an available CUDA device.
@@ -161,7 +158,7 @@ def memory_for(device: torch.device | None, depth: int, *, reuse: bool, even: bo
         return ReusedMemory(depth + 2) if reuse else FreshMemory()
     if device.type != "cuda" or not torch.cuda.is_available():
         raise ConfigurationError(f"device: {device}, must be the CPU or an available CUDA device")
-    return DeviceMemory(CudaDevice(device), depth + 1, reuse=even)
+    return DeviceMemory(CudaDevice(device), depth + 1)
 
 
 def _read_into(reader: Reader, target: Tensors, count: int) -> dict[str, Any] | None:
