@@ -593,6 +593,20 @@ def test_a_store_for_which_ray_has_no_room_says_so(cluster: Cluster, tmp_path: P
     create("large", tmp_path).stop()
 
 
+def test_a_store_that_cannot_start_says_why(cluster: Cluster, tmp_path: Path) -> None:
+    """The others start, and can be used without it."""
+    with pytest.raises(StoreUnreachableError, match=r"rank_0: .*sample_window_size: set by the handle or the server"):
+        create("wrong", tmp_path, options={"sample_window_size": 3})
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "rank_1"):
+        with pytest.raises(StoreUnreachableError, match=r"rank_1: .*StoreLockedError.*; connect\(\) goes on"):
+            create("locked", tmp_path, stores=2)
+        with DistributedReplayBuffer.connect("locked") as handle:
+            assert handle.stores == [0]
+    with create("locked", tmp_path, stores=2) as handle:
+        assert handle.stores == [0, 1]
+        handle.stop()
+
+
 def test_who_connects_after_a_loss_knows_of_it(
     cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tests.stores import opened
 from tests.support.sessions import session_rows
 from trajstore import Retention, Reward, Sessions, errors
 from trajstore._core.buffer.sink import StoreSink
-from trajstore._core.sessions import journal
+from trajstore._core.sessions import folder, journal
 from trajstore._core.sessions.records import scan
 
 
@@ -277,3 +278,16 @@ def test_a_journal_of_a_live_process_goes_when_its_sessions_are_over(
         with pytest.raises(errors.SessionFinishedError, match="was discarded"):
             second.finish()
     assert len(journals(tmp_path)) == 1
+
+
+def test_a_process_that_was_stopped_in_a_moment_of_the_lock_holds_up_nobody_for_ever(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(store, "before")
+    monkeypatch.setattr(folder, "_PATIENCE", 0.01)
+    with opened(store) as buffer, (store / "calls" / "lock").open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(errors.StoreLockedError, match=r"calls/lock: held for 0\.01 s by another process"):
+            buffer.session("task", "a", query="q")
+        fcntl.flock(held, fcntl.LOCK_UN)
+        buffer.session("task", "a", query="q")

@@ -474,6 +474,6 @@ class Stores:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """Return the first line of an error's message; the last one of an actor's that failed to start, which says why."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if getattr(error, "actor_init_failed", False) else 0]

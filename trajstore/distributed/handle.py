@@ -103,8 +103,9 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
 
         Raises:
             ConfigurationError: an argument is out of range, or the stores are running with another path or options.
-            StoreUnreachableError: a store has not started within ``deadline`` seconds, for example because Ray lacks
-                resources; the message lists reserved and free resources.
+            StoreUnreachableError: a store could not start, for example because another process writes it, or has not
+                started within ``deadline`` seconds, for example because Ray lacks resources; the message says why. The
+                others run, and :meth:`connect` goes on with them.
         """
         check_kind("path", path, str | Path, "a path")
         checked, where = handle_options(handle), everywhere(path)

@@ -69,7 +69,7 @@ def start_stores(
 
     Raises:
         ConfigurationError: an argument is out of range; or a store is running with another path or options.
-        StoreUnreachableError: a store did not start within the deadline (the message says why), or no node answers.
+        StoreUnreachableError: a store did not start (the message says why), or no node answers.
     """
     wanted = dict(options)
     reserved = {"num_cpus": 1, **actor_options}
@@ -81,8 +81,10 @@ def start_stores(
         raise ConfigurationError(f"stores: {stores!r}, must be 'per_node' or a number in [1, {MOST_STORES}]")
     else:
         placed = dict.fromkeys(range(stores), scheduling_strategy or "SPREAD")
-    for rank, strategy in placed.items():
-        _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
+    actors = {
+        rank: _start(known.name, rank, path, wanted, reserved, strategy, known.namespace)
+        for rank, strategy in placed.items()
+    }
     started = Stores(known.name, known.namespace, known.deadline)
     there = [number for number in started.ranks if _has_begun(started, number, reserved)]
     for number in there:
@@ -93,10 +95,23 @@ def start_stores(
                 f"store rank_{number} of {known.name!r} exists already, with path {about.path!r} and options "
                 f"{dict(about.options)}; connect to it, or stop() it first"
             )
+    if ended := sorted(actors.keys() - set(there)):
+        whys = listed(f"rank_{number}: {_why_ended(actors[number], known.deadline)}" for number in ended)
+        others = "; connect() goes on with the others" if there else ""
+        raise StoreUnreachableError(f"stores of {known.name!r} could not start: {whys}{others}")
     for number in [*there, *there]:  # twice, so that a new store's ids are above those of all others
         started.note(started.call(number, "tick", started.clock))
     _tell_unserved(started, path, there)
     return started
+
+
+def _why_ended(actor: Any, seconds: float) -> str:
+    """Return why a store's actor ended while it started."""
+    try:
+        ray().get(actor.describe.remote(), timeout=seconds)
+    except away() as error:
+        return first_line(error)
+    return "it has ended, and runs again"
 
 
 def _one_per_node(known: Stores, path: str, reserved: Mapping[str, Any], shared: bool) -> dict[int, Any]:

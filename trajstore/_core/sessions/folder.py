@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,9 +24,11 @@ from trajstore._core.sessions.records import (
     scan,
 )
 from trajstore._core.sessions.tree import Call
-from trajstore.errors import CorruptStoreError
+from trajstore.errors import CorruptStoreError, StoreLockedError
 
 logger = logging.getLogger(__name__)
+
+_PATIENCE, _PAUSE = 30.0, 0.002
 
 OVER = ("discarded", "moved")
 """States of sessions of which nothing is left to do."""
@@ -264,10 +267,21 @@ class CallsFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock under which the processes of a store open sessions and delete journals."""
+        """Hold the lock under which the processes of a store open sessions and delete journals.
+
+        Raises:
+            StoreLockedError: another process has held it for 30 seconds; each holds it for a moment.
+        """
         self._root.make_folder(CALLS_FOLDER, shared=True)
         with self._root.opened(f"{CALLS_FOLDER}/lock", os.O_RDWR | os.O_CREAT) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            until = time.monotonic() + _PATIENCE
+            while not _taken(descriptor):
+                if time.monotonic() >= until:
+                    raise StoreLockedError(
+                        f"{self._root.path}/{CALLS_FOLDER}/lock: held for {_PATIENCE:g} s by another process, "
+                        "perhaps a stopped one; `fuser` with this path names it"
+                    )
+                time.sleep(_PAUSE)
             yield
 
     def refresh(self) -> None:
@@ -366,4 +380,13 @@ def _is_removable(file: JournalFile, current: Mapping[str, Recorded], where: Map
             return False
         if any(each.turn < session.turn for each in where.get(session.id, ())):
             return False
+    return True
+
+
+def _taken(descriptor: int) -> bool:
+    """Take the lock of an open file, without waiting; return whether nobody else has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     return True
