@@ -9,6 +9,8 @@ import pytest
 
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.mirroring import MirrorOfBuffer
+from trajstore._core.store.late_values import LateValues
+from trajstore.distributed import handle
 from trajstore.distributed.handle import DistributedReplayBuffer, MirrorsOfHandle
 
 LEFT_OUT = {
@@ -62,3 +64,36 @@ def test_the_page_lists_what_is_left_out(project_root: Any) -> None:
     page = (project_root / "docs" / "design" / "many-machines.md").read_text()
     for name, reason in LEFT_OUT.items():
         assert f"| `{name}` | {reason} |" in page
+
+
+class Slow:
+    """A handle of one store, which takes 50 of the 60 seconds to agree to values; its clock."""
+
+    deadline = 60.0
+    stores = (0,)
+
+    def __init__(self) -> None:
+        self._stores, self._all_ranks, self.refresh = self, lambda: [0], lambda: None
+        self.waits: dict[str, float] = {}
+        self.now = 0.0
+
+    def call_all(self, arguments: Any, method: str, seconds: float) -> None:
+        self.waits[method] = seconds
+        self.now += 50.0
+
+    def _with_copies(self, ids: tuple[int, ...]) -> tuple[list[int], list[int]]:
+        return [*ids], [*range(len(ids))]
+
+    def _ask_present(self, arguments: Any, method: str) -> None:
+        assert not arguments
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_setting_values_waits_no_longer_than_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr(handle, "time", slow)
+    values = handle.ValuesOfHandle(slow)  # type: ignore[arg-type]
+    values.annotate(LateValues((1024,), {"score": [1.0]}, "", 0), {})
+    assert slow.waits == {"check_values": 60.0, "annotate": 10.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -420,30 +421,37 @@ class ValuesOfHandle:
     def annotate(self, update: LateValues, rows: Rows) -> None:
         """Set late values, after all stores have agreed to them; those by row store by store.
 
+        Both steps together wait at most ``deadline`` for a store that does not answer.
+
         Raises:
             ConfigurationError: a value contradicts the kind that its name has in a store; nothing was set. Or rows do
                 not fit their trajectories, or another kind of rows; stores of lower ranks have set theirs.
             TrajectoryUnavailableError: an id is in no store; nothing was set.
             StoreUnreachableError, StoreWriteError: a store failed; others may have set theirs.
         """
-        ids = tuple(map(own_id, update.ids))
+        ids, until = tuple(map(own_id, update.ids)), time.monotonic() + self._handle._stores.deadline
         self._ranks(ids)
         every, places = self._handle._with_copies(ids)
         ranks = self._ranks(every)
-        self.check_values(every, update)
+        self.check_values(every, update, _left(until))
         parts = {rank: _part(update, every, places, rows, rank) for rank in ranks}
-        self._handle._stores.call_all(parts, "annotate")
+        self._handle._stores.call_all(parts, "annotate", _left(until))
         self._handle.refresh()
 
-    def check_values(self, ids: Sequence[int], update: LateValues) -> None:
+    def check_values(self, ids: Sequence[int], update: LateValues, seconds: float | None = None) -> None:
         """Refuse late values that a store cannot set; only the stores of the ids must answer.
+
+        Args:
+            ids: of the trajectories.
+            update: the values.
+            seconds: in which they must answer; None = ``deadline``.
 
         Raises:
             ConfigurationError, TrajectoryUnavailableError, StoreUnreachableError: see :meth:`annotate`.
         """
         ranks = self._ranks(ids)
         asked = {rank: ([number for number in ids if number % MOST_STORES == rank], update) for rank in ranks}
-        self._handle._stores.call_all(asked, "check_values")
+        self._handle._stores.call_all(asked, "check_values", seconds)
         others: dict[int, tuple[list[int], LateValues]] = {
             rank: ([], update) for rank in self._handle._all_ranks() if rank not in ranks
         }
@@ -485,6 +493,11 @@ class ValuesOfHandle:
             if number % MOST_STORES not in self._handle.stores:
                 raise TrajectoryUnavailableError(f"no trajectory of {self._handle.name!r} has the id {number}")
         return {number % MOST_STORES for number in ids}
+
+
+def _left(until: float) -> float:
+    """Return the seconds until a moment, at least one, in which a store that answers has answered."""
+    return max(1.0, until - time.monotonic())
 
 
 def _part(
