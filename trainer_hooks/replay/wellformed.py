@@ -8,38 +8,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 
 import numpy as np
 import torch
 
-from trainer_hooks.replay.rows import row_count, rows_of, session_problem
+from trainer_hooks.replay.rows import rows_of, session_problem
+from trajstore._core.base.arguments import is_number
+from trajstore._core.columns.agents import check_column
 from trajstore._core.columns.conversion import flatten
-from trajstore._core.columns.limits import shown
-from trajstore._core.columns.schema import dtypes
-from trajstore._core.columns.values import as_tensor
+from trajstore._core.columns.limits import MAX_STEPS, RANGES, shown, whole_number
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory
 
-_MASKS = ("attention_mask", "loss_mask", "response_mask")
 _NUMBERS = ("old_log_probs", "entropys", "rollout_log_probs")
-_WHOLE = "must be a whole number"
-_OF_ALL_TOKENS = ("input_ids", "attention_mask", "loss_mask")
+_LARGEST = sys.float_info.max
 
 
 def field_problem(trajectory: AgentTrajectory) -> str:
     """Return the problem of a rollout's first invalid field; empty if there is none.
 
     A column is a dense tensor of one dimension, token ids are integers, log-probs and entropies floating point, masks
-    real; ``response_start`` is a token position, ``entropy`` a number. Check this first: such fields can be compared
-    and counted.
+    integers or bool; ``response_start`` is a token position, ``entropy`` a number. Check this first: such fields can be
+    compared and counted.
     """
     try:
-        for name in ("input_ids", *_MASKS, *_NUMBERS):
-            _check_column(name, getattr(trajectory, name))
-        _check_start(trajectory)
-        if trajectory.policy_version is not None and not _is_whole(trajectory.policy_version):
-            raise InvalidTrajectoryError(f"field policy_version: {shown(trajectory.policy_version)}, {_WHOLE} or None")
-        _check_entropy(trajectory.entropy)
+        for name in (*TOKEN_COLUMNS, *RESPONSE_COLUMNS):
+            if (column := getattr(trajectory, name)) is not None:
+                _check_column(name, column)
+        most = next((len(column) for name in TOKEN_COLUMNS if (column := getattr(trajectory, name)) is not None), None)
+        _check_whole("response_start", trajectory.response_start, 0, MAX_STEPS if most is None else most)
+        _check_whole("policy_version", trajectory.policy_version, *RANGES["version_low"])
+        if (entropy := trajectory.entropy) is not None and (
+            not is_number(entropy) or _LARGEST < abs(entropy) < math.inf
+        ):
+            raise InvalidTrajectoryError(
+                f"field entropy: {shown(entropy)} is a {type(entropy).__name__}, must be a number"
+            )
     except InvalidTrajectoryError as error:
         return str(error)
     return ""
@@ -56,7 +61,6 @@ def record_problem(trajectory: AgentTrajectory) -> str:
     """
     try:
         flatten(trajectory)
-        row_count(trajectory)
         rows_of(trajectory)
     except InvalidTrajectoryError as error:
         return str(error)
@@ -78,46 +82,17 @@ def as_recorded(trajectory: AgentTrajectory, entropy: float | None) -> AgentTraj
 
 
 def _check_column(name: str, value: object) -> None:
-    if value is None:
-        return
+    """Check as a store does; ids and log-probs are computed with, so bools are no ids and integers no log-probs."""
     if not isinstance(value, torch.Tensor):
         raise InvalidTrajectoryError(f"field {name}: must be a tensor of one dimension, is a {type(value).__name__}")
-    as_tensor(name, value)
-    if value.dim() != 1:
-        raise InvalidTrajectoryError(f"field {name}: shape {list(value.shape)}, must have one dimension")
-    dtype = value.dtype
-    if name == "input_ids":
-        fits, wanted = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool), "whole numbers"
-    elif name in _NUMBERS:
-        fits, wanted = dtype.is_floating_point, "floating point"
-    else:
-        fits, wanted = not dtype.is_complex, "zeros and ones"
-    if not fits or dtype not in dtypes().values():
+    dtype = check_column(name, value, (1,)).dtype
+    if (name == "input_ids" and dtype == torch.bool) or (name in _NUMBERS and not dtype.is_floating_point):
+        wanted = "floating point" if name in _NUMBERS else "whole numbers"
         raise InvalidTrajectoryError(f"field {name}: {str(dtype).removeprefix('torch.')}, must be {wanted}")
 
 
-def _check_start(trajectory: AgentTrajectory) -> None:
-    start = trajectory.response_start
-    if start is None:
-        return
-    columns = (getattr(trajectory, name) for name in _OF_ALL_TOKENS)
-    most = next((len(column) for column in columns if column is not None), None)
-    if not _is_whole(start) or start < 0 or (most is not None and start > most):
-        bounds = "at least 0" if most is None else f"0 to L = {most}"
-        raise InvalidTrajectoryError(f"field response_start: {shown(start)}, {_WHOLE}, {bounds}")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _check_entropy(entropy: object) -> None:
-    if entropy is None:
-        return
-    try:
-        if isinstance(entropy, int | float | np.integer | np.floating):
-            float(entropy)
-            return
-    except OverflowError:
-        pass
-    raise InvalidTrajectoryError(f"field entropy: {shown(entropy)} is a {type(entropy).__name__}, must be a number")
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool | float | np.floating):
+        raise InvalidTrajectoryError(f"field {name}: {shown(value)}, must be a whole number")
+    if value is not None:
+        whole_number(name, value, low, high)
