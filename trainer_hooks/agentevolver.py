@@ -21,7 +21,7 @@ from trainer_hooks.batch import BatchRow, build_batch
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import GuidanceConfig
 from trainer_hooks.guidance.manager import RolloutMode
-from trainer_hooks.guidance.summary import by_task, text_of
+from trainer_hooks.guidance.summary import by_task, conversation_of
 from trainer_hooks.losses import het_compute_token_on_off_policy_loss
 from trainer_hooks.replay import REPLAY_MARK, mean_entropy
 from trainer_hooks.replay import ExperienceManager as Pool
@@ -31,6 +31,7 @@ from trainer_hooks.replay.entry import PoolEntry
 from trainer_hooks.replay.message_rows import MessageTokenizer
 from trainer_hooks.replay.rows import rows_of
 from trajstore._core.base.arguments import whole, whole_or_none
+from trajstore._core.base.settings import names_of
 from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError, counted
 from trajstore.trajectory import AgentTrajectory
@@ -59,6 +60,8 @@ __all__ = [
 ]
 
 Task = TypeVar("Task")
+
+_OF_RULES = ("max_trajectories_per_task", "experience_lbound", "experience_rbound", "exp_select_mode")
 
 
 class Reward(PlainReward):
@@ -172,8 +175,7 @@ class EMClient(guidance.EMClient):
             retrieve_top_k: number of experiences.
             workspace_id: workspace to search.
         """
-        messages = from_agentevolver(trajectory).messages
-        query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
+        query = conversation_of(from_agentevolver(trajectory).messages)
         try:
             return self.retrieve(query, retrieve_top_k, workspace_id=workspace_id).text
         except guidance.MakerError as error:
@@ -220,17 +222,11 @@ class ExperienceManager(Pool):
         replay = ExperienceReplayConfig.from_mapping(_lookup(section, "experience_replay") or {})
         super().__init__(replay.pool_rules(whole("actor_rollout_ref.rollout.n", n, 1)), **pool)
         self.replay_start_ratio = replay.replay_start_ratio
-        self.max_trajectories_per_task = self.rules.max_trajectories_per_task
-        self.experience_lbound = self.rules.experience_lbound
-        self.experience_rbound = self.rules.experience_rbound
-        self.exp_select_mode = self.rules.exp_select_mode
         self.guidance = GuidanceConfig.from_config(self.config)
         self._allocation = guidance.GuidanceManager(self.guidance.rules(), seed=self.guidance.seed)
-        self.train_rollout_expmode = self.guidance.train_rollout_expmode
-        self.val_rollout_expmode = self.guidance.val_rollout_expmode
-        self.rollout_expratio = self.guidance.rollout_expratio
-        self.train_sample_expmode = self.guidance.train_sample_expmode
-        self.train_sample_keepratio = self.guidance.train_sample_keepratio
+        for options, names in ((self.rules, _OF_RULES), (self.guidance, names_of(guidance.AllocationRules))):
+            for name in names:  # attributes that AgentEvolver's code reads
+                setattr(self, name, getattr(options, name))
         self.em_client = None if self.guidance.base_url is None else EMClient(self.guidance.base_url)
         self.thread_pool = ThreadPoolExecutor(max_workers=self.guidance.workers, thread_name_prefix="summaries")
 

@@ -59,7 +59,8 @@ def test_which_ones_are_drawn_depends_on_the_seed() -> None:
 
 def test_no_global_random_state_is_touched() -> None:
     states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state()
-    manager(**HALF).get_complete_exp_configs(range(2), [8, 8], "sample")
+    manager(**HALF).allocate_train_mode(range(2))
+    manager(**HALF).allocate_add_exp([8, 8], "sample")
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tobytes() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])

@@ -1,6 +1,6 @@
 """Guided rollouts: summaries of past trajectories in the prompts of new ones.
 
-Imports run downward: ``manager`` → ``updates``, ``worker`` → ``local``, ``client`` → ``summary`` → ``maker``
+Imports run downward: ``manager``, ``worker`` → ``local``, ``client`` → ``summary`` → ``maker``
 → ``context``. ``docs/design/experience.md`` has a diagram of the data flow.
 """
 
@@ -19,15 +19,8 @@ from trainer_hooks.guidance.context import (
 )
 from trainer_hooks.guidance.local import LocalMaker, as_text
 from trainer_hooks.guidance.maker import Experience, ExperienceMaker, MakerError, Retrieved
-from trainer_hooks.guidance.manager import (
-    AllocationRules,
-    GuidanceManager,
-    RolloutExpMode,
-    SampleExpMode,
-    TaskExpConfig,
-)
+from trainer_hooks.guidance.manager import AllocationRules, GuidanceManager, RolloutExpMode, SampleExpMode, UpdateQueue
 from trainer_hooks.guidance.summary import ExtractiveSummarizer, Summarizer
-from trainer_hooks.guidance.updates import UpdateQueue
 from trainer_hooks.guidance.worker import ExperienceWorker, TrajExpConfig
 from trainer_hooks.retrieval import Hit, RetrievalIndex
 
@@ -52,7 +45,6 @@ __all__ = [
     "RolloutExpMode",
     "SampleExpMode",
     "Summarizer",
-    "TaskExpConfig",
     "TrainMode",
     "TrajExpConfig",
     "UpdateQueue",

@@ -18,8 +18,7 @@ from concurrent.futures import CancelledError
 from typing import Any, Literal, get_args
 
 from trainer_hooks.guidance.maker import NOTHING, Experience, MakerError, Retrieved
-from trainer_hooks.guidance.summary import query_of, text_of, unicode_of
-from trainer_hooks.replay.outcomes import known_outcome
+from trainer_hooks.guidance.summary import query_of, rated, text_of, unicode_of
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import one_of, seconds, whole
 from trajstore._core.base.closing import Closing
@@ -202,15 +201,11 @@ class EMClient:
             The number of memories inserted, as reported by the service; with dialect 0.4, the number of rollouts
             accepted.
         """
-        rated = [
-            (rollout, outcome)
-            for rollout in rollouts
-            if (outcome := known_outcome(rollout)) is not None and rollout.messages
-        ]
-        if not rated:
+        usable = rated(rollout for rollout in rollouts if rollout.messages)
+        if not usable:
             return 0
         if self._known_dialect() == "0.2":
-            trajectories = [{"messages": _messages(rollout), "score": outcome} for rollout, outcome in rated]
+            trajectories = [{"messages": _messages(rollout), "score": outcome} for outcome, rollout in usable]
             body = {"trajectories": trajectories, "workspace_id": workspace_id or self._workspace}
             metadata = self._success("/summary_task_memory", body, self._timeouts[1])["metadata"]
             inserted = (metadata.get("update_result") or {}).get("inserted_count")
@@ -219,14 +214,14 @@ class EMClient:
                     "failed", f"{self._url}: the summary does not list what was inserted: {str(metadata)[:200]}"
                 )
             return inserted
-        for rollout, outcome in rated:
+        for outcome, rollout in usable:
             messages = [{"name": message["role"], **message} for message in _messages(rollout)]
             messages.append(
                 {"name": "user", "role": "user", "content": f"Score of this try: {outcome:g} (1 is a success)."}
             )
             session = f"{rollout.task_id}-{rollout.rollout_id}"
             self._success("/auto_memory", {"messages": messages, "session_id": session}, self._timeouts[1])
-        return len(rated)
+        return len(usable)
 
     def close(self) -> None:
         """Refuse new calls, and cancel running ones."""
@@ -337,18 +332,17 @@ class EndpointSummarizer(Closing):
         Raises:
             MakerError: the endpoint could not be reached, or its answer holds no such object.
         """
-        rated = [(outcome, rollout) for rollout in rollouts if (outcome := known_outcome(rollout)) is not None]
-        if not rated:
+        shown = sorted(rated(rollouts), key=lambda pair: pair[0], reverse=True)
+        if not shown:
             return []
-        rated.sort(key=lambda pair: pair[0], reverse=True)
         worst = self._most_rollouts // 2
-        if len(rated) > self._most_rollouts:
-            rated[self._most_rollouts - worst : len(rated) - worst] = []
-        tries = "\n\n".join(f"Score {outcome}:\n{self._text(rollout)}" for outcome, rollout in rated)
+        if len(shown) > self._most_rollouts:
+            shown[self._most_rollouts - worst : len(shown) - worst] = []
+        tries = "\n\n".join(f"Score {outcome}:\n{self._text(rollout)}" for outcome, rollout in shown)
         message = {"role": "user", "content": f"{self._prompt}\n\n{tries}"}
         request = {"model": self._model, "messages": [message], "stream": False}
         fields = self._experience_in(self._http.post(self._url, request, self._timeout, self._headers))
-        score, best = rated[0]
+        score, best = shown[0]
         return [
             Experience(
                 when_to_use=fields["when_to_use"],
@@ -356,7 +350,7 @@ class EndpointSummarizer(Closing):
                 query=best.query or query_of(best.messages),
                 task_id=best.task_id,
                 score=score,
-                sources=tuple(rollout.rollout_id for _, rollout in rated),
+                sources=tuple(rollout.rollout_id for _, rollout in shown),
             )
         ]
 

@@ -6,7 +6,7 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
@@ -19,7 +19,6 @@ from trainer_hooks.replay import BufferStore
 from trainer_hooks.replay.store import store_options
 from trajstore._core.base.arguments import one_of
 from trajstore._core.base.settings import Count, Text, Whole, keys_of, names_of, refuse, settle
-from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError
 
 MAKER = "experience_maker"
@@ -48,10 +47,7 @@ def _dialect(name: str, value: Any) -> str:
 
 
 def _template(name: str, value: Any) -> str:
-    try:
-        ExperienceTemplate.of(value)
-    except ConfigurationError:
-        raise ConfigurationError(f"{name}: {shown(value)}, must be a text with one {{}} for the experience") from None
+    ExperienceTemplate.of(value, name)
     return str(value)
 
 
@@ -104,15 +100,11 @@ class GuidanceConfig(AllocationRules):
     init_experience_only: bool = False
     seed: Whole = 1234
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
         if self.updated_freq and not self.enable_summarizer:
-            problems.append(
-                f"updated_freq: {self.updated_freq}, must be 0 without enable_summarizer: nothing is summarized"
-            )
+            yield f"updated_freq: {self.updated_freq}, must be 0 without enable_summarizer: nothing is summarized"
         if self.init_experience_only and not self.init_experience_before_training:
-            problems.append("init_experience_only: true, must be false without init_experience_before_training")
-        return problems
+            yield "init_experience_only: true, must be false without init_experience_before_training"
 
     @property
     def is_on(self) -> bool:

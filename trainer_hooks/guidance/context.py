@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from trajstore._core.base.arguments import whole
+from trajstore._core.columns.limits import shown
 from trajstore.errors import ConfigurationError, InvalidTrajectoryError
 from trajstore.trajectory import AgentTrajectory
 
@@ -59,14 +60,18 @@ class ExperienceTemplate:
     after: str
 
     @classmethod
-    def of(cls, text: Any) -> ExperienceTemplate:
+    def of(cls, text: Any, name: str = "experience_template") -> ExperienceTemplate:
         """Return the template of a text with one ``{}``.
+
+        Args:
+            text: the text.
+            name: of the option, for the message.
 
         Raises:
             ConfigurationError: it is not a string, or does not have exactly one ``{}``.
         """
         if not isinstance(text, str) or text.count(_PLACE) != 1:
-            raise ConfigurationError(f"experience_template: {text!r}, must be a text with one {{}} for the experience")
+            raise ConfigurationError(f"{name}: {shown(text)}, must be a text with one {{}} for the experience")
         before, _, after = text.partition(_PLACE)
         return cls(before, after)
 

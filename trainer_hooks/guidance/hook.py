@@ -135,15 +135,14 @@ class GuidanceHook(Closing):
                 training.
         """
         before = self.manager.state_dict()
-        tasks = self.manager.get_complete_exp_configs(
-            [planned_task.task for planned_task in plan], [planned_task.fresh_rollouts for planned_task in plan], mode
-        )
+        train_modes = self.manager.allocate_train_mode(plan)
+        guided = self.manager.allocate_add_exp([planned.fresh_rollouts for planned in plan], mode)
         if mode == "validate":
             self.manager.load_state_dict(before)
         return [
-            TrajExpConfig(add_exp=add_exp, train_mode=task.train_mode, task_id=task_id_of(planned.task))
-            for planned, task in zip(plan, tasks, strict=True)
-            for add_exp in task.add_exp
+            TrajExpConfig(add_exp=add_exp, train_mode=train_mode, task_id=task_id_of(planned.task))
+            for planned, train_mode, flags in zip(plan, train_modes, guided, strict=True)
+            for add_exp in flags
         ]
 
     def context(self, messages: Sequence[Mapping[str, Any]], config: TrajExpConfig) -> list[dict[str, Any]]:

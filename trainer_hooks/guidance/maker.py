@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -79,6 +79,8 @@ class Experience:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True, slots=True)
 class Retrieved:
@@ -131,18 +133,28 @@ class Trouble:
         if first:
             logger.warning("guidance: %s failed (%s), training continues without: %s", self._what, error.kind, error)
 
-    def succeeded(self) -> None:
-        """Log the end of a series of failures."""
+    def outcome_of(self, call: Callable[[], Result]) -> Result | None:
+        """Return the result of a maker's call; ``None`` if it failed. Logs the end of a series of failures."""
+        try:
+            result = call()
+        except MakerError as error:
+            self.failed(error)
+            return None
+        except Exception as error:  # makers are user code; training goes on without
+            logger.exception("guidance: %s failed", self._what)
+            self.failed(MakerError("failed", repr(error)))
+            return None
         with self._lock:
             kinds, self._since = self._since, {}
         if kinds:
             summary = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
             logger.warning("guidance: %s works again, after failures: %s", self._what, summary)
+        return result
 
-    def counts(self) -> dict[str, int]:
-        """Return the number of failures by kind."""
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Return the number of failures by kind, with a prefix."""
         with self._lock:
-            return dict(self._counts)
+            return {f"{prefix}{kind}": float(count) for kind, count in self._counts.items()}
 
 
 @runtime_checkable

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_messages, strip_template
@@ -59,13 +60,17 @@ def unguided(rollout: AgentTrajectory, template: ExperienceTemplate | None = Non
 
 def query_of(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text before the model's first message, without system prompts."""
-    texts = []
-    for message in messages:
-        if message.get("role") == "assistant":
-            break
-        if message.get("role") != "system":
-            texts.append(text_of(message))
-    return "\n".join(texts)
+    return conversation_of(takewhile(lambda message: message.get("role") != "assistant", messages))
+
+
+def conversation_of(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of messages, without system prompts."""
+    return "\n".join(text_of(message) for message in messages if message.get("role") != "system")
+
+
+def rated(rollouts: Iterable[AgentTrajectory]) -> list[tuple[float, AgentTrajectory]]:
+    """Return the rollouts that have an outcome, with it."""
+    return [(outcome, rollout) for rollout in rollouts if (outcome := known_outcome(rollout)) is not None]
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -95,10 +100,9 @@ class ExtractiveSummarizer:
         self._threshold = finite("threshold", threshold)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
-        known = [(known_outcome(rollout), rollout) for rollout in rollouts]
-        rated = [(outcome, rollout) for outcome, rollout in known if outcome is not None and _replies(rollout)]
-        good = [rollout for outcome, rollout in rated if is_success(outcome, self._threshold)]
-        bad = [(outcome, rollout) for outcome, rollout in rated if not is_success(outcome, self._threshold)]
+        known = rated(rollout for rollout in rollouts if _replies(rollout))
+        good = [rollout for outcome, rollout in known if is_success(outcome, self._threshold)]
+        bad = [(outcome, rollout) for outcome, rollout in known if not is_success(outcome, self._threshold)]
         success = min(good, key=lambda rollout: len("".join(_replies(rollout))), default=None)
         failure = max(bad, key=lambda pair: pair[0], default=(0.0, None))[1]
         parts = []

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, Insertion, TrainMode, put_in, take_out
-from trainer_hooks.guidance.maker import NOTHING, ExperienceMaker, MakerError, Retrieved, Trouble
-from trainer_hooks.guidance.summary import text_of, unicode_of
+from trainer_hooks.guidance.maker import NOTHING, ExperienceMaker, Retrieved, Trouble
+from trainer_hooks.guidance.summary import conversation_of, unicode_of
 from trainer_hooks.replay.control_tokens import ControlTokens
 from trajstore._core.base import locks
 from trajstore._core.base.arguments import one_of, whole
@@ -74,7 +74,6 @@ class ExperienceWorker:
         self._control = control
         self._trouble = Trouble("retrieving experience")
         self._counts: Counter[str] = Counter()
-        self._no_place: Counter[str] = Counter()
         self._lock = locks.lock("ExperienceWorker._lock")
 
     def manage_rollout_context(
@@ -100,7 +99,13 @@ class ExperienceWorker:
             changed, insertion = put_in(messages, self._template.fill(retrieved.text))
         except InvalidTrajectoryError as error:
             self._count("no_place")
-            self._tell_of_no_place(traj_config.task_id, error)
+            kind = re.sub(r"\d+", "", str(error))  # the same kind whatever the message's index
+            if self._count(kind) == 1:
+                logger.warning(
+                    "guidance: a rollout of task %r is not guided: %s; guidance/retrieve/no_place counts this and later"
+                    " ones",
+                    *(traj_config.task_id, error),
+                )
             return unchanged
         self._count("guided")
         traj_config.insertions.append(insertion)
@@ -131,17 +136,10 @@ class ExperienceWorker:
         """Return the experience for a conversation; empty if there is none, or the maker fails."""
         if self._maker is None:
             return NOTHING
-        query = "\n".join(text_of(message) for message in messages if message.get("role") != "system")
-        try:
-            retrieved = self._maker.retrieve(query, self._k)
-        except MakerError as error:
-            self._trouble.failed(error)
+        maker = self._maker
+        retrieved = self._trouble.outcome_of(lambda: maker.retrieve(conversation_of(messages), self._k))
+        if retrieved is None:
             return NOTHING
-        except Exception as error:  # makers are user code; the rollout goes on unguided
-            logger.exception("guidance: retrieval failed")
-            self._trouble.failed(MakerError("failed", repr(error)))
-            return NOTHING
-        self._trouble.succeeded()
         if not retrieved.text:
             self._count("nothing_found")
         return retrieved
@@ -174,24 +172,7 @@ class ExperienceWorker:
                 f"guidance/retrieve/{name}": float(self._counts[name])
                 for name in ("guided", "nothing_found", "no_place", "cleaned", "control_tokens")
             }
-        for kind, count in self._trouble.counts().items():
-            figures[f"guidance/retrieve/failed/{kind}"] = float(count)
-        return figures
-
-    def _tell_of_no_place(self, task_id: str, error: InvalidTrajectoryError) -> None:
-        """Log that experience cannot be inserted into a prompt: the 1st, 10th, 100th etc. of each kind."""
-        kind = re.sub(r"\d+", "", str(error))  # the same kind whatever the message's index
-        with self._lock:
-            self._no_place[kind] += 1
-            count = self._no_place[kind]
-        if count == 10 ** (len(str(count)) - 1):
-            logger.warning(
-                "guidance: a rollout of task %r is not guided: %s; %d of this kind so far, all are counted as"
-                " guidance/retrieve/no_place",
-                task_id,
-                error,
-                count,
-            )
+        return figures | self._trouble.metrics("guidance/retrieve/failed/")
 
     def _count(self, name: str, more: int = 1) -> int:
         with self._lock:

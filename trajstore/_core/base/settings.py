@@ -51,11 +51,11 @@ class Settings:
         problems = settle(type(self), values)
         for key, value in values.items():
             object.__setattr__(self, key, value)
-        refuse(self.section, problems or self.contradictions())
+        refuse(self.section, problems or [*self.contradictions()])
 
-    def contradictions(self) -> list[str]:
-        """Return a sentence for each pair of valid keys that exclude each other."""
-        return []
+    def contradictions(self) -> Iterable[str]:
+        """Yield a sentence for each pair of valid keys that exclude each other."""
+        return ()
 
     @classmethod
     def from_node(cls, node: Any) -> Self:
