@@ -9,6 +9,7 @@ import torch
 
 from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, json_of, prompt_key, row_of
 from trainer_hooks.plain import kept
+from trainer_hooks.wrapper import Wrapper
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.base.arguments import whole
 from trajstore.errors import ConfigurationError
@@ -34,7 +35,7 @@ _JOINED = (*_OWN, "trajectory_generation_times", "trajectory_time_splits", "env_
 """Outputs that have a value for a replayed rollout; rows that have others cannot be replayed."""
 
 
-class RecordingGenerator:
+class RecordingGenerator(Wrapper, wraps="generator"):
     """Wraps a generator: records its rollouts, and puts recorded ones into their groups.
 
     The wrapped generator gets the prompts of fresh rollouts only. Evaluation is neither recorded nor replayed. With
@@ -96,11 +97,6 @@ class RecordingGenerator:
         ]
         self.recording.record(made)
         return _joined(output, replayed, fresh, input_batch) if replayed else output
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "generator":  # before __init__, or in a copy
-            raise AttributeError(name)
-        return getattr(self.generator, name)
 
 
 def _at(values: Any, places: list[int], count: int) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer_hooks.integrations.rollouts import Recording, agent_trajectory, check_corrects, known, lacking, prompt_key
 from trainer_hooks.plain import kept
+from trainer_hooks.wrapper import Wrapper
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import whole, whole_or_none
 from trajstore.errors import ConfigurationError
@@ -108,7 +109,7 @@ def record_samples(args: Any, samples: list[Any], data_source: Any = None) -> No
     _record(args, rest)
 
 
-class ReplayDataSource:
+class ReplayDataSource(Wrapper, wraps="source"):
     """A data source for ``--data-source-path``: puts recorded samples into the groups of the source that it wraps.
 
     The last samples of a group are recorded ones of the same prompt, with their log-probs and rewards. slime does not
@@ -145,10 +146,6 @@ class ReplayDataSource:
                     group[at] = sample
         return groups
 
-    def add_samples(self, samples: list[list[Any]]) -> None:
-        """Pass samples on to the source."""
-        self.source.add_samples(samples)
-
     def save(self, rollout_id: Any) -> None:
         """Write the store, and save the source's state."""
         self.recording.buffer.flush()
@@ -163,11 +160,6 @@ class ReplayDataSource:
 
     def __len__(self) -> int:
         return len(self.source)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # before __init__, or in a copy
-            raise AttributeError(name)
-        return getattr(self.source, name)
 
 
 def _record(args: Any, samples: list[Any]) -> None:

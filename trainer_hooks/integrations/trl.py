@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from trainer_hooks.integrations.rollouts import (
     row_of,
 )
 from trainer_hooks.plain import kept
+from trainer_hooks.wrapper import Wrapper
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base.arguments import finite, whole
 from trajstore.errors import ConfigurationError
@@ -48,28 +49,11 @@ _OF_PLACE = ("group_id", "enqueued_at", "prompt_messages")
 """Entries of the metadata that a replayed sample does not take over."""
 
 
-class RolloutWorker(Protocol):
-    """A rollout worker, as TRL's ``RolloutWorkerProtocol``."""
-
-    rollout_buffer: Any
-    metrics_queue: Any
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def update_model_version(self, model_version: int) -> None: ...
-
-    def check_health(self, stale_after_s: float) -> None: ...
+RolloutFunction = Callable[[list[Any], Any], Mapping[str, Any]]
+"""A ``rollout_func`` of TRL's ``GRPOTrainer``: called with prompts and the trainer."""
 
 
-class RolloutFunction(Protocol):
-    """A ``rollout_func`` of TRL's ``GRPOTrainer``."""
-
-    def __call__(self, prompts: list[Any], trainer: Any) -> Mapping[str, Any]: ...
-
-
-class RecordingWorker:
+class RecordingWorker(Wrapper, wraps="worker"):
     """Wraps a rollout worker: records the samples that the trainer takes, and mixes in recorded ones.
 
     Pass it as ``rollout_worker`` of ``AsyncGRPOTrainer``. Each training row is recorded when the trainer takes it, also
@@ -78,7 +62,7 @@ class RecordingWorker:
     Its metrics begin with ``replay/``, so that TRL's ``reward`` covers fresh samples only.
 
     Args:
-        worker: the worker to wrap.
+        worker: the worker to wrap, with the methods of TRL's ``RolloutWorkerProtocol``.
         buffer: the store.
         replay: part of the samples that are recorded ones, at least 0 and less than 1; fewer while none is recent.
         max_staleness: ``max_staleness`` of the trainer's configuration, which drops older samples.
@@ -88,7 +72,7 @@ class RecordingWorker:
     """
 
     def __init__(
-        self, worker: RolloutWorker, buffer: TrajectoryReplayBuffer, *, replay: float = 0.0, max_staleness: int = 3
+        self, worker: Any, buffer: TrajectoryReplayBuffer, *, replay: float = 0.0, max_staleness: int = 3
     ) -> None:
         share = finite("replay", replay, 0)
         if share >= 1:
@@ -121,13 +105,8 @@ class RecordingWorker:
         finally:
             self.rollout_buffer.recording.buffer.flush()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "worker":  # before __init__, or in a copy
-            raise AttributeError(name)
-        return getattr(self.worker, name)
 
-
-class _MixedQueue:
+class _MixedQueue(Wrapper, wraps="_samples"):
     """The worker's queue, for the trainer that takes samples from it."""
 
     def __init__(self, samples: Any, recording: Recording, per_fresh: float) -> None:
@@ -154,11 +133,6 @@ class _MixedQueue:
         self.recording.record([_recorded(sample, before)])
         self._due = min(self._due + self._per_fresh, 1 + self._per_fresh)
         return sample
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_samples":  # before __init__, or in a copy
-            raise AttributeError(name)
-        return getattr(self._samples, name)
 
     def _replayed(self, rollout: AgentTrajectory) -> Any:
         own, prompt = rollout.metadata[TRL], rollout.response_start or 0

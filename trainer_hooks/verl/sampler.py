@@ -9,6 +9,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 from trainer_hooks.verl.histories import TRAINING
+from trainer_hooks.wrapper import Wrapper
 
 VALIDATION = "val"
 """Partition of the data plane that is never changed."""
@@ -17,7 +18,7 @@ JoinFinished = Callable[[set[str], dict[str, dict[str, Any]], str], None]
 """Called with finished prompts, the rows of the training partition with tags, and the metric of group filtering."""
 
 
-class ReplaySampler:
+class ReplaySampler(Wrapper, wraps="_sampler"):
     """Wraps a sampler and passes its training batches through ``join``.
 
     A wrapper rather than a subclass, so that any sampler of ``trainer.v1.sampler.custom_sampler`` works with replay.
@@ -61,11 +62,6 @@ class ReplaySampler:
         if self._validated is not None:
             self._validated(batch)
         return batch, metrics
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # accessed before __init__, for example by copy
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._sampler, name, value)
