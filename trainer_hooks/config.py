@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -80,28 +80,25 @@ class ExperienceReplayConfig(PoolOptions):
     clip_off_policy: bool = True
     figures: Shown = "main"
 
-    def contradictions(self) -> list[str]:
-        problems = super().contradictions()
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if not self.clip_off_policy and self.off_cliprange_high != _DEFAULT_OFF_CLIPRANGE:
-            problems.append(f"off_cliprange_high: {self.off_cliprange_high}, has no effect with clip_off_policy: false")
+            yield f"off_cliprange_high: {self.off_cliprange_high}, has no effect with clip_off_policy: false"
         if self.enable and self.replay_start_ratio == 1:
-            problems.append(
+            yield (
                 "replay_start_ratio: 1, but training progress stays below 1, so nothing would be replayed; lower it, or"
                 " set enable: false"
             )
         if self.max_policy_age == 0:
-            problems.append("max_policy_age: 0, but a history is at least 1 step old when it is replayed")
+            yield "max_policy_age: 0, but a history is at least 1 step old when it is replayed"
         if self.min_reward is not None and self.min_reward > 1 >= self.success_threshold:
-            problems.append(
+            yield (
                 f"min_reward: {self.min_reward:g}, with success_threshold = {self.success_threshold:g} outcomes are at"
                 " most 1, so nothing would be replayed"
             )
         histories, most = self.offpolicy_trajectories_per_task, self.max_trajectories_per_task
         if histories is not None and histories > most:
-            problems.append(
-                f"offpolicy_trajectories_per_task: {histories}, must not be above max_trajectories_per_task = {most}"
-            )
-        return problems
+            yield f"offpolicy_trajectories_per_task: {histories}, must not be above max_trajectories_per_task = {most}"
 
     @staticmethod
     def from_mapping(values: Any, *, n_rollout: int | None = None) -> ExperienceReplayConfig:
@@ -149,37 +146,35 @@ class ExperienceReplayConfig(PoolOptions):
         """
         whole("n_rollout", n_rollout, 1)
         histories = histories_per_task(self.offpolicy_trajectories_per_task, n_rollout, self.max_trajectories_per_task)
-        refuse(SECTION, history_problems(histories, n_rollout) or self._problems(n_rollout, histories))
+        refuse(SECTION, history_problems(histories, n_rollout) or [*self._problems(n_rollout, histories)])
         options: dict[str, Any] = lengths | {name: getattr(self, name) for name in names_of(PoolOptions)}
         return PoolRules(n_rollout=n_rollout, **options)
 
-    def _problems(self, n_rollout: int, histories: int) -> list[str]:
-        """Return a sentence for each key that ``n_rollout`` makes useless."""
-        problems = []
+    def _problems(self, n_rollout: int, histories: int) -> Iterator[str]:
+        """Yield a sentence for each key that ``n_rollout`` makes useless."""
         low, high = self.experience_lbound, self.experience_rbound
         least = 0 if self.save_filter == "positive" else 1
         counts = [count for count in range(least, n_rollout) if low is None or low < count]
         if not any(high is None or count < high for count in counts):
             above, below = ("null" if bound is None else f"{bound:g}" for bound in (low, high))
-            problems.append(
+            yield (
                 f"experience_lbound: {above}, experience_rbound: {below} (both exclusive), but a task that enters has"
                 f" {least} to {n_rollout - 1} successes out of n_rollout = {n_rollout}, so no task could"
             )
         if self.replay_difficulty is not None and self.replay_difficulty >= n_rollout:
-            problems.append(
+            yield (
                 f"replay_difficulty: {self.replay_difficulty}, must be below n_rollout = {n_rollout}: a task with that"
                 " many successes is solved, and is not replayed"
             )
         capacity = (self.store or {}).get("capacity")
         if capacity is not None and capacity < histories:
-            problems.append(f"store.capacity: {capacity}, is below the {histories} histories of a single task")
+            yield f"store.capacity: {capacity}, is below the {histories} histories of a single task"
         if self.group_offpolicy == "separate" and histories == n_rollout - 1:
-            problems.append(
+            yield (
                 f"group_offpolicy: separate, with offpolicy_trajectories_per_task = {n_rollout - 1} of n_rollout ="
                 f" {n_rollout} the fresh rollout of a task is a group of one, which has no advantage; lower it, or set"
                 " shared"
             )
-        return problems
 
     def open_store(self) -> BufferStore | None:
         """Open the pool's store, to be closed by the caller; ``None`` if the pool is in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -64,11 +65,10 @@ class PoolOptions(Settings):
     task_sampling: TaskSampling = "by_task"
     seed: Whole = 1234
 
-    def contradictions(self) -> list[str]:
+    def contradictions(self) -> Iterator[str]:
         low, high = self.experience_lbound, self.experience_rbound
         if low is not None and high is not None and low >= high:
-            return [f"experience_lbound: {low}, must be below experience_rbound = {high} (both are exclusive)"]
-        return []
+            yield f"experience_lbound: {low}, must be below experience_rbound = {high} (both are exclusive)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from trainer_hooks.config import SECTION as REPLAY_SECTION
 from trainer_hooks.config import ExperienceReplayConfig
 from trainer_hooks.guidance.config import MAKER, MANAGER, REME, TODAY, GuidanceConfig
 from trainer_hooks.replay import is_success
-from trajstore._core.base.arguments import whole
+from trajstore._core.base.arguments import one_of, whole
 from trajstore._core.base.settings import Count, Positive, Settings, Text, keys_of, refuse, unknown
 from trajstore._core.files.opening import is_url
 from trajstore._core.formats import get_format
@@ -224,9 +224,7 @@ class ReplayBlock:
             guidance=guidance_of(config, folder),
         )
         problems = _contradictions(config, result)
-        problems += guidance_problems(config, result.guidance, n_rollout, text=result.recording.text)
-        if problems:
-            raise ConfigurationError("; ".join(problems))
+        refuse("", [*problems, *guidance_problems(config, result.guidance, n_rollout, text=result.recording.text)])
         return result
 
 
@@ -276,31 +274,29 @@ def _draws_ahead(config: Any) -> int:
     return math.ceil(options.colocate_async.num_warmup_batches) if options.trainer_mode == ASYNCHRONOUS else 0
 
 
-def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
-    """Return the conflicts between options, one sentence each."""
+def _contradictions(config: Any, block: ReplayBlock) -> Iterator[str]:
+    """Yield the conflicts between options, one sentence each."""
     replay = block.experience_replay
-    if block.on_resume not in get_args(OnResume):
-        return [f"{SECTION}.on_resume: {block.on_resume!r}, must be one of {', '.join(get_args(OnResume))}"]
-    problems = []
+    one_of(f"{SECTION}.on_resume", block.on_resume, get_args(OnResume))
     if replay.enable and replay.store is not None:
-        problems.append(
+        yield (
             f"{REPLAY_SECTION}.store.path: {replay.store['path']}, would have copies of the rollouts in"
             f" {block.recording_path}, among which the pool chooses; leave out {REPLAY_SECTION}.store"
         )
     if replay.enable and replay.use_current_policy_entropy:
-        problems.append(
+        yield (
             f"{REPLAY_SECTION}.use_current_policy_entropy: true, but verl's actor computes no entropies before the"
             " rollouts of a step; set false, which chooses by the recorded entropy"
         )
     estimator = str(config.algorithm.adv_estimator)
     if replay.enable and estimator in ("gae", "remax", "reinforce_plus_plus"):
-        problems.append(
+        yield (
             f"algorithm.adv_estimator: {estimator}, with {REPLAY_SECTION}.enable: true replayed rows are rated within"
             " their group; take grpo or another estimator of groups"
         )
     age, least = replay.max_policy_age, block.draws_ahead + 1
     if replay.enable and age is not None and age < least:
-        problems.append(
+        yield (
             f"{REPLAY_SECTION}.max_policy_age: {age}, must be at least {least} with"
             f" trainer.v1.colocate_async.num_warmup_batches = {least - 1}: histories wait for as many steps"
         )
@@ -312,37 +308,36 @@ def _contradictions(config: Any, block: ReplayBlock) -> list[str]:
     prompts, ratio = whole("data.train_batch_size", config.data.train_batch_size, 1), replay.exp_ratio
     highest = max(value for _, value in ratio) if isinstance(ratio, tuple) else ratio
     if replay.enable and int(prompts * highest) < 1:
-        problems.append(
+        yield (
             f"{REPLAY_SECTION}.exp_ratio: {highest:g}, of data.train_batch_size = {prompts} is less than one task, so"
             " nothing would be replayed"
         )
     rollouts, capacity = prompts * block.n_rollout * (block.draws_ahead + 1), block.recording.capacity
     if capacity is not None and capacity < rollouts:
-        problems.append(
+        yield (
             f"{SECTION}.recording.capacity: {capacity}, is below the {rollouts} rollouts of"
             f" {counted(block.draws_ahead + 1, 'step')} (data.train_batch_size = {prompts}, rollout.n ="
             f" {block.n_rollout}), which would be deleted before they are trained on"
         )
     if block.on_resume == "keep" and not replay.enable:
         logger.warning("%s.on_resume: keep has no effect without %s.enable=true", SECTION, REPLAY_SECTION)
-    problems += _problems_of_paths(block)
+    yield from _problems_of_paths(block)
     if (replay.enable or block.guidance.enable_context_generator) and (
         config.get("skip", None) and config.skip.rollout_tq.enable
     ):
-        problems.append("skip.rollout_tq.enable: true, but skipped rollouts are shown nothing, and join no history")
-    return problems + _problems_of_the_loss(config, block)
+        yield "skip.rollout_tq.enable: true, but skipped rollouts are shown nothing, and join no history"
+    yield from _problems_of_the_loss(config, block)
 
 
-def _problems_of_paths(block: ReplayBlock) -> list[str]:
-    """Return the paths of which two are one folder, or one is a file, one sentence each."""
-    problems, options = [], dict[str, str]()
+def _problems_of_paths(block: ReplayBlock) -> Iterator[str]:
+    """Yield the paths of which two are one folder, or one is a file, one sentence each."""
+    options: dict[str, str] = {}
     for option, path in block.paths.items():
         place = path.rstrip("/") if is_url(path) else os.path.realpath(path.removeprefix("file://"))
         if (other := options.setdefault(place, option)) != option:
-            problems.append(f"{option}: {path}, is the folder of {other} too; give each its own")
+            yield f"{option}: {path}, is the folder of {other} too; give each its own"
         if Path(place).is_file():
-            problems.append(f"{option}: {path}, is a file, must be a folder")
-    return problems
+            yield f"{option}: {path}, is a file, must be a folder"
 
 
 def _problems_of_the_loss(config: Any, block: ReplayBlock) -> list[str]:
@@ -431,8 +426,8 @@ def guides_training(guidance: GuidanceConfig, n_rollout: int | None = None) -> b
     )
 
 
-def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, text: bool) -> list[str]:
-    """Return guidance options that conflict with others, one sentence each; warn of those without effect.
+def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, text: bool) -> Iterator[str]:
+    """Yield guidance options that conflict with others, one sentence each; warn of those without effect.
 
     AgentEvolver's configurations enable guidance and leave its ratio at 0.
 
@@ -444,31 +439,30 @@ def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, 
     """
     if not guidance.is_on:
         if is_asked_for(config):
-            return [
+            yield (
                 f"{MAKER}: neither enable_context_generator nor enable_summarizer is true, so the options of guidance"
                 " have no effect; set one of them, or leave the options out"
-            ]
-        return []
+            )
+        return
     trainer = config.trainer
-    problems = []
     if guidance.enable_context_generator:
-        problems += _problems_of_showing(config, guidance, n_rollout)
+        yield from _problems_of_showing(config, guidance, n_rollout)
     validates = bool(trainer.get("val_before_train", True)) or float(trainer.get("test_freq", -1)) > 0
     if guidance.enable_summarizer and not text:
-        problems.append(f"{MAKER}.enable_summarizer: true, needs {MANAGER}.recording.text=true, of which it is made")
+        yield f"{MAKER}.enable_summarizer: true, needs {MANAGER}.recording.text=true, of which it is made"
     if guidance.val_summarizer_save and not (guidance.enable_summarizer and validates):
-        problems.append(
+        yield (
             f"{MAKER}.val_summarizer_save: true, needs {MAKER}.enable_summarizer=true and a validation"
             " (trainer.val_before_train or trainer.test_freq)"
         )
     if guidance.init_experience_before_training:
         if not guidance.enable_summarizer or not trainer.get("val_before_train", True):
-            problems.append(
+            yield (
                 f"{MANAGER}.init_experience_before_training: true, needs {MAKER}.enable_summarizer=true and"
                 " trainer.val_before_train=True, whose rollouts become experience"
             )
         if guidance.init_experience_only and not trainer.get("val_only", False):
-            problems.append(f"{MANAGER}.init_experience_only: true, needs trainer.val_only=True, which ends the run")
+            yield f"{MANAGER}.init_experience_only: true, needs trainer.val_only=True, which ends the run"
     fills = guidance.updated_freq or guidance.val_summarizer_save or guidance.init_experience_before_training
     if guidance.enable_summarizer and not fills:
         logger.warning(
@@ -478,15 +472,13 @@ def guidance_problems(config: Any, guidance: GuidanceConfig, n_rollout: int, *, 
         )
     model = config.reward.reward_model
     if model.enable and not model.enable_resource_pool and (guidance.val_summarizer_save or not guidance.updated_freq):
-        problems.append(
+        yield (
             "reward.reward_model.enable_resource_pool: false, so rollouts of a validation have no reward yet when they"
             " would become experience"
         )
-    return problems
 
 
-def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) -> list[str]:
-    problems = []
+def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) -> Iterator[str]:
     n_validation = int(config.actor_rollout_ref.rollout.val_kwargs.n)
     validates = _guides(guidance.val_rollout_expmode, guidance.rollout_expratio, n_validation)
     if not guides_training(guidance, n_rollout) and not validates:
@@ -497,8 +489,7 @@ def _problems_of_showing(config: Any, guidance: GuidanceConfig, n_rollout: int) 
             *(MAKER, guidance.train_rollout_expmode, guidance.val_rollout_expmode, MANAGER, guidance.rollout_expratio),
         )
     if str(config.algorithm.adv_estimator) == "remax":
-        problems.append("algorithm.adv_estimator: remax, but its baseline is a rollout that is shown nothing")
-    return problems
+        yield "algorithm.adv_estimator: remax, but its baseline is a rollout that is shown nothing"
 
 
 def _maker(config: Any) -> dict[str, Any]:
