@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
-from trainer_hooks.replay.facts import POOL_FACTS, with_pool_facts
 from trainer_hooks.replay.late_values import with_training
-from trainer_hooks.replay.state import PoolState, recover
+from trainer_hooks.replay.state import POOL_FACTS, PoolState, recover, with_pool_facts
 from trainer_hooks.replay.store import RECORDED, PoolPoint, entries_of, newest_point
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.files.base import Directory
@@ -126,9 +125,8 @@ class Records:
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
-        self._known: dict[int, AgentTrajectory] = {}
-        """Trajectories without messages and tokens."""
-        self._entries: dict[int, PoolEntry | Refusal] = {}
+        self._entries: dict[int, tuple[PoolEntry | Refusal, str]] = {}
+        """Results of :meth:`entry`."""
         self._files: list[str] = []
         self._is_pool: bool | None = None
         """Whether a point among the files has a pool; None if unknown."""
@@ -145,9 +143,7 @@ class Records:
             self._is_pool = bool(files) and self.newest_point() is not None
         if not self._is_pool:
             return None
-        recovered = recover(self, lambda _, number: self._entries[number])
-        kept = self.kept(self._known)
-        self._known = {number: record for number, record in self._known.items() if number in kept}
+        recovered, kept = recover(self), self.kept(self._entries)
         self._entries = {number: entry for number, entry in self._entries.items() if number in kept}
         return SeenPool(self._reader, recovered.state, among_others=recovered.among_others)
 
@@ -168,18 +164,14 @@ class Records:
         alone = len(self._reader._live.catalogs_by_rank()) == 1
         return sorted(self._directory().listing(PINS_FOLDER)[0]) if alone else []
 
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        known = self._known.get(trajectory_id)
-        if known is not None:
-            return known
-        stored = self._reader.get(trajectory_id)
-        if not isinstance(stored, AgentTrajectory):
-            raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
-        record = with_training(stored)
-        self._entries[trajectory_id] = entry_of(record, trajectory_id)
-        light = AgentTrajectory(task_id=record.task_id, tokenizer_fingerprint=record.tokenizer_fingerprint)
-        self._known[trajectory_id] = light
-        return light
+    def entry(self, trajectory_id: int, /) -> tuple[PoolEntry | Refusal, str]:
+        if trajectory_id not in self._entries:
+            stored = self._reader.get(trajectory_id)
+            if not isinstance(stored, AgentTrajectory):
+                raise InvalidTrajectoryError(f"trajectory {trajectory_id}: a step trajectory, which a pool cannot hold")
+            record = with_training(stored)
+            self._entries[trajectory_id] = entry_of(record, trajectory_id), record.tokenizer_fingerprint
+        return self._entries[trajectory_id]
 
     def kept(self, ids: Collection[int], /) -> set[int]:
         return {*ids} & {*self._reader.trajectory_ids.tolist()}

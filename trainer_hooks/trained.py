@@ -15,9 +15,9 @@ from torch import Tensor
 
 from trainer_hooks.batch import Batch
 from trainer_hooks.completion import check_lengths
+from trainer_hooks.replay.store import ids_by_name
 from trajstore import AgentTrajectory, TrajectoryReplayBuffer
 from trajstore._core.base.closing import Closing
-from trajstore._core.reading.contents import Contents
 from trajstore.errors import ConfigurationError
 from trajstore.ledger import ROW, Ledger, TrainedStep
 from trajstore.ledger.step import digest, mask_digest
@@ -123,6 +123,7 @@ def trained_step(
     for name, column in zip(("tokens", *(name.removesuffix("s") for name in known)), columns, strict=True):
         rows[name] = column
     terms = {name: float(value) for name, value in (loss or {}).items()}
+    optional = {"ratio": ratios, "token_digest": tokens, "log_prob": log_probs}
     return TrainedStep(
         step,
         rows,
@@ -134,14 +135,7 @@ def trained_step(
         dict(seeds or {}),
         dict(options or {}),
         tuple(tuple(update) for update in updates),
-        (
-            "probability",
-            *(
-                name
-                for name, given in (("ratio", ratios), ("token_digest", tokens), ("log_prob", log_probs))
-                if given is None
-            ),
-        ),
+        ("probability", *(name for name, given in optional.items() if given is None)),
         without_credentials(config or {}),
     )
 
@@ -230,7 +224,7 @@ class StepRecorder(Closing):
         try:
             if rollouts is not None:
                 self.buffer = TrajectoryReplayBuffer(auto_save=True, auto_save_path=rollouts, enable_cache=False)
-                self.ids = self.buffer._live.locked(_ids_by_name)
+                self.ids = self.buffer._live.locked(ids_by_name)
         except BaseException:
             self.ledger.close()
             raise
@@ -333,15 +327,3 @@ class StepRecorder(Closing):
                 self.buffer.close()
         finally:
             self.ledger.close()
-
-
-def _ids_by_name(contents: Contents) -> dict[tuple[str, str], int]:
-    """Return the ids of stored rollouts by task and rollout id; the newest one of those with the same."""
-    index = contents.index
-    texts = index.texts.texts()
-    names = zip(index.fact("task").tolist(), index.fact("rollout_id").tolist(), strict=True)
-    return {
-        (texts[int(task)] if task >= 0 else "", texts[int(rollout)]): number
-        for (task, rollout), number in zip(names, index["trajectory_id"].tolist(), strict=True)
-        if rollout >= 0
-    }

@@ -17,8 +17,8 @@ import torch
 from tests.replay.conftest import build, rollouts, step
 from tests.support.faults import FaultPlan, failing_disk
 from trainer_hooks.replay import BufferStore, ExperienceManager, PoolRules, newest_pool
-from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.persistence import read_pool, write_pool
+from trainer_hooks.replay.rows import with_small_columns
 from trajstore._core.reading.places import POOL_FILES
 from trajstore.errors import (
     CorruptStoreError,

@@ -1,7 +1,7 @@
 """Experience replay for GRPO: pools successful rollouts and mixes their tasks into batches.
 
 Imports run downward: ``exchange`` (pools filled, and written as files), ``mixing`` → ``pool`` → ``ledger``,
-``notices`` → ``state`` → ``store``, ``selection``, ``compact`` → ``rules``, ``entry`` → ``buckets``, ``outcomes``.
+``notices`` → ``state`` → ``store``, ``selection`` → ``rules``, ``entry`` → ``buckets``, ``outcomes``.
 ``message_rows`` and ``conversation`` make rows of conversations, ``persistence`` and ``agentevolver`` read and write a
 pool's files, ``rows`` joins a rollout's rows into one trajectory, and ``contract`` compares tokenizers.
 """

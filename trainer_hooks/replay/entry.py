@@ -11,7 +11,7 @@ import torch
 
 from trainer_hooks.replay.outcomes import outcome_of
 from trainer_hooks.replay.prompts import UNKNOWN_PROMPT, Prompt, plain_json, prompt_of
-from trainer_hooks.replay.rows import row_lengths
+from trainer_hooks.replay.rows import lengths_of_rows
 from trainer_hooks.replay.wellformed import as_recorded, field_problem, record_problem
 from trajstore._core.columns.facts import RECORDED
 from trajstore.trajectory import AgentTrajectory
@@ -285,8 +285,7 @@ def _entropy_of(trajectory: AgentTrajectory) -> float | None:
 
 
 def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | None) -> PoolEntry:
-    recorded = trajectory.metadata.get(RECORDED)
-    prompt_length, response_length = row_lengths(trajectory)
+    recorded, lengths = trajectory.metadata.get(RECORDED), lengths_of_rows(trajectory)
     return PoolEntry(
         trajectory_id=trajectory_id,
         task_id=trajectory.task_id,
@@ -295,8 +294,8 @@ def _entry(trajectory: AgentTrajectory, trajectory_id: int, entropy: float | Non
         policy_version=trajectory.policy_version,
         digest=token_digest(trajectory),
         prompt=prompt_of(trajectory),
-        prompt_length=prompt_length,
-        response_length=response_length,
+        prompt_length=lengths[0][1],  # prompts of later rows are made by the agent
+        response_length=max(length - prompt for length, prompt in lengths),
         is_demonstration=is_demonstration(trajectory),
         is_corrected=isinstance(recorded, dict) and "outcome" in recorded,
     )

@@ -207,17 +207,16 @@ def _prepared(rollout: AgentTrajectory, task_prefix: str, outcome: float | None)
 
 def _admit(manager: ExperienceManager, rollouts: Sequence[AgentTrajectory], *, same_run: bool) -> dict[str, int]:
     """Admit rollouts step by step, then demonstrations; return the number that could never enter, by reason."""
-    left_out: dict[LeftOut, int] = {}
     with_task = [rollout for rollout in rollouts if rollout.task_id]
     demonstrations = [rollout for rollout in with_task if is_demonstration(rollout)]
     sampled = [rollout for rollout in with_task if not is_demonstration(rollout)]
     for step, same_step in itertools.groupby(sampled, _step_of):
         stamped = [rollout if same_run and step >= 0 else of_earlier_run(rollout) for rollout in same_step]
-        manager.admit(stamped, asked_for(stamped), left_out=left_out)
+        manager.admit(stamped, asked_for(stamped))
     worthy = [one for one in demonstrations if is_worth_keeping(one, manager.rules) or outcome_refusal(one)]
-    left_out["not_worth_keeping"] = left_out.get("not_worth_keeping", 0) + len(demonstrations) - len(worthy)
+    manager.left_out["not_worth_keeping"] += len(demonstrations) - len(worthy)
     manager.seed(worthy)
-    return _sentences(left_out, rollouts, manager.rules)
+    return _sentences(manager.left_out, rollouts, manager.rules)
 
 
 def holds_others(store: str | Path) -> bool:

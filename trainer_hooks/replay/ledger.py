@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer_hooks.replay.compact import with_small_columns
 from trainer_hooks.replay.entry import Departure, PoolEntry
 from trainer_hooks.replay.outcomes import TaskOutcome, outcome_of
+from trainer_hooks.replay.rows import with_small_columns
 from trainer_hooks.replay.selection import AdmissionPlan
 from trainer_hooks.replay.state import PoolState, generator_state, recover, set_generator_state, warn_of_unreadable
 from trainer_hooks.replay.store import BufferStore

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from trainer_hooks.replay.buckets import bucket_probabilities
-from trainer_hooks.replay.entry import PoolEntry, Refusal, new_entry, problem_of
+from trainer_hooks.replay.entry import PoolEntry, Refusal, problem_of
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER
 from trainer_hooks.replay.rules import PoolRules
-from trainer_hooks.replay.selection import has_known_age, is_too_long, outcome_refusal
+from trainer_hooks.replay.selection import Refused, has_known_age, is_too_long
 from trainer_hooks.replay.state import PoolState
 from trajstore.errors import counted, trajectories
-from trajstore.trajectory import AgentTrajectory
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +54,19 @@ class PoolNotices:
         rules never replay).
         """
         held = list(entries)
-        self._newer_versions(held, rules, global_steps)
+        unknown = [entry.policy_version for entry in held if not has_known_age(entry, global_steps)]
+        newer = [version for version in unknown if version is not None]
+        if newer and self._first("newer"):
+            logger.warning(
+                "experience pool: %s policy versions up to %d, this is step %d: the step count"
+                " restarted (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
+                " belongs to the pool, or begin with an empty one; to use what an earlier run made, fill a"
+                " pool by `trajstore pool seed`",
+                trajectories(len(newer), "has", "have"),
+                max(newer),
+                global_steps,
+                "any age" if rules.max_policy_age is None else "too old for max_policy_age",
+            )
         without = sum(entry.policy_version is None and not entry.is_demonstration for entry in held)
         if without and rules.max_policy_age is not None and self._first("without a version"):
             logger.warning(
@@ -66,16 +77,11 @@ class PoolNotices:
                 rules.max_policy_age,
             )
 
-    def malformed(self, among: Iterable[AgentTrajectory]) -> None:
-        """Warn of malformed rollouts that were refused: the first of each field, once.
-
-        Args:
-            among: the rollouts; well-formed ones are ignored.
-        """
-        for rollout in among:
+    def refused(self, refused: Refused) -> None:
+        """Warn of refused rollouts, each reason once, and the first rollout of each malformed field."""
+        for rollout in refused.get(Refusal.MALFORMED, ()):
             problem = problem_of(rollout)
-            field = problem.partition(":")[0]
-            if problem and self._first(field):
+            if self._first(problem.partition(":")[0]):
                 logger.warning(
                     "experience pool: rollout %r of task %r is refused as malformed (refused/malformed counts"
                     " this and later ones): %s",
@@ -84,27 +90,14 @@ class PoolNotices:
                     problem,
                 )
 
-    def refused(self, refused: Mapping[str, int], among: Sequence[AgentTrajectory]) -> None:
-        """Warn of refused rollouts, each reason once.
-
-        Args:
-            refused: number of refused rollouts by reason.
-            among: the rollouts; the first refused one is named.
-        """
-        for reason, text in REASONS.items():
-            if reason in _NOT_WARNED_OF or not refused.get(reason.value) or not self._first(reason.value):
-                continue
-            first = next(
-                (rollout for rollout in among if reason in (outcome_refusal(rollout), new_entry(rollout, 0))), None
-            )
-            logger.warning(
-                "experience pool: %s refused as %s (refused/%s counts these and later ones): %s%s",
-                counted(refused[reason.value], "rollout", "is", "are"),
-                reason.value,
-                reason.value,
-                text,
-                "" if first is None else f" (rollout {first.rollout_id!r} of task {first.task_id!r})",
-            )
+        for reason, rollouts in refused.items():
+            if reason not in _NOT_WARNED_OF and self._first(reason.value):
+                logger.warning(
+                    "experience pool: %s refused as %s (refused/%s counts these and later ones): %s (rollout %r of task"
+                    " %r)",
+                    counted(len(rollouts), "rollout", "is", "are"),
+                    *(reason.value, reason.value, REASONS[reason], rollouts[0].rollout_id, rollouts[0].task_id),
+                )
 
     def _first(self, what: str) -> bool:
         """Return whether this warning is new, and mark it as given."""
@@ -112,26 +105,9 @@ class PoolNotices:
         self._told.add(what)
         return first
 
-    def _newer_versions(self, entries: Sequence[PoolEntry], rules: PoolRules, global_steps: int) -> None:
-        """Warn of trajectories whose policy version is newer than the current step."""
-        versions = [entry.policy_version for entry in entries if not has_known_age(entry, global_steps)]
-        newer = [version for version in versions if version is not None]
-        if not newer or not self._first("newer"):
-            return
-        logger.warning(
-            "experience pool: %s policy versions up to %d, this is step %d: the step count"
-            " restarted (no checkpoint?). Their age is unknown and counts as %s. Resume from the checkpoint that"
-            " belongs to the pool, or begin with an empty one; to use what an earlier run made, fill a"
-            " pool by `trajstore pool seed`",
-            trajectories(len(newer), "has", "have"),
-            max(newer),
-            global_steps,
-            "any age" if rules.max_policy_age is None else "too old for max_policy_age",
-        )
-
 
 def warn_of_refusals(source: object, refused: Counter[str], offered: int) -> None:
-    """Warn if some of a saved pool's trajectories were refused, with the reasons."""
+    """Warn if some of a saved pool's trajectories were refused, with the numbers by reason."""
     if refused:
         reasons = ", ".join(f"{reason} {count}" for reason, count in refused.most_common())
         remedy = f"; of what has no tokens: {NEEDS_TOKENIZER}" if refused[Refusal.NO_TOKENS.value] else ""

@@ -64,17 +64,6 @@ class PoolContents:
     unreadable: list[str] = dataclasses.field(default_factory=list)
     """Location and reason for each trajectory left out as unreadable."""
 
-    def renamed(self, prefix: str) -> PoolContents:
-        """Return the pool with ``prefix`` prepended to the name of every task."""
-        buckets = {number: [prefix + task for task in tasks] for number, tasks in self.difficulty2task_dict.items()}
-        held = {
-            prefix + task: [
-                dataclasses.replace(trajectory, task_id=prefix + trajectory.task_id) for trajectory in trajectories
-            ]
-            for task, trajectories in self.task2trajectories.items()
-        }
-        return PoolContents(buckets, [prefix + task for task in self.skip_uid_set], held, self.unreadable)
-
 
 def newest_pool(base: str | Path) -> Path | None:
     """Return the newest complete ``step_N`` below the folder ``base``; ``None`` if there is none."""
@@ -107,10 +96,14 @@ def write_pool(directory: Path, contents: PoolContents) -> None:
         raise StoreWriteError(f"{directory}: the experience pool could not be written: {error}") from error
 
 
-def read_pool(directory: Path) -> PoolContents:
+def read_pool(directory: Path, prefix: str = "") -> PoolContents:
     """Return a saved pool, ours or AgentEvolver's. No code named in the pickle is run.
 
     Unreadable trajectories are left out and reported, unless all are unreadable.
+
+    Args:
+        directory: with the three files.
+        prefix: prepended to the name of every task.
 
     Raises:
         StoreNotFoundError: no such directory.
@@ -120,8 +113,8 @@ def read_pool(directory: Path) -> PoolContents:
     """
     if not check_path(directory).is_dir():
         raise StoreNotFoundError(f"{directory}: no experience pool here")
-    buckets = _read_buckets(directory)
-    skip = _json(directory / SKIP_FILE, list[str])
+    buckets = {number: [prefix + task for task in tasks] for number, tasks in _read_buckets(directory).items()}
+    skip = [prefix + task for task in _json(directory / SKIP_FILE, list[str])]
     path = directory / TRAJECTORIES_FILE
     value = safe_loads(
         _bytes(path), packages=dict.fromkeys(PACKAGES, ForeignObject), left_out=LEFT_OUT, source=str(path)
@@ -133,10 +126,10 @@ def read_pool(directory: Path) -> PoolContents:
     for task, held in value.items():
         if not isinstance(task, str) or not task or not isinstance(held, list):
             raise CorruptStoreError(f"{path}: task {task!r} must be a name with a list of trajectories")
-        trajectories[task] = []
+        named = trajectories[prefix + task] = []
         for number, item in enumerate(held):
             try:
-                trajectories[task].append(_trajectory(item, task))
+                named.append(dataclasses.replace(_trajectory(item, task), task_id=prefix + task))
             except (AttributeError, KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
                 unreadable.append(f"{path}: task {task!r} has a trajectory ({number}) that cannot be read: {error!r}")
     if unreadable and not any(trajectories.values()):

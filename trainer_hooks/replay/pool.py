@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,6 @@ from trainer_hooks.replay.agentevolver import with_fields_of_metadata
 from trainer_hooks.replay.buckets import DifficultyBuckets, TaskSampling, draw_tasks
 from trainer_hooks.replay.contract import check_demonstrations, check_same, check_trajectories, task_ids_of
 from trainer_hooks.replay.entry import Departure, PoolEntry, Refusal, is_demonstration, mean_entropy, of_earlier_run
-from trainer_hooks.replay.facts import with_pool_facts
 from trainer_hooks.replay.ledger import PoolLedger
 from trainer_hooks.replay.message_rows import NEEDS_TOKENIZER, MessageTokenizer, Tokenized, tokenized
 from trainer_hooks.replay.notices import PoolNotices, warn_of_refusals, why_nothing
@@ -32,6 +31,7 @@ from trainer_hooks.replay.rows import members_of, whole_sessions
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import (
     LeftOut,
+    Refused,
     choose_histories,
     is_too_long,
     is_worth_keeping,
@@ -39,9 +39,8 @@ from trainer_hooks.replay.selection import (
     plan_admissions,
     rollouts_to_keep,
     undecided,
-    worthy,
 )
-from trainer_hooks.replay.state import Draws, PoolState, replayed_copy, set_generator_state
+from trainer_hooks.replay.state import Draws, PoolState, replayed_copy, set_generator_state, with_pool_facts
 from trainer_hooks.replay.store import BufferStore
 from trajstore._core.base.arguments import truth, whole, whole_or_none
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, counted
@@ -108,6 +107,8 @@ class ExperienceManager:
         self._state.fingerprint = tokenizer_fingerprint or self._state.fingerprint
         self.admitted: dict[tuple[str, str], int] = {}
         """Ids in a durable store of the rollouts that the newest :meth:`admit` added, by task and rollout id."""
+        self.left_out: Counter[LeftOut] = Counter()
+        """Number of rollouts of steps that were neither offered nor refused so far, by reason."""
         self._counting = False
         self._notices = PoolNotices()
         self._state.rows = RowPrompts() if rows is None else rows
@@ -219,13 +220,7 @@ class ExperienceManager:
         self._state.place(outcomes, self.rules.n_rollout)
         self._ledger.retire(outcomes, self.rules.n_rollout)
 
-    def admit(
-        self,
-        rollouts: Sequence[AgentTrajectory],
-        asked: Mapping[str, int] | None = None,
-        *,
-        left_out: MutableMapping[LeftOut, int] | None = None,
-    ) -> tuple[int, int]:
+    def admit(self, rollouts: Sequence[AgentTrajectory], asked: Mapping[str, int] | None = None) -> tuple[int, int]:
         """Admit the rollouts of one step: both updates, then save those that pass.
 
         Existing rollouts, such as those of a store, enter in the same way, step by step. They need no ``entropys``
@@ -235,7 +230,6 @@ class ExperienceManager:
         Args:
             rollouts: of one step, with reward and ``old_log_probs``; replayed ones do not count.
             asked: as for :meth:`update_difficulty2task_dict`.
-            left_out: increased by the number of rollouts neither offered nor refused, by reason.
 
         Returns:
             The number offered (successes of tasks that may enter, and rollouts without a finite outcome; with
@@ -251,11 +245,10 @@ class ExperienceManager:
         self.admitted = {}
         rollouts = self._with_tokens(rollouts, "experience pool")
         outcomes = count_outcomes(rollouts, self.rules.success_threshold, asked)
-        check_trajectories(
-            worthy(rollouts, self._state.open_to(outcomes, self.rules.n_rollout), self.rules), self._state.fingerprint
-        )  # before all changes
+        fresh = [rollout for rollout in rollouts if not is_replayed(rollout) and is_worth_keeping(rollout, self.rules)]
+        check_trajectories(fresh, self._state.fingerprint)  # before all changes
         self._state.place(outcomes, self.rules.n_rollout)
-        kept = list(self._keep(rollouts, None, outcomes, left_out).values())
+        kept = list(self._keep(rollouts, None, outcomes).values())
         offered = len(kept) + self.refused.total() - before
         self._take(kept, are_checked=True)
         return offered, self.refused.total() - before
@@ -283,7 +276,7 @@ class ExperienceManager:
         if self._ledger.store.store_id:
             keys = ((accepted.task_id, accepted.rollout_id) for accepted in plan.accepted.values())
             self.admitted |= dict(zip(keys, ids, strict=True))
-        self._refuse(plan.refused, trajectories)
+        self._refuse(plan.refused)
         self._state.fingerprint = fingerprint
         return len(plan.accepted)
 
@@ -324,8 +317,7 @@ class ExperienceManager:
 
     def drawable_task_ids(self) -> list[str]:
         """Return the tasks that could be drawn now: as above, and in the bucket ``replay_difficulty`` if one is set."""
-        buckets = self._state.valid_buckets(self.rules, self.training_step)
-        only = self.rules.replay_difficulty
+        buckets, only = self._state.valid_buckets(self.rules, self.training_step), self.rules.replay_difficulty
         return [task for difficulty, tasks in buckets.items() if only in (None, difficulty) for task in tasks]
 
     def why_nothing(self) -> str:
@@ -398,9 +390,9 @@ class ExperienceManager:
         versions: Counter[int | None] = Counter()
         chosen: list[AgentTrajectory] = []
         for task in names:
-            wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+            wanted = self._order(task, num_trajectories_per_task, scores, versions)
             while len(records := self._ledger.read(wanted)) < len(wanted):  # replace those that have left the pool
-                wanted = self._order(task, num_trajectories_per_task, self._generator, scores, versions)
+                wanted = self._order(task, num_trajectories_per_task, scores, versions)
             self._ledger.note_used(wanted)
             versions.update(entry.policy_version for entry in wanted)
             chosen.extend(self._replayed(records))
@@ -412,9 +404,8 @@ class ExperienceManager:
         Nothing is drawn, scored or read; damaged records reduce the number later.
         """
         whole("n", n, 0)
-        names = task_ids_of(tasks)
-        orders = {task: self._order(task, n, np.random.default_rng(0), {}, Counter()) for task in names}
-        return {task: len(order) for task, order in orders.items() if order}
+        held = {task: self._state.eligible(task, self.rules, self.training_step) for task in task_ids_of(tasks)}
+        return {task: min(n, len(entries)) for task, entries in held.items() if n and entries}
 
     def get_all_candidates_batch(self, tasks: Sequence[Any]) -> dict[str, list[AgentTrajectory]]:
         """Return, for each task that has any, all histories that may be drawn now, oldest first, as marked copies."""
@@ -597,7 +588,7 @@ class ExperienceManager:
             {}, [trajectory for trajectory in rated if is_worth_keeping(trajectory, self.rules)], self.rules
         )
         self._ledger.replace(fresh, plan, self._generator)
-        self._refuse(plan.refused, rated)
+        self._refuse(plan.refused)
         return len(self)
 
     def flush(self) -> None:
@@ -710,7 +701,7 @@ class ExperienceManager:
             ConfigurationError: the pool was made with another tokenizer, has messages only and there is no tokenizer,
                 or has demonstrations that the rules would never replay; nothing was changed.
         """
-        contents = persistence.read_pool(Path(directory)).renamed(task_prefix)
+        contents = persistence.read_pool(Path(directory), task_prefix)
         held = self._with_tokens(
             [trajectory for held in contents.task2trajectories.values() for trajectory in held], directory
         )
@@ -753,8 +744,7 @@ class ExperienceManager:
         self._ledger.replace(fresh, plan, generator)
         for problem in unreadable[:MOST_TOLD]:
             logger.warning("experience pool: refused as malformed: %s", problem)
-        lost = plan.refused + Counter({Refusal.MALFORMED.value: len(unreadable)})
-        self._refuse(lost, held)
+        lost = self._refuse(plan.refused, len(unreadable))
         warn_of_refusals(source, lost, len(held) + len(unreadable))
 
     def _keep(
@@ -762,7 +752,6 @@ class ExperienceManager:
         trajectories: Sequence[AgentTrajectory],
         entropies: Sequence[float | None] | None,
         outcomes: Mapping[str, TaskOutcome],
-        left_out: MutableMapping[LeftOut, int] | None = None,
         *,
         unscored: bool = False,
     ) -> dict[int, AgentTrajectory]:
@@ -776,9 +765,8 @@ class ExperienceManager:
             generator=self._generator,
             unscored=unscored,
         )
-        self._refuse(refused, trajectories)
-        if left_out is not None:
-            left_out.update({reason: left_out.get(reason, 0) + count for reason, count in others.items()})
+        self._refuse(refused)
+        self.left_out.update(others)
         self._ledger.retire(outcomes, self.rules.n_rollout)
         return kept
 
@@ -814,43 +802,34 @@ class ExperienceManager:
             result += [entries[place] for place in places]
         return result
 
-    def _order(
-        self,
-        task: str,
-        n: int,
-        generator: np.random.Generator,
-        scores: Mapping[int, float],
-        versions: Counter[int | None],
-    ) -> list[PoolEntry]:
+    def _order(self, task: str, n: int, scores: Mapping[int, float], versions: Counter[int | None]) -> list[PoolEntry]:
         """Return up to ``n`` entries of a task, best first.
 
         Args:
             task: its id.
             n: the maximum.
-            generator: for random choices.
             scores: entropies by trajectory id, instead of the saved ones.
             versions: see ``choose_histories``.
         """
         entries = self._state.eligible(task, self.rules, self.training_step)
-        if not entries:
-            return []
         order = choose_histories(
             entries,
             n,
             self.rules,
             uses=self._state.uses_of(entries),
             entropies=[scores.get(entry.trajectory_id, entry.entropy) for entry in entries],
-            generator=generator,
+            generator=self._generator,
             versions_drawn=versions,
         )
         return [entries[place] for place in order]
 
-    def _refuse(self, refused: Counter[str], among: Sequence[AgentTrajectory]) -> None:
-        """Count refused trajectories, and log each reason once."""
-        self.refused.update(refused)
-        self._notices.refused(refused, among)
-        if refused[Refusal.MALFORMED.value]:
-            self._notices.malformed(among)
+    def _refuse(self, refused: Refused, unreadable: int = 0) -> Counter[str]:
+        """Count refused and unreadable trajectories by reason, and log each reason once; return these counts."""
+        counts = Counter({reason.value: len(rollouts) for reason, rollouts in refused.items()})
+        counts += Counter({Refusal.MALFORMED.value: unreadable})
+        self.refused.update(counts)
+        self._notices.refused(refused)
+        return counts
 
     def _held(self) -> dict[str, list[AgentTrajectory]]:
         """Return ``{task_id: [trajectory, ...]}``, sharing tensors with the store."""

@@ -1,4 +1,4 @@
-"""Several rows of one rollout as one trajectory. Pure.
+"""Several rows of one rollout as one trajectory, and token ids and masks in small dtypes. Pure.
 
 An agent whose context is cut, summarized or rid of earlier thoughts is trained on several rows, each with its own
 prompt and response. They are one rollout with one reward, and are stored, drawn, replaced and evicted together. So they
@@ -24,15 +24,16 @@ from trainer_hooks.replay.outcomes import known_outcome, member_of
 from trajstore._core.columns.facts import SESSION, session_of
 from trajstore._core.columns.limits import shown
 from trajstore.errors import InvalidTrajectoryError
-from trajstore.trajectory import AgentTrajectory
+from trajstore.trajectory import RESPONSE_COLUMNS, AgentTrajectory
+
+_MASKS = ("attention_mask", "loss_mask", "response_mask")
+_LARGEST = torch.iinfo(torch.int32).max
 
 ROWS = "rows"
 """Key of ``metadata``: ``[{"tokens": L, "prompt": P, ...}, ...]`` of each row; absent = the trajectory is one row."""
 
 _TOLD = frozenset(("tokens", "prompt", "messages", "metadata"))
 """Keys of a row's description that are not keys of its own ``metadata``."""
-
-_RESPONSE = ("old_log_probs", "entropys", "rollout_log_probs", "response_mask")
 
 
 def members_of(rows: Sequence[AgentTrajectory]) -> list[list[int]]:
@@ -130,7 +131,7 @@ def pack_rows(rows: Sequence[AgentTrajectory], per_row: Sequence[str] = ()) -> A
         return first
     ids, masks, prompts = zip(*map(_tokens, rows), strict=True)
     packed = dataclasses.replace(first, attention_mask=None, input_ids=torch.cat(ids), loss_mask=torch.cat(masks))
-    for name in _RESPONSE:
+    for name in RESPONSE_COLUMNS:
         columns = [getattr(row, name) for row in rows]
         whole = all(column is not None for column in columns)
         setattr(packed, name, join_responses(columns, prompts) if whole else None)
@@ -161,11 +162,9 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
     if descriptions is None:
         return [trajectory]
     ids, mask, before = _tokens(trajectory)
-    lengths = [(row["tokens"], row["prompt"]) for row in descriptions]
-    fits = all(0 <= prompt <= length for length, prompt in lengths) and sum(
-        row["tokens"] for row in descriptions
-    ) == len(ids)
-    if not lengths or not fits or lengths[0][1] != before:
+    lengths = lengths_of_rows(trajectory)
+    fits = all(0 <= prompt <= length for length, prompt in lengths)
+    if not lengths or not fits or lengths[0][1] != before or sum(length for length, _ in lengths) != len(ids):
         raise InvalidTrajectoryError(
             f"rollout {trajectory.rollout_id!r}: metadata[{ROWS!r}] does not fit its {len(ids)} tokens"
         )
@@ -179,7 +178,7 @@ def rows_of(trajectory: AgentTrajectory) -> list[AgentTrajectory]:
         row.input_ids, row.loss_mask = ids[start : start + length], mask[start : start + length]
         if trajectory.attention_mask is not None:
             row.attention_mask = trajectory.attention_mask[start : start + length]
-        for name in _RESPONSE:
+        for name in RESPONSE_COLUMNS:
             if (column := getattr(trajectory, name)) is not None:
                 setattr(row, name, column[start + prompt - before : start + length - before])
         row.notes = {
@@ -199,40 +198,27 @@ def row_count(trajectory: AgentTrajectory) -> int:
     Raises:
         InvalidTrajectoryError: ``metadata["rows"]`` is not a list of rows.
     """
-    descriptions = _said(trajectory)
-    return 1 if descriptions is None else len(descriptions)
+    return len(lengths_of_rows(trajectory))
 
 
 def response_length(trajectory: AgentTrajectory) -> int | None:
     """Return the number of response tokens of all rows; ``None`` if the trajectory has neither log-probs nor a mask."""
-    descriptions = _said(trajectory)
-    if descriptions is None:
+    if _said(trajectory) is None:
         column = trajectory.response_mask if trajectory.old_log_probs is None else trajectory.old_log_probs
         return None if column is None else column.numel()
-    return sum(int(row["tokens"] - row["prompt"]) for row in descriptions)
+    return sum(tokens - prompt for tokens, prompt in lengths_of_rows(trajectory))
 
 
 def lengths_of_rows(trajectory: AgentTrajectory) -> list[tuple[int, int]]:
-    """Return the length and the prompt's length of each row, in tokens.
+    """Return the length and the prompt's length of each row, in tokens; one row of 0 tokens without any.
 
     Raises:
-        InvalidTrajectoryError: it lacks its tokens.
-    """
-    descriptions = _said(trajectory)
-    if descriptions is not None:
-        return [(int(row["tokens"]), int(row["prompt"])) for row in descriptions]
-    ids, _, prompt = _tokens(trajectory)
-    return [(len(ids), prompt)]
-
-
-def row_lengths(trajectory: AgentTrajectory) -> tuple[int, int]:
-    """Return the prompt tokens of the first row, and the response tokens of the longest.
-
-    Prompts of later rows are made by the agent.
+        InvalidTrajectoryError: ``metadata["rows"]`` is not a list of rows.
     """
     tokens = 0 if trajectory.input_ids is None else len(trajectory.input_ids)
-    rows = _said(trajectory) or [{"tokens": tokens, "prompt": trajectory.response_start or 0}]
-    return rows[0]["prompt"], max(row["tokens"] - row["prompt"] for row in rows)
+    whole = [{"tokens": tokens, "prompt": trajectory.response_start or 0}]
+    descriptions = _said(trajectory)
+    return [(row["tokens"], row["prompt"]) for row in (whole if descriptions is None else descriptions)]
 
 
 def _said(trajectory: AgentTrajectory) -> list[dict[str, Any]] | None:
@@ -265,3 +251,45 @@ def join_responses(columns: Sequence[torch.Tensor], prompts: Sequence[int]) -> t
     for column, prompt in zip(columns[1:], prompts[1:], strict=True):
         parts += [torch.zeros(prompt, dtype=column.dtype), column]
     return torch.cat(parts)
+
+
+def with_small_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a trajectory with masks of zeros and ones as ``uint8``, and 64-bit token ids as ``int32``.
+
+    This takes 5 bytes a token instead of 16, and 1 instead of 8 for each token of the response. Columns with other
+    values are kept unchanged. Other tensors are shared. The inverse is :func:`with_usual_columns`.
+    """
+    small = dataclasses.replace(trajectory)
+    for name in _MASKS:
+        if (mask := getattr(trajectory, name)) is not None:
+            setattr(small, name, small_mask(mask))
+    if trajectory.input_ids is not None:
+        small.input_ids = small_ids(trajectory.input_ids)
+    return small
+
+
+def with_usual_columns(trajectory: AgentTrajectory) -> AgentTrajectory:
+    """Return a trajectory with masks and token ids as ``int64``. Other tensors are shared."""
+    usual = dataclasses.replace(trajectory)
+    for name in ("input_ids", *_MASKS):
+        if (column := getattr(trajectory, name)) is not None:
+            setattr(usual, name, column.long())
+    return usual
+
+
+def small_mask(mask: torch.Tensor) -> torch.Tensor:
+    """Return a mask of zeros and ones as ``uint8``; a mask with other values unchanged."""
+    if mask.dtype == torch.uint8:
+        return mask
+    if mask.dtype == torch.int64 and mask.numel():
+        low, high = torch.aminmax(mask)  # a third of the time of two comparisons
+        return mask.to(torch.uint8) if int(low) >= 0 and int(high) <= 1 else mask
+    return mask.to(torch.uint8) if bool(((mask == 0) | (mask == 1)).all()) else mask
+
+
+def small_ids(ids: torch.Tensor) -> torch.Tensor:
+    """Return 64-bit token ids as ``int32`` if they fit."""
+    if ids.dtype != torch.int64 or not ids.numel():
+        return ids
+    low, high = torch.aminmax(ids)
+    return ids.to(torch.int32) if int(low) >= 0 and int(high) <= _LARGEST else ids

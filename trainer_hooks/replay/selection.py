@@ -25,6 +25,9 @@ from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.wellformed import as_recorded, field_problem
 from trajstore.trajectory import AgentTrajectory
 
+Refused = dict[Refusal, list[AgentTrajectory]]
+"""Refused trajectories by reason."""
+
 LeftOut = Literal["replayed", "not_worth_keeping", "solved", "out_of_bounds", "not_best"]
 """Why a rollout of a step could never enter the pool, without being refused."""
 
@@ -77,21 +80,6 @@ def choose_to_save(
     return [worthy[entropies.index(best(entropies))]]
 
 
-def worthy(
-    trajectories: Sequence[AgentTrajectory], outcomes: Mapping[str, TaskOutcome], rules: PoolRules
-) -> list[AgentTrajectory]:
-    """Return the rollouts of one step whose task and outcome let them enter, ignoring other defects.
-
-    Args:
-        trajectories: the step's rollouts; replayed ones are left out.
-        outcomes: of each task that may enter; others are left out.
-        rules: the pool's rules.
-    """
-    tasks = {task for task, trajectory in outcomes.items() if in_bounds(trajectory, rules)}
-    fresh = [trajectory for trajectory in trajectories if trajectory.task_id in tasks and not is_replayed(trajectory)]
-    return [trajectory for trajectory in fresh if is_worth_keeping(trajectory, rules)]
-
-
 def rollouts_to_keep(
     trajectories: Sequence[AgentTrajectory],
     entropies: Sequence[float | None] | None,
@@ -101,8 +89,8 @@ def rollouts_to_keep(
     global_steps: int,
     generator: np.random.Generator,
     unscored: bool = False,
-) -> tuple[dict[int, AgentTrajectory], Counter[str], Counter[LeftOut]]:
-    """Return the kept rollouts of one step, task by task, and the numbers refused and left out, by reason.
+) -> tuple[dict[int, AgentTrajectory], Refused, Counter[LeftOut]]:
+    """Return the kept rollouts of one step, task by task, those refused, and the numbers left out, by reason.
 
     Args:
         trajectories: the step's rollouts; replayed ones are left out.
@@ -118,7 +106,7 @@ def rollouts_to_keep(
         refusals: of rollouts without a usable outcome, and of those worth keeping that cannot be replayed; all others.
     """
     candidates: dict[str, list[AgentTrajectory]] = {}
-    refused: Counter[str] = Counter()
+    refused: Refused = {}
     left_out: Counter[LeftOut] = Counter()
     places: dict[int, int] = {}
     for number, trajectory in enumerate(trajectories):
@@ -128,7 +116,7 @@ def rollouts_to_keep(
             continue
         refusal = outcome_refusal(trajectory)
         if refusal is not None:
-            refused[refusal.value] += 1
+            refused.setdefault(refusal, []).append(trajectory)
             continue
         enters = task in outcomes and in_bounds(outcomes[task], rules)
         held = candidates.setdefault(task, []) if enters else []
@@ -139,15 +127,13 @@ def rollouts_to_keep(
             left_out["out_of_bounds" if task in outcomes else "solved"] += 1
             continue
         # Refused ones are removed first: save_filter="best" might choose one, and nothing of its task would enter.
-        malformed, entropy = bool(field_problem(trajectory)), None
-        if not malformed:
+        entropy, refusal = None, Refusal.MALFORMED if field_problem(trajectory) else None
+        if refusal is None:
             entropy = own_entropy(trajectory) if entropies is None else entropies[number]
-        refusal = Refusal.MALFORMED if malformed else None
-        if not malformed and (not unscored or is_demonstration(trajectory)):
-            # A demonstration is no rollout of a step; it enters by `seed`.
-            refusal = refusal_of(trajectory, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
+            if not unscored or is_demonstration(trajectory):  # which is no rollout of a step, and enters by `seed`
+                refusal = refusal_of(trajectory, entropy) or (Refusal.NO_ENTROPY if entropy is None else None)
         if refusal is not None:
-            refused[refusal.value] += 1
+            refused.setdefault(refusal, []).append(trajectory)
             continue
         version = trajectory.policy_version
         if version is None and EARLIER_RUN not in trajectory.metadata:
@@ -255,7 +241,7 @@ class AdmissionPlan:
     accepted: dict[int, AgentTrajectory]
     replaces: dict[int, int]
     """Placeholder id of an accepted trajectory -> id of the stored trajectory that it replaces."""
-    refused: Counter[str]
+    refused: Refused
     displaced: int
     """Number of replaced trajectories: stored ones, and those of the same call that are not stored."""
 
@@ -290,17 +276,16 @@ def plan_admissions(
     entries: dict[str, tuple[PoolEntry, ...]] = {}
     accepted: dict[int, AgentTrajectory] = {}
     replaces: dict[int, int] = {}
-    refused: Counter[str] = Counter()
+    refused: Refused = {}
     left = 0
     for number, trajectory in enumerate(trajectories):
-        entry = new_entry(trajectory, -1 - number, is_checked=are_checked)
+        task, entry = trajectory.task_id, new_entry(trajectory, -1 - number, is_checked=are_checked)
         if isinstance(entry, Refusal):
-            refused[entry.value] += 1
+            refused.setdefault(entry, []).append(trajectory)
             continue
-        task = trajectory.task_id
         outcome = admit(entries.get(task, held.get(task, ())), entry, rules, rows)
         if isinstance(outcome, Refusal):
-            refused[outcome.value] += 1
+            refused.setdefault(outcome, []).append(trajectory)
             continue
         entries[task], displaced = outcome
         accepted[entry.trajectory_id] = as_recorded(trajectory, entry.entropy)

@@ -12,22 +12,25 @@ import copy
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from trainer_hooks.replay.buckets import DifficultyBuckets
-from trainer_hooks.replay.compact import with_usual_columns
-from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
+from trainer_hooks.replay.entry import PoolEntry, Refusal
 from trainer_hooks.replay.outcomes import REPLAY_MARK, REPLAYED_ID, TaskOutcome
 from trainer_hooks.replay.prompts import RowPrompts
+from trainer_hooks.replay.rows import with_usual_columns
 from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
 from trainer_hooks.replay.store import RECORDED, PoolRecords, entries_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
 from trajstore.trajectory import AgentTrajectory
+
+if TYPE_CHECKING:
+    from polars import DataFrame
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +44,6 @@ Uses = dict[tuple[str, bytes], int]
 
 Draws = list[tuple[dict[int, int], dict[int, int]]]
 """For each step, the number of tasks that could be drawn and that were drawn, by difficulty."""
-
-MakeEntry = Callable[[AgentTrajectory, int], PoolEntry | Refusal]
-"""Makes an entry from a stored trajectory and its id, or returns why it cannot be replayed."""
 
 
 @dataclass
@@ -279,12 +279,8 @@ class Recovered:
     """Whether the store has all rollouts of the trainer, among which the pool chose."""
 
 
-def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
+def recover(store: PoolRecords) -> Recovered:
     """Return the pool in a store, as the newest saved point describes it. Without a point it is empty.
-
-    Args:
-        store: with the trajectories.
-        make_entry: makes an entry from a stored trajectory.
 
     Raises:
         CorruptStoreError: the document cannot be decoded.
@@ -308,18 +304,59 @@ def recover(store: PoolRecords, make_entry: MakeEntry = entry_of) -> Recovered:
         entries = []
         for number in filter(there.__contains__, numbers):
             try:
-                record = store.get(number)
+                entry, tokenizer = store.entry(number)
             except StoreError as error:
                 warn_of_unreadable(number, error)
                 result.unreadable += 1
                 continue
-            entry = make_entry(record, number)
             if isinstance(entry, Refusal):
                 result.garbage.append(number)
                 continue
-            fingerprint = fingerprint or record.tokenizer_fingerprint
+            fingerprint = fingerprint or tokenizer
             entries.append(entry)
         if entries:
             state.entries[task] = tuple(entries)
     state.fingerprint = fingerprint  # an empty pool accepts any tokenizer
     return result
+
+
+POOL_FACTS: Mapping[str, str] = {
+    "difficulty": "successes of the task in its newest step; null where it is in no bucket",
+    "pool_entropy": "mean entropy of the history when it entered, in nats; null of a demonstration",
+    "uses": "how often the history was drawn",
+    "demonstration": "whether it is a demonstration, which has no log-probs",
+}
+"""Names and meanings of the facts."""
+
+
+def with_pool_facts(facts: DataFrame, state: PoolState, *, every: bool = False) -> DataFrame:
+    """Return the facts of the trajectories in a pool, with :data:`POOL_FACTS`.
+
+    Args:
+        facts: of all trajectories in the pool's store.
+        state: of the pool.
+        every: keep trajectories outside the pool, whose facts of it are null.
+    """
+    from trajstore.query.engine import polars  # a pool in memory does not need polars
+
+    pl = polars()
+    entries = list(state.all_entries())
+    known = pl.DataFrame(
+        {
+            "trajectory_id": [entry.trajectory_id for entry in entries],
+            "difficulty": [state.buckets.difficulty(entry.task_id) for entry in entries],
+            "pool_entropy": [entry.entropy for entry in entries],
+            "uses": state.uses_of(entries),
+            "demonstration": [entry.is_demonstration for entry in entries],
+        },
+        schema={
+            **dict.fromkeys(("trajectory_id", "difficulty"), pl.Int64),
+            "pool_entropy": pl.Float64,
+            "uses": pl.Int64,
+            "demonstration": pl.Boolean,
+        },
+    )
+    others = facts.drop(known.columns[1:], strict=False)
+    how: Literal["left", "inner"] = "left" if every else "inner"
+    joined: DataFrame = others.join(known, on="trajectory_id", how=how, maintain_order="left")
+    return joined

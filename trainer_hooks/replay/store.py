@@ -14,6 +14,7 @@ import numpy as np
 import orjson
 import torch
 
+from trainer_hooks.replay.entry import PoolEntry, Refusal, entry_of
 from trainer_hooks.replay.late_values import with_training
 from trajstore._core.base.arguments import one_of, path_or_url, whole_or_none
 from trajstore._core.base.closing import Closing
@@ -93,11 +94,12 @@ def _point_of(catalog: Catalog, name: str) -> PoolPoint | None:
 class PoolRecords(Protocol):
     """Agent trajectories under ascending ids, read-only, for reading a pool."""
 
-    def get(self, trajectory_id: int, /) -> AgentTrajectory:
-        """Return a trajectory; the caller must not change it.
+    def entry(self, trajectory_id: int, /) -> tuple[PoolEntry | Refusal, str]:
+        """Return the entry of a trajectory, or why it cannot be replayed; and its tokenizer's fingerprint.
 
         Raises:
             TrajectoryUnavailableError: no such id, or no longer kept.
+            CorruptStoreError: it is damaged.
         """
 
     def kept(self, ids: Collection[int], /) -> set[int]:
@@ -258,6 +260,11 @@ class BufferStore(Closing):
         if result is not trajectory and RECORDED_VALUES in trajectory.metadata:
             result.metadata[RECORDED_VALUES] = trajectory.metadata[RECORDED_VALUES]
         return result
+
+    def entry(self, trajectory_id: int, /) -> tuple[PoolEntry | Refusal, str]:
+        """Return the entry of a trajectory, or why it cannot be replayed; and its tokenizer's fingerprint."""
+        record = self.get(trajectory_id)
+        return entry_of(record, trajectory_id), record.tokenizer_fingerprint
 
     def ids(self) -> list[int]:
         """Return the ids of all trajectories, ascending."""
@@ -423,6 +430,18 @@ def entries_of(document: Mapping[str, Any]) -> dict[str, list[int]]:
         return {str(task): list(map(int, numbers)) for task, numbers in document["entries"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CorruptStoreError(f"not the state of an experience pool: {error!r}") from error
+
+
+def ids_by_name(contents: Contents) -> dict[tuple[str, str], int]:
+    """Return the ids of a store's rollouts by task and ``rollout_id``; the newest one of those with the same."""
+    index = contents.index
+    texts = index.texts.texts()
+    names = zip(index.fact("task").tolist(), index.fact("rollout_id").tolist(), strict=True)
+    return {
+        (texts[int(task)] if task >= 0 else "", texts[int(rollout)]): number
+        for (task, rollout), number in zip(names, index["trajectory_id"].tolist(), strict=True)
+        if rollout >= 0
+    }
 
 
 def store_options(name: str, value: Any) -> Mapping[str, Any] | None:

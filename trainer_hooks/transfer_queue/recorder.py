@@ -16,12 +16,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainer_hooks.replay.rows import join_responses, lengths_of_rows
-from trainer_hooks.replay.store import BufferStore
+from trainer_hooks.replay.store import BufferStore, ids_by_name
 from trainer_hooks.transfer_queue.rows import Row, unpack_columns
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.base import exits
 from trajstore._core.base.background import Background
-from trajstore._core.reading.contents import Contents
 from trajstore.errors import (
     ConfigurationError,
     InvalidTrajectoryError,
@@ -246,9 +245,7 @@ class Recorder:
     def find(self, names: Sequence[str]) -> list[int | None]:
         """Return the trajectory ids of rollouts in the store, by ``rollout_id``; waits for those that arrived."""
         found: list[int | None] = []
-        if (background := self._background) is not None:
-            background.submit(partial(self._find, names, found))
-            background.wait()
+        self._wait_for(partial(self._find, names, found))
         return found or [None] * len(names)
 
     def rollouts(self, names: Sequence[str]) -> list[AgentTrajectory]:
@@ -276,10 +273,8 @@ class Recorder:
     def save_rows(self) -> bytes:
         """Return which rollout each row is, for :meth:`load_rows`; waits until these are durable."""
         state: list[bytes] = []
-        if (background := self._background) is not None:
-            self.flush()
-            background.submit(partial(self._save_rows, state))
-            background.wait()
+        self.flush()
+        self._wait_for(partial(self._save_rows, state))
         return state[0] if state else b""
 
     def load_rows(self, checkpoint: str, state: bytes | None) -> None:
@@ -318,9 +313,8 @@ class Recorder:
 
     def flush(self) -> None:
         """Wait until everything that arrived is durable. :meth:`status` has the error otherwise."""
-        if self._background is not None and self._buffer is not None:
-            self._background.submit(self._set_late)
-            self._background.wait()
+        self._wait_for(self._set_late)
+        if self._buffer is not None:
             try:
                 self._buffer.flush()
             except StoreWriteError as error:
@@ -354,6 +348,12 @@ class Recorder:
     def _submit(self, call: Callable[[], None], nbytes: int) -> None:
         if (background := self._background) is not None:
             background.submit(call, nbytes + 1)
+
+    def _wait_for(self, call: Callable[[], None]) -> None:
+        """Run a call after those that were submitted, and wait for it; nothing runs without a store."""
+        if (background := self._background) is not None:
+            background.submit(call)
+            background.wait()
 
     # ---- in the thread ----
 
@@ -413,19 +413,22 @@ class Recorder:
         if buffer is None:
             return
         before = buffer._trajectory_counter
-        try:
-            ids = buffer.add_trajectories([rollout])
-        except StoreWriteError as error:
-            # Maybe of an earlier write, reported once, and retried by the store.
-            self._failed(error, 0)
-            ids = [before] if buffer._trajectory_counter > before else self._added(rollout)
-        except (StoreError, InvalidTrajectoryError) as error:
-            self._failed(error, 1)
-            return
-        for number in ids:
+        for lost in (0, 1):  # the first error may be of an earlier write, reported once, and retried by the store
+            try:
+                (number,) = buffer.add_trajectories([rollout])
+            except StoreWriteError as error:
+                is_added = buffer._trajectory_counter > before
+                self._failed(error, 0 if is_added else lost)
+                if not is_added:
+                    continue
+                number = before
+            except (StoreError, InvalidTrajectoryError) as error:
+                self._failed(error, 1)
+                return
             self._recorded += 1
             known = _Known(number, rollout.reward is not None, lengths_of_rows(rollout))
             self._remember(rollout.rollout_id, known, indexes)
+            return
 
     def _remember(self, name: str, known: _Known, indexes: Sequence[int]) -> None:
         self._by_name[name] = known
@@ -437,18 +440,9 @@ class Recorder:
 
     def _find(self, names: Sequence[str], found: list[int | None]) -> None:
         if self._older is None and self._buffer is not None and any(name not in self._by_name for name in names):
-            self._older = self._buffer._live.locked(_ids_by_name)
+            self._older = {name: number for (_, name), number in self._buffer._live.locked(ids_by_name).items()}
         older = self._older or {}
         found += [older.get(name) if (known := self._by_name.get(name)) is None else known.number for name in names]
-
-    def _added(self, rollout: AgentTrajectory) -> list[int]:
-        if self._buffer is None:
-            return []
-        try:
-            return self._buffer.add_trajectories([rollout])
-        except (StoreError, InvalidTrajectoryError) as error:
-            self._failed(error, 1)
-            return []
 
     def _add_late(self, indexes: Sequence[int], message: bytes) -> None:
         made = self._rollouts
@@ -530,11 +524,3 @@ class Recorder:
         self._failures += 1
         if self._error is None:
             self._error = error
-
-
-def _ids_by_name(contents: Contents) -> dict[str, int]:
-    """Return the ids of all rollouts by ``rollout_id``; the newest one of those with the same."""
-    index = contents.index
-    texts = index.texts.texts()
-    pairs = zip(index.fact("rollout_id").tolist(), index["trajectory_id"].tolist(), strict=True)
-    return {texts[int(number)]: trajectory_id for number, trajectory_id in pairs if number >= 0}

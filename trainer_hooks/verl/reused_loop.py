@@ -13,8 +13,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopO
 
 from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import restored
-from trainer_hooks.replay.compact import with_usual_columns
-from trainer_hooks.replay.rows import rows_of, whole_sessions
+from trainer_hooks.replay.rows import rows_of, whole_sessions, with_usual_columns
 from trainer_hooks.transfer_queue import RecorderHandle
 from trainer_hooks.verl.reuse import REUSE_LOOP, Finished
 from trainer_hooks.verl.rows import REUSE, ROUTES

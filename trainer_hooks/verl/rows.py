@@ -18,9 +18,8 @@ from torch import Tensor
 from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.metrics import score_of
 from trainer_hooks.plain import plain, restored
-from trainer_hooks.replay.compact import small_ids, small_mask, with_usual_columns
 from trainer_hooks.replay.entry import EARLIER_RUN, is_demonstration, llm_mask
-from trainer_hooks.replay.rows import ROWS, pack_rows
+from trainer_hooks.replay.rows import ROWS, pack_rows, small_ids, small_mask, with_usual_columns
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import SECTION, OutcomeRule
 from trainer_hooks.verl.offers import OFFER, Report, is_exchanged
@@ -125,7 +124,7 @@ def output_of(key: str) -> int:
 def rollout_of(outputs: Sequence[Row], outcome: OutcomeRule, *, run: str, fingerprint: str) -> AgentTrajectory:
     """Return the generated rows of a session as its rollout.
 
-    Tensors are not shared with the rows; ids and masks use small dtypes (``trainer_hooks.replay.compact``).
+    Tensors are not shared with the rows; ids and masks use small dtypes (``trainer_hooks.replay.rows``).
     ``messages`` is the prompt. ``reward.outcome`` is ``None`` if the reward gave none. The engine's log-probs are left
     out if the row's prompt differs from the one it was sampled with. Log-probs and entropies of the actor come later
     (``trainer_hooks.replay.late_values``). ``metadata`` has:
