@@ -55,10 +55,11 @@ class VerlRollouts:
         self._outcome = outcome
         self._run = run
         self._sampling = sampling
-        self._fingerprint, self._name = tokenizer.fingerprint, tokenizer.name
+        self._fingerprint = tokenizer.fingerprint
         # Pickled on its own: code of a model's repository may be absent in the recorder's process.
-        self._decoder: bytes = cloudpickle.dumps(tokenizer.decoder) if text else b""  # type: ignore[no-untyped-call]
-        self._scribe: Scribe | None = None
+        wanted = text and tokenizer.decoder is not None
+        decoder: bytes = cloudpickle.dumps(tokenizer.decoder) if wanted else b""  # type: ignore[no-untyped-call]
+        self._scribe = Scribe(tokenizer.name, decoder)
 
     def keys(self, columns: Mapping[str, Sequence[Any]]) -> list[str]:
         """Return the keys of a put: verl puts the outputs of a session at once, in order."""
@@ -83,14 +84,12 @@ class VerlRollouts:
 
     def finish(self, rollouts: Sequence[AgentTrajectory]) -> None:
         """Add query, tokenizer, the experience that the model read, and text."""
-        if self._scribe is None:  # in the recorder's process
-            self._scribe = Scribe(self._name, self._decoder)
         self._scribe.finish(rollouts)
 
     @property
     def problems(self) -> Mapping[str, int]:
         """Return the number of rollouts without text, although it was wanted."""
-        return {"without_text": 0 if self._scribe is None else self._scribe.without_text}
+        return {"without_text": self._scribe.without_text}
 
 
 def recorded_rollouts(reader: Reader, ids: Iterable[int] | None = None) -> Iterator[AgentTrajectory]:

@@ -27,6 +27,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 """verl's file that names the newest checkpoint."""
 
 DATA_FILE = "data.pt"
+"""The data loader's state, which verl writes after the models."""
 
 _VERSION = 1
 _FOLDER = re.compile(r"global_step_(\d+)")
@@ -131,7 +132,8 @@ def check_tracker(config: Any) -> None:
     text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     if text.isdecimal():
         return
-    complete = [folder for folder, _ in cuts_below(root) if _is_complete(folder)]
+    with_model = [folder for folder, _ in cuts_below(root) if (folder / MODEL_FOLDER).is_dir()]
+    complete = [folder for folder in with_model if (folder / DATA_FILE).is_file()]
     if complete:
         step = complete[-1].name.removeprefix("global_step_")
         remedy = f"The newest complete checkpoint is {complete[-1]}: write {step} into the file"
@@ -141,11 +143,6 @@ def check_tracker(config: Any) -> None:
         f"trainer.resume_mode=auto: {tracker} is {f'not a number: {text[:20]!r}' if text else 'empty'}; a crash cut it"
         f" short, since verl does not write it whole or not at all. {remedy}"
     )
-
-
-def _is_complete(folder: Path) -> bool:
-    """Return whether the data loader's state exists, which verl writes after the models."""
-    return (folder / MODEL_FOLDER).is_dir() and (folder / DATA_FILE).is_file()
 
 
 def find_cut(folder: Path, step: int) -> Cut | None:

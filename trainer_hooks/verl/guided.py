@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.guidance import LocalMaker, TrajExpConfig
@@ -24,7 +23,8 @@ from trainer_hooks.verl import dataplane
 from trainer_hooks.verl.config import ReplayBlock, naming
 from trainer_hooks.verl.offers import GUIDED_LOOP, OFFER, Offer, is_exchanged
 from trainer_hooks.verl.rows import NOT_GUIDED
-from trainer_hooks.verl.tasks import ROLLOUTS_WANTED, column_of, task_name
+from trainer_hooks.verl.tasks import ROLLOUTS_WANTED, column_of, task_name, with_texts
+from trainer_hooks.wrapper import Wrapper
 from trajstore.errors import ConfigurationError
 from trajstore.trajectory import AgentTrajectory
 
@@ -60,7 +60,7 @@ class GuidedRollouts:
         """True if rollouts are guided or become experience."""
         self._block, self._config = block, config
         with naming("experience_maker.store.path", (config.store or {}).get("path")):
-            self._hook = GuidanceHook(config, tokenizer=tokenizer)
+            self.hook = GuidanceHook(config, tokenizer=tokenizer)
         self._unguided: Counter[str] = Counter()
         """Unguided rollouts and prompts by reason; the first of each reason is logged."""
         self._untrained: list[AgentTrajectory] = []
@@ -70,7 +70,7 @@ class GuidedRollouts:
         self._asking: ThreadPoolExecutor | None = None
         if config.base_url is not None and config.enable_context_generator:
             self._asking = ThreadPoolExecutor(AT_ONCE, "guidance-retrieve")
-        maker = self._hook.maker
+        maker = self.hook.maker
         if isinstance(maker, LocalMaker) and not len(maker) and not config.enable_summarizer:
             logger.warning(
                 "guidance: nothing will be shown: there are no experiences in experience_maker.store.path, and with"
@@ -100,7 +100,7 @@ class GuidedRollouts:
         sources, indices = column_of(prompts, "data_source", ""), column_of(prompts, "index", "")
         tasks = [task_name(*names) for names in zip(sources, indices, strict=True)]
         plan = [PlannedTask(task, int(count), ()) for task, count in zip(tasks, counts, strict=True)]
-        configs = iter(self._hook.before_rollout(plan, "validate" if validates else "sample"))
+        configs = iter(self.hook.before_rollout(plan, "validate" if validates else "sample"))
         rollouts = [[next(configs) for _ in range(planned.fresh_rollouts)] for planned in plan]
         wanted = {place: held for place, held in enumerate(rollouts) if any(config.add_exp for config in held)}
         messages = column_of(prompts, "raw_prompt", ())
@@ -113,10 +113,8 @@ class GuidedRollouts:
             sessions = tuple(number for number, asked in enumerate(rollouts[place]) if asked.add_exp)
             offer = Offer(loops[place], sessions, config.train_mode, config.insertions[0], tuple(config.names))
             offers[place], loops[place] = offer.to_text(), GUIDED_LOOP
-        result = prompts.copy()
-        result["agent_name"] = NonTensorStack(*loops)
-        result[OFFER] = NonTensorStack(*offers)  # for all prompts: the data plane drops a column that one row lacks
-        return result
+        # For all prompts: the data plane drops a column that one row lacks.
+        return with_texts(prompts, agent_name=loops, **{OFFER: offers})
 
     def _ask(self, questions: dict[int, tuple[list[Any], TrajExpConfig]]) -> dict[int, TrajExpConfig]:
         """Retrieve experience per prompt; prompts without any are absent from the result."""
@@ -127,10 +125,10 @@ class GuidedRollouts:
         done = list(asked)
         if self._asking is None:
             for messages, config in asked.values():
-                self._hook.context(messages, config)
+                self.hook.context(messages, config)
         else:
             limit = 2 * self._config.retrieve_timeout
-            futures = {self._asking.submit(self._hook.context, *asked[place]): place for place in asked}
+            futures = {self._asking.submit(self.hook.context, *asked[place]): place for place in asked}
             finished, late = wait(futures, limit)
             for future in late:
                 future.cancel()
@@ -177,7 +175,7 @@ class GuidedRollouts:
         if not self.is_on:
             return {}
         held, self._untrained = [*made, *self._untrained], []
-        figures = self._hook.step_done(held, step)
+        figures = self.hook.step_done(held, step)
         return figures | {f"guidance/rollouts/{name}": float(self._unguided[name]) for name in (*WHY, "late")}
 
     @property
@@ -199,10 +197,10 @@ class GuidedRollouts:
         held, self._validated = self._validated, []
         begun, self._has_begun = self._has_begun, True
         if begun or step > 0:  # a resumed run has begun already
-            self._hook.validated(held)
+            self.hook.validated(held)
             return
         limit = self._config.summary_timeout * math.ceil(max(len(held), 1) / self._config.summary_batch_size)
-        if not self._hook.begin(held, limit):
+        if not self.hook.begin(held, limit):
             logger.warning(
                 "guidance: init_experience_before_training: training begins although not all of %d validation rollouts"
                 " have become experience in %.0f s; the rest follows",
@@ -210,25 +208,16 @@ class GuidedRollouts:
                 limit,
             )
 
-    # ---- checkpoint and end ----
-
-    def state(self) -> dict[str, Any] | None:
-        """Return the state of the random choices; ``None`` without guidance."""
-        return self._hook.state_dict() if self.is_on else None
-
-    def load_state(self, state: dict[str, Any] | None) -> None:
-        """Restore a state of :meth:`state`. The experiences are not changed."""
-        if self.is_on and state is not None:
-            self._hook.load_state_dict(state)
+    # ---- end ----
 
     def close(self) -> None:
         """Cancel requests, wait briefly for running summaries, log the unfinished ones, close the store. Idempotent."""
         if self._asking is not None:
             self._asking.shutdown(wait=False, cancel_futures=True)
-        self._hook.close()
+        self.hook.close()
 
 
-class GuidedManager:
+class GuidedManager(Wrapper, wraps="_manager"):
     """Wraps verl's agent-loop manager and attaches experience to its prompts.
 
     Args:
@@ -243,8 +232,3 @@ class GuidedManager:
     def generate_sequences(self, prompts: TensorDict) -> Any:
         """Generate rollouts of prompts; see verl's ``AgentLoopManagerTQ``."""
         return self._manager.generate_sequences(self._offered(prompts))
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_manager":  # accessed before __init__, for example by copy
-            raise AttributeError(name)
-        return getattr(self._manager, name)

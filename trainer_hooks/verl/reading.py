@@ -47,24 +47,27 @@ class Scribe:
     """
 
     def __init__(self, name: str, decoder: bytes) -> None:
-        self._name = name
+        self._name, self._decoder = name, decoder
         self._decode: Callable[..., Sequence[Any]] | None = None
         self._is_lost = False
         self.without_text = 0
         """Number of rollouts that could not be decoded."""
+
+    def _load(self) -> None:
+        """Load the tokenizer, at the first call."""
+        decoder, self._decoder = self._decoder, b""
         try:
-            loaded = cloudpickle.loads(decoder) if decoder else None
+            self._decode = cloudpickle.loads(decoder).batch_decode if decoder else self._decode
         except Exception as error:  # of any code
             logger.warning("rollouts are recorded without text: the recorder cannot load the tokenizer: %r", error)
             self._is_lost = True
-        else:
-            self._decode = None if loaded is None else loaded.batch_decode
 
     def finish(self, made: Sequence[AgentTrajectory]) -> None:
         """Add the query, the tokenizer's name, kept experience and text to rollouts with the prompt's messages.
 
         In place. Where training keeps the experience, the messages become those that the model read.
         """
+        self._load()
         for rollout in made:
             rollout.query = _query(rollout.messages)
             if self._name:

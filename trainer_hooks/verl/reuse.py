@@ -14,13 +14,12 @@ from typing import Any
 
 import msgspec
 from tensordict import TensorDict
-from tensordict.tensorclass import NonTensorStack
 
 from trainer_hooks.guidance.context import GUIDANCE
 from trainer_hooks.plain import plain
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.verl.rows import MEDIA, REUSE, SAMPLING, attached_names, messages_of
-from trainer_hooks.verl.tasks import column_of, task_name
+from trainer_hooks.verl.tasks import column_of, task_name, with_texts
 from trajstore._core.buffer.reader import Reader
 from trajstore._core.reading.contents import Contents
 from trajstore.errors import TrajstoreError, listed
@@ -176,9 +175,7 @@ class Reuse:
                 for change, _ in of_task:
                     changed.setdefault(change, set()).add(task)
         self._log(changed)
-        result = prompts.copy()
-        result["uid"] = NonTensorStack(*uids)
-        return result
+        return with_texts(prompts, uid=uids)
 
     def _log(self, changed: Mapping[str, set[str]]) -> None:
         reasons = self._refused.copy()
@@ -210,10 +207,7 @@ class Reuse:
         for place, group in enumerate(groups):
             if group is not None:
                 texts[place], loops[place] = Finished(loops[place], group.sessions).to_text(), REUSE_LOOP
-        result = prompts.copy()
-        result["agent_name"] = NonTensorStack(*loops)
-        result[REUSE] = NonTensorStack(*texts)
-        return result
+        return with_texts(prompts, agent_name=loops, **{REUSE: texts})
 
 
 def _ids_and_versions(contents: Contents) -> tuple[Any, Any]:

@@ -462,11 +462,6 @@ def _scores(trajectory: AgentTrajectory, length: int) -> Tensor:
     return scores
 
 
-def has_outcome(trajectory: AgentTrajectory) -> bool:
-    """Return whether a rollout has an outcome."""
-    return trajectory.reward is not None and trajectory.reward.outcome is not None
-
-
 def why_no_outcome(trajectory: AgentTrajectory, rule: OutcomeRule) -> str:
     """Return the reason why a rollout has no outcome, as a clause that names the option."""
     if trajectory.reward is None:

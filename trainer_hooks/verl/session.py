@@ -22,11 +22,10 @@ from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
 
 from trainer_hooks.hook import ReplayHook
-from trainer_hooks.losses import LossOptions
 from trainer_hooks.metrics import shown
 from trainer_hooks.plan import PlannedTask
 from trainer_hooks.replay.late_values import DROPPED_STEP, REUSED_BY, SCORE, TASK_ROLLOUTS, TRAINED_STEP
-from trainer_hooks.replay.outcomes import asked_for, is_success, outcome_of
+from trainer_hooks.replay.outcomes import asked_for, is_success, known_outcome, outcome_of
 from trainer_hooks.replay.store import BufferStore
 from trainer_hooks.transfer_queue import RecordedPool, RecorderHandle, Row, StoreOptions
 from trainer_hooks.transfer_queue.recorder import Status
@@ -45,7 +44,6 @@ from trainer_hooks.verl.rows import (
     TASK,
     WELCOME,
     finished_of,
-    has_outcome,
     in_order,
     is_reused,
     messages_of,
@@ -108,7 +106,9 @@ class ReplaySession:
         """Methods of :class:`Histories`."""
         self._resumed_from: Mapping[str, Any] | None = None
         """State of the pool of the checkpoint resumed from, which may be elsewhere."""
-        self._dropped = self._dropped_successes = self._failures = self._unrecorded = 0
+        self._dropped = self._dropped_successes = 0
+        self._failures: Counter[str] = Counter()
+        """Tolerated errors by consequence."""
         self.reuse = Reuse(block.sampling, block.agent_loop, tokenizer.fingerprint)
         self._reused_names: set[str] = set()
         self._generated = 0
@@ -125,7 +125,7 @@ class ReplaySession:
             self._recorder.open(StoreOptions(block.recording_path, recording.format, recording.capacity), self._format)
         try:
             with naming(*path):
-                self._hook: ReplayHook[str] = ReplayHook(
+                self.hook: ReplayHook[str] = ReplayHook(
                     block.experience_replay,
                     n_rollout=block.n_rollout,
                     get_task=lambda task: task if tasks is not None and task in tasks else None,
@@ -148,11 +148,6 @@ class ReplaySession:
         """True if rows are replayed, False if they are only recorded."""
         return self._block.experience_replay.enable  # the hook would wait for histories being drawn
 
-    @property
-    def loss_options(self) -> LossOptions:
-        """Options of the loss from the configuration."""
-        return self._hook.loss_options
-
     # ---- before the rollouts ----
 
     def plan(self, task_ids: Sequence[str], progress: float, step: int) -> list[PlannedTask[str]]:
@@ -164,7 +159,7 @@ class ReplaySession:
             step: number of the step.
         """
         self._histories.step = step
-        plan = self._on_disk(lambda: self._hook.before_rollout(self._hook.tasks_chosen(task_ids, progress, step)))
+        plan = self._on_disk(lambda: self.hook.before_rollout(self.hook.tasks_chosen(task_ids, progress, step)))
         return plan or [PlannedTask(task, self._block.n_rollout, ()) for task in task_ids]
 
     def task_row(self, task_id: str) -> Mapping[str, Any]:
@@ -293,7 +288,7 @@ class ReplaySession:
         figures |= self.guided.step_done(whole, step)
         if not self.replays:
             return figures
-        dataplane.replace_log_probs(self._hook, again, joined, batch.partition_id)
+        dataplane.replace_log_probs(self.hook, again, joined, batch.partition_id)
         scored = self._scored.values()  # metrics of the batch count rows, and a rollout may have several
         asked: Counter[str] = Counter()
         for uid, task in {
@@ -302,7 +297,7 @@ class ReplaySession:
             asked[task] += self._histories.asked.get(uid, self._block.n_rollout)
         figures |= self._histories.take_refused()
         taken = self._on_disk(
-            lambda: self._hook.rollouts_done(
+            lambda: self.hook.rollouts_done(
                 in_order(whole),
                 [row.task for row in scored],
                 [row.actor is not None for row in scored],
@@ -343,7 +338,7 @@ class ReplaySession:
         recorder, ledger, scored = self._recorder, self._ledger, self._scored
         rows = dataplane.read_rows(dataplane.without_padding(batch), (*TRAINED, *TOKENS), (WEIGHTS,))
         self._recorded(recorder.flush)
-        try:
+        with self._tolerating(f"step {step} is not in the ledger", StoreError, OSError):
             names = sorted({scored[row.key].rollout for row in rows})
             numbers = dict(zip(names, recorder.find(names), strict=True))
             drops = self._block.experience_replay.drop_negative_off_policy
@@ -351,10 +346,6 @@ class ReplaySession:
             if ledger.last is not None and step <= ledger.last:  # with trainer.resume_mode=disable
                 ledger.continue_from(step - 1 or None)
             ledger.record(record)
-        except (StoreError, OSError) as error:
-            if self._block.recording.on_error == "raise":
-                raise
-            logger.warning("step %d is not in the ledger, training goes on: %s", step, error)
 
     def _report(self, made: Sequence[AgentTrajectory], name: str, step: int) -> dict[str, float]:
         """Report the step that trained on rollouts, or dropped them, to the recorder; return figures.
@@ -390,16 +381,10 @@ class ReplaySession:
             StoreError, InvalidTrajectoryError: rollouts could not be written (``on_error: raise``).
         """
         status: Status | None = None
-        try:
+        with self._tolerating("rollouts are not recorded", StoreError, InvalidTrajectoryError):
             status = ask()
             if status is not None and status.error is not None:
                 raise status.error
-        except (StoreError, InvalidTrajectoryError) as error:
-            if self._block.recording.on_error == "raise":
-                raise
-            if self._unrecorded % WARN_EVERY == 0:
-                logger.warning("rollouts are not recorded, training goes on: %s", error)
-            self._unrecorded += 1
         return status
 
     def _finished(self, rows: Sequence[Row], step: int) -> list[AgentTrajectory]:
@@ -408,7 +393,7 @@ class ReplaySession:
         reused = {row.key for row in rows if output_of(row.key) == 0 and is_reused(row)}
         self._reused_names |= reused
         self._generated += len(made) - len(reused)
-        if without := [rollout for rollout in made if not has_outcome(rollout)]:
+        if without := [rollout for rollout in made if known_outcome(rollout) is None]:
             self._without_outcome.add(
                 len(without),
                 "%d of %d rollouts have no outcome (%s is the first): %s. They are recorded, and neither successes nor"
@@ -428,7 +413,7 @@ class ReplaySession:
 
     def _judge(self, made: Sequence[AgentTrajectory], asked: Mapping[str, int]) -> None:
         """Update the statistics of tasks with rollouts without log-probs; they are not admitted to the pool."""
-        manager, rollouts = self._hook.manager, in_order(made)
+        manager, rollouts = self.hook.manager, in_order(made)
         if manager is None or not rollouts:
             return
         self._on_disk(lambda: manager.judge(rollouts, asked))
@@ -438,19 +423,21 @@ class ReplaySession:
 
         A failed write leaves the pool unchanged.
         """
-        try:
+        with self._tolerating("experience pool: a change was not made", StoreWriteError):
             return action()
-        except StoreWriteError as error:
+        return None
+
+    @contextmanager
+    def _tolerating(self, consequence: str, *kinds: type[Exception]) -> Iterator[None]:
+        """With ``on_error: warn``, only count errors of these kinds, and log every hundredth with its consequence."""
+        try:
+            yield
+        except kinds as error:
             if self._block.recording.on_error == "raise":
                 raise
-            if self._failures % WARN_EVERY == 0:
-                logger.warning("experience pool: a change was not made, training goes on: %s", error)
-            self._failures += 1
-            return None
-
-    def updated(self, figures: Mapping[str, float]) -> None:
-        """Warn if the loss metrics of this step show a batch far off-policy."""
-        self._hook.watch(figures)
+            if self._failures[consequence] % WARN_EVERY == 0:
+                logger.warning("%s, training goes on: %s", consequence, error)
+            self._failures[consequence] += 1
 
     # ---- checkpoint and resume ----
 
@@ -463,9 +450,10 @@ class ReplaySession:
         rollouts, rollouts_store = -1, ""
         if (status := self._recorded(self._recorder.flush)) is not None:
             rollouts, rollouts_store = status.committed, status.store_id
-        pool = self._on_disk(self._hook.state_dict) or None
+        pool = self._on_disk(self.hook.state_dict) or None
         expected = {uid: [row_of(history, {}) for history in held] for uid, held in self._histories.expected.items()}
-        guidance, wanted = self.guided.state(), self._histories.wanted
+        guidance = self.guided.hook.state_dict() if self.guided.is_on else None
+        wanted = self._histories.wanted
         cut = Cut(step, self._run, rollouts, rollouts_store, pool, expected, guidance, wanted, self.prompts)
         self._on_disk(lambda: write_cut(folder, cut))
 
@@ -473,7 +461,7 @@ class ReplaySession:
         """Keep the pool's points of the checkpoints that verl can load, and of the one resumed from."""
         if self.replays:
             states = [cut.pool for cut in restorable_cuts(self._checkpoints)] + [self._resumed_from]
-            self._on_disk(lambda: self._hook.hold([state for state in states if state is not None]))
+            self._on_disk(lambda: self.hook.hold([state for state in states if state is not None]))
 
     def resume(self, folder: Path | None, step: int) -> None:
         """Restore the pool of a checkpoint. Rollouts recorded since then stay recorded.
@@ -492,11 +480,11 @@ class ReplaySession:
             StoreWriteError: the pool's store could not write; the message names the option.
         """
         cut = None if folder is None else find_cut(folder, step)
-        if self.guided.is_on and cut is not None:
-            self.guided.load_state(cut.guidance)
+        if self.guided.is_on and cut is not None and cut.guidance is not None:
+            self.guided.hook.load_state_dict(cut.guidance)
         own = cut if cut is not None and cut.step == step else None
         self.prompts = 0 if own is None else own.prompts
-        has_pool = self._hook.manager is not None
+        has_pool = self.hook.manager is not None
         with self._explained():
             if has_pool:
                 self._go_back(cut, folder, step)
@@ -538,7 +526,7 @@ class ReplaySession:
                 logger.warning("after another crash, rollouts of this step will be generated again: %s", error)
         with TrajectoryReplayBuffer.open(self._block.recording_path) as reader:
             self.reuse.find(reader, step, runs)
-        if (manager := self._hook.manager) is not None:  # which could add a scored rollout to its own group
+        if (manager := self.hook.manager) is not None:  # which could add a scored rollout to its own group
             manager.withdraw(step + 1, self.reuse.waits_for)
 
     def close(self) -> None:
@@ -552,7 +540,7 @@ class ReplaySession:
         self._is_closed = True
         with ExitStack() as last_first:
             last_first.callback(self._recorded, self._recorder.close)
-            for name in ("_ledger", "guided", "_hook"):  # absent if __init__ failed
+            for name in ("_ledger", "guided", "hook"):  # absent if __init__ failed
                 if (made := getattr(self, name, None)) is not None:
                     last_first.callback(self._on_disk, made.close)
 
@@ -561,7 +549,7 @@ class ReplaySession:
         if cut is not None and cut.pool is not None:
             if cut.step != step:
                 logger.warning("%s says nothing of the experience pool; it goes back to step %d", folder, cut.step)
-            self._hook.load_state_dict(cut.pool)
+            self.hook.load_state_dict(cut.pool)
             self._resumed_from = cut.pool
             if cut.step == step:
                 self._histories.expected = {uid: tuple(map(rollout_of, held)) for uid, held in cut.expected.items()}
@@ -571,17 +559,17 @@ class ReplaySession:
                 logger.warning("%s says nothing of the experience pool", folder)
             elif self._block.on_resume == "exact" and self._went_to_beginning():
                 return
-            self._hook.resume(None, step)
+            self.hook.resume(None, step)
             if folder is None and self._block.on_resume == "exact":
                 self._note_beginning()
 
     def _went_to_beginning(self) -> bool:
         """Restore the pool with which a training without a checkpoint began; return False if it begins now."""
-        begun, manager = read_cut(self._checkpoints), self._hook.manager
+        begun, manager = read_cut(self._checkpoints), self.hook.manager
         if begun is None or not begun.pool or manager is None or begun.pool["store_id"] != manager.store_id:
             return False
         try:
-            self._hook.load_state_dict(begun.pool)
+            self.hook.load_state_dict(begun.pool)
         except StoreNotFoundError as error:
             logger.warning("experience pool: stays as it is, for its state before step 1 was removed: %s", error)
             return False
@@ -590,7 +578,7 @@ class ReplaySession:
 
     def _note_beginning(self) -> None:
         """Save the pool before step 1, for a crash before the first checkpoint."""
-        pool = self._on_disk(self._hook.state_dict)
+        pool = self._on_disk(self.hook.state_dict)
         if pool:
             self._on_disk(lambda: write_cut(self._checkpoints, Cut(0, self._run, -1, "", pool, {})))
             self._resumed_from = pool
@@ -607,7 +595,7 @@ class ReplaySession:
             rollouts = [rollout for rollout in in_order(made) if not self.reuse.waits_for(rollout.rollout_id)]
             trained = [rollout for rollout in rollouts if rollout.metadata.get("trained", True)]
             self._judge([rollout for rollout in rollouts if not rollout.metadata.get("trained", True)], {})
-            self._on_disk(partial(self._hook.admit, trained, asked_for(trained)))
+            self._on_disk(partial(self.hook.admit, trained, asked_for(trained)))
             steps += 1
         if steps:
             logger.info("experience pool: on_resume=keep: added %s recorded since", counted(steps, "step"))

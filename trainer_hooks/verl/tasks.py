@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tensordict import NonTensorData, TensorDict
+from tensordict.tensorclass import NonTensorStack
 from torch import Tensor
 
 from trajstore.errors import ConfigurationError, listed
@@ -49,6 +50,14 @@ def column_of(prompts: TensorDict, name: str, usual: Any) -> list[Any]:
     return [held.data] * len(prompts) if isinstance(held, NonTensorData) else list(prompts[name])
 
 
+def with_texts(prompts: TensorDict, **columns: Sequence[str]) -> TensorDict:
+    """Return a copy of prompts with columns of texts, one for each prompt."""
+    result = prompts.copy()
+    for name, texts in columns.items():
+        result[name] = NonTensorStack(*texts)
+    return result
+
+
 class TaskTable:
     """Finds rows of a dataset by task: ``data_source`` and ``extra_info.index``.
 
@@ -65,7 +74,7 @@ class TaskTable:
         self._positions: dict[str, int] = {}
         for position, task in enumerate(_tasks(dataset)):
             first = self._positions.setdefault(task, position)
-            if first != position and not _same_prompt(dataset, first, position):
+            if first != position and dataset[first]["raw_prompt"] != dataset[position]["raw_prompt"]:
                 raise ConfigurationError(
                     f"training data: rows {first} and {position} are both task {task!r} but ask different things;"
                     " give every row an extra_info.index of its own within its data_source"
@@ -99,10 +108,6 @@ def _tasks(dataset: Any) -> Iterator[str]:
         return
     for source, extra in zip(frame["data_source"], frame["extra_info"], strict=True):
         yield task_name(source, (extra or {}).get("index", 0))  # 0 is the dataset's default
-
-
-def _same_prompt(dataset: Any, first: int, second: int) -> bool:
-    return bool(dataset[first]["raw_prompt"] == dataset[second]["raw_prompt"])
 
 
 def _refuse_media(dataset: Any) -> None:

@@ -117,8 +117,11 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
     def on_init_end(self) -> None:
         """Install the loss in the workers."""
         if self._block.masks_rows:
-            actor = omega_conf_to_dataclass(self.config.actor_rollout_ref.actor)
-            self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=self._session.loss_options))
+            actor, options = (
+                omega_conf_to_dataclass(self.config.actor_rollout_ref.actor),
+                self._session.hook.loss_options,
+            )
+            self.actor_rollout_wg.set_loss_fn(partial(het_ppo_loss, config=actor, options=options))
         super().on_init_end()
 
     def fit(self, agent_loop_manager: Any) -> None:
@@ -204,7 +207,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
         if self._block.masks_rows:
             figures = take_figures(metrics)
             metrics.update(shown(figures, self._block.experience_replay.figures))
-            self._session.updated(figures)
+            self._session.hook.watch(figures)
         algorithm, data = self.config.algorithm, self.config.data
         seeds = {"data": data.get("seed"), "mini_batches": self.config.actor_rollout_ref.actor.get("data_loader_seed")}
         files = [data.train_files] if isinstance(data.train_files, str) else list(data.train_files)
@@ -222,7 +225,7 @@ class ReplayTrainer(PPOTrainer):  # type: ignore[misc]  # verl is not typed
             options=options_of(
                 self.config,
                 self.tokenizer.pad_token_id,
-                self._session.loss_options if self._block.masks_rows else {},
+                self._session.hook.loss_options if self._block.masks_rows else {},
                 recorded_log_probs=self._block.experience_replay.exp_is_correct,
             ),
             updates=self._mini_batches(batch),

@@ -79,7 +79,7 @@ def test_keeping_what_was_recorded_since_on_a_full_disk(
     second_step(session)
     session.close()
     resumed = make_session(on_resume="keep", on_error=on_error)
-    manager = resumed._hook.manager
+    manager = resumed.hook.manager
     manager.flush()
     real = manager.admit
 

@@ -87,7 +87,7 @@ def learnt(guided: GuidedRollouts, step: int = 1) -> dict[str, float]:
     made = [rollout(task, float(number), number, step) for task in range(3) for number in (0, 1)]
     guided.finished(made)
     figures = guided.step_done(made, step)
-    assert guided._hook.wait(600)
+    assert guided.hook.wait(600)
     return figures
 
 
@@ -153,7 +153,6 @@ def test_off_is_off(opened: Opened) -> None:
     guided, prompts = opened(), prompts_of()
     assert guided.offered(prompts) is prompts
     assert guided.step_done([rollout(0, 1.0)], 1) == {}
-    assert guided.state() is None
     assert not guided.wants_validation
 
 
@@ -178,15 +177,14 @@ def test_the_same_state_gives_the_same_choices(opened: Opened) -> None:
     guided = opened(*SHOWS, *MAKES, *HYBRID)
     learnt(guided)
     guided.offered(prompts_of())
-    state = json.loads(json.dumps(guided.state()))
+    state = json.loads(json.dumps(guided.hook.state_dict()))
     first = [list(guided.offered(prompts_of())[OFFER]) for _ in range(3)]
     assert len({tuple(offer) for offer in first}) > 1
-    guided.load_state(state)
+    guided.hook.load_state_dict(state)
     validation = prompts_of()
     tu.assign_non_tensor_data(validation, "validate", True)
     guided.offered(validation)  # of which a resumed run makes one more
     assert [list(guided.offered(prompts_of())[OFFER]) for _ in range(3)] == first
-    guided.load_state(None)
 
 
 def test_rollouts_of_dropped_groups_count_too(opened: Opened) -> None:
@@ -261,7 +259,7 @@ def test_a_service_in_trouble_is_counted_and_told_once(
         for _ in range(3):
             assert OFFER not in guided.offered(prompts)
         guided.step_done([rollout(0, 1.0)], 1)
-        assert guided._hook.wait(600)
+        assert guided.hook.wait(600)
         while (figures := guided.step_done([], 2)).get(f"guidance/retrieve/failed/{kind}", 0.0) == 0.0:
             time.sleep(0.05)  # calls that the step abandoned end by themselves
         failed = {name: value for name, value in figures.items() if name.startswith("guidance/retrieve/failed/")}
@@ -285,7 +283,7 @@ def test_a_service_that_answers_slowly_holds_a_step_no_longer_than_said(opened: 
 
     guided = asking(opened, "http://127.0.0.1:9", 0.2)
     slow = Slow()
-    guided._hook.context = slow.context  # type: ignore[method-assign]
+    guided.hook.context = slow.context  # type: ignore[method-assign]
     guided.offered(prompts_of(2000))
     assert slow.asked < 2000
     assert guided.step_done([], 1)["guidance/rollouts/late"] >= 2000 - slow.asked

@@ -279,7 +279,7 @@ def test_histories_of_tasks_like_the_batchs_own(make_session: MakeSession) -> No
 def test_demonstrations_keep_the_log_probs_of_the_actor(make_session: MakeSession) -> None:
     session = make_session(offpolicy_trajectories_per_task=2, in_turns=True)
     plane.fill(session)
-    manager = session._hook.manager
+    manager = session.hook.manager
     demos = []
     for held in manager.task2trajectories.values():
         ids = held[0].input_ids
@@ -419,5 +419,5 @@ def test_an_outcome_that_is_corrected_in_the_record_reaches_the_pool(make_sessio
     with TrajectoryReplayBuffer.open(tmp_path / "run-a" / "rollouts") as reader:
         numbers = [number for number in reader.trajectory_ids.tolist() if reader.get(number).rollout_id in chosen]
     annotate(tmp_path / "run-a" / "rollouts", numbers, {"outcome": [0.0] * 4})
-    wait_until(lambda: len(session._hook.manager._ledger.store.outcomes_given(numbers)) == 4)
+    wait_until(lambda: len(session.hook.manager._ledger.store.outcomes_given(numbers)) == 4)
     assert chosen.isdisjoint(history.rollout_id for (history,) in plane.planned(session).values())

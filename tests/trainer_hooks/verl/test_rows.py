@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.trainer_hooks.verl.builders import RULE, fresh_row, rated, recorded_of, trained_of
 from trainer_hooks.metrics import rollout_metrics
 from trainer_hooks.replay.entry import DEMONSTRATION, of_earlier_run
-from trainer_hooks.replay.outcomes import asked_for
+from trainer_hooks.replay.outcomes import asked_for, known_outcome
 from trainer_hooks.replay.rows import row_count
 from trainer_hooks.transfer_queue import Row
 from trainer_hooks.verl.config import OutcomeRule
@@ -26,7 +26,6 @@ from trainer_hooks.verl.histories import spread
 from trainer_hooks.verl.rows import (
     FIRST_REPLAYED_SESSION,
     finished_of,
-    has_outcome,
     in_order,
     plain,
     recorded_log_probs,
@@ -154,7 +153,7 @@ def test_a_row_without_the_columns_that_are_only_welcome() -> None:
 def test_a_reward_without_the_figure_is_an_unknown_outcome_and_ends_nothing() -> None:
     made = recorded(rated(fresh_row("u1", score=0.5)), rule := OutcomeRule(key="f1"))
     assert made.reward.outcome is None
-    assert not has_outcome(made)
+    assert known_outcome(made) is None
     assert why_no_outcome(made, rule) == "exp_manager.outcome.key: the reward function gave no 'f1'; it gave: acc"
 
 

@@ -154,7 +154,7 @@ def test_rollouts_are_recorded_once_with_their_text(make_session: MakeSession, t
     session = make_session(decoder=plane.Words())
     plane.fill(session)
     session.save(tmp_path / "global_step_1", 1)
-    pooled = [rollout for held in session._hook.manager.task2trajectories.values() for rollout in held]
+    pooled = [rollout for held in session.hook.manager.task2trajectories.values() for rollout in held]
     recorded = {rollout.rollout_id: rollout for rollout in plane.recorded(tmp_path)}
     assert (len(recorded), len(pooled)) == (4 * N, 8), "the pool has no copies"
     for rollout in pooled:
