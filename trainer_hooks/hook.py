@@ -148,15 +148,13 @@ class ReplayHook(Closing, Generic[Task]):
                 return
             if self._recorder is not None and self._recorder.buffer is not None:
                 self._store = BufferStore(self._recorder.buffer, self._recorder.find)
+            if tokenizer is not None and not isinstance(tokenizer, MessageTokenizer):
+                tokenizer = MessageTokenizer.of(tokenizer)
             manager = ExperienceManager(
                 rules,
                 store=self._store,
                 tokenizer_fingerprint=tokenizer_fingerprint,
-                tokenizer=(
-                    tokenizer
-                    if tokenizer is None or isinstance(tokenizer, MessageTokenizer)
-                    else MessageTokenizer.of(tokenizer)
-                ),
+                tokenizer=tokenizer,
                 current_entropy=current_entropy,
                 rows=RowPrompts(get_task, task_prompt),
                 draws_ahead=whole("draws_ahead", draws_ahead, 0),
@@ -386,7 +384,7 @@ class ReplayHook(Closing, Generic[Task]):
             asked: as for :meth:`rollouts_done`.
             data: for the ledger: identity of the data set and position in it, JSON values.
             seeds: for the ledger, by name.
-            options: for the ledger: :class:`trainer_hooks.steps.Options`. The configuration's are added.
+            options: for the ledger, as for :func:`~trainer_hooks.trained.trained_step`. The configuration's are added.
             config: for the ledger: the trainer's whole configuration. Credentials are left out, by their names.
 
         Raises:
@@ -405,7 +403,16 @@ class ReplayHook(Closing, Generic[Task]):
             completed = completed_rollouts(batch, fresh, old_log_probs, entropys, recorder.step)
         if recorder is not None:
             recorder.keep(completed)
-        figures = self._admit_batch(batch, completed, asked)
+        figures: dict[str, float] = {}
+        if replay is not None:
+            extras = batch.non_tensors["extras"]
+            figures = self.rollouts_done(
+                completed,
+                batch.non_tensors["task_ids"].tolist(),
+                [row_extras["is_experience_replay"] for row_extras in extras],
+                [row_extras["policy_version"] for row_extras in extras],
+                asked,
+            )
         if recorder is not None:
             if replay is not None and recorder.buffer is None:
                 recorder.ids = replay.manager.admitted
@@ -423,20 +430,6 @@ class ReplayHook(Closing, Generic[Task]):
         """Return a step's options with the configuration's."""
         loss = {**self.loss_options, **given.get("loss", {})}
         return {**given, "loss": loss, "recorded_log_probs": self.config.exp_is_correct}
-
-    def _admit_batch(
-        self, batch: Batch, completed: Sequence[AgentTrajectory], asked: Mapping[str, int] | None
-    ) -> dict[str, float]:
-        if self._replay is None:
-            return {}
-        extras = batch.non_tensors["extras"]
-        return self.rollouts_done(
-            completed,
-            batch.non_tensors["task_ids"].tolist(),
-            [row_extras["is_experience_replay"] for row_extras in extras],
-            [row_extras["policy_version"] for row_extras in extras],
-            asked,
-        )
 
     def rollouts_done(
         self,

@@ -148,16 +148,7 @@ def inputs_of(record: TrainedStep, stored: Mapping[int, Sequence[BatchRow]], sou
         session = session_of(row.trajectory.metadata)  # whose rows may be trajectories of their own
         name = trajectory if session is None else session[0]
         rollouts.append(numbers.setdefault((name, times[trajectory, part]), len(numbers)))
-        rows.append(
-            BatchRow(
-                trajectory=row.trajectory,
-                group_id=group,
-                is_experience_replay=bool(replayed),
-                add_exp=row.add_exp,
-                train_mode=row.train_mode,
-                rollout=row.rollout,
-            )
-        )
+        rows.append(replace(row, group_id=group, is_experience_replay=bool(replayed)))
         facts.append(
             {
                 "trajectory": trajectory,
@@ -259,16 +250,15 @@ def write_bundle(inputs: StepInputs, folder: str | Path) -> None:
     arrays = io.BytesIO()
     np.savez(arrays, allow_pickle=False, **{name: tensor.numpy() for name, tensor in inputs.tensors.items()})
     tensors = arrays.getvalue()
-    manifest = _encoded(
-        {
-            "format": "trajstore-step",
-            "version": FORMAT_VERSION,
-            "files": {_TENSORS: {"bytes": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}},
-            "tolerances": dict(inputs.tolerances),
-            "rows": [dict(row) for row in inputs.rows],
-            "record": inputs.step.to_json(None),
-        }
-    )
+    content = {
+        "format": "trajstore-step",
+        "version": FORMAT_VERSION,
+        "files": {_TENSORS: {"bytes": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}},
+        "tolerances": dict(inputs.tolerances),
+        "rows": [dict(row) for row in inputs.rows],
+        "record": inputs.step.to_json(None),
+    }
+    manifest = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
     for name, data in ((_TENSORS, tensors), (_MANIFEST, manifest), (_SUM, _sum_of(manifest))):
         directory.publish([EncodedFile(name, [data])])
 
@@ -309,10 +299,6 @@ def _file(folder: str | Path, name: str) -> bytes:
         return (Path(folder) / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise StoreNotFoundError(f"{folder}: has no {name}, so it is no complete bundle of replay-step") from None
-
-
-def _encoded(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def _sum_of(manifest: bytes) -> bytes:

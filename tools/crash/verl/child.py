@@ -89,10 +89,10 @@ def observe(trainer: Any, journal: Journal, gap: float) -> None:
     def loaded() -> None:
         session = trainer._session
         acknowledgements = _Acknowledgements(session, journal)
-        journal.note("loaded", step=trainer.global_steps, run=session._run, **_pool(session._hook.manager))
+        journal.note("loaded", step=trainer.global_steps, run=session._run, **_pool(session.hook.manager))
         _wrap(session, "save", after=partial(phase, "cut"))
         if gap:
-            _wrap(session._hook, "rollouts_done", before=partial(time.sleep, gap))
+            _wrap(session.hook, "rollouts_done", before=partial(time.sleep, gap))
         threading.Thread(target=acknowledgements.run, daemon=True).start()
 
     _wrap(trainer, "_load_checkpoint", after=loaded)
@@ -134,11 +134,11 @@ class _Acknowledgements:
 
     def __init__(self, session: Any, journal: Journal) -> None:
         self._journal = journal
-        self._hook = session._hook
+        self._hook = session.hook
         self._path = session._block.recording_path
         self._arrived: set[int] = set()
         self._noted: set[int] = set()
-        _wrap(session._hook, "rollouts_done", after=self._note_pool)
+        _wrap(session.hook, "rollouts_done", after=self._note_pool)
 
     def _note_pool(self) -> None:
         entries = self._hook.manager._state.entries
