@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
 
@@ -170,24 +170,19 @@ def batch_metrics(
 
 
 class StepTimes:
-    """Sums up the seconds spent in each named part of a step.
+    """Sums up the seconds spent in each named part of a step."""
 
-    Args:
-        clock: returns seconds; only differences count.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         """Add the duration of the ``with`` block, also after an exception, to ``name``."""
-        start = self._clock()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """Return ``{"experience_replay/seconds/<name>": seconds}`` since the last call, and reset."""

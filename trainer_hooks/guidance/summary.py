@@ -10,7 +10,6 @@ from trainer_hooks.guidance.context import ExperienceTemplate, Guidance, plain_m
 from trainer_hooks.guidance.maker import Experience
 from trainer_hooks.replay import is_success
 from trainer_hooks.replay.outcomes import known_outcome
-from trajstore._core.base.arguments import finite
 from trajstore.trajectory import AgentTrajectory
 
 _MOST_CHARACTERS = 1200
@@ -89,20 +88,14 @@ def unicode_of(text: str) -> str:
 class ExtractiveSummarizer:
     """One experience for each task: the replies of its shortest success, and those of a failure to avoid.
 
-    A task without a success gives its best failure, as a way that did not work. A task without known outcomes gives
-    nothing.
-
-    Args:
-        threshold: lowest outcome of a success.
+    A success has an outcome of at least 1. A task without one gives its best failure, as a way that did not work. A
+    task without known outcomes gives nothing.
     """
-
-    def __init__(self, threshold: float = 1.0) -> None:
-        self._threshold = finite("threshold", threshold)
 
     def __call__(self, rollouts: Sequence[AgentTrajectory], /) -> list[Experience]:
         known = rated(rollout for rollout in rollouts if _replies(rollout))
-        good = [rollout for outcome, rollout in known if is_success(outcome, self._threshold)]
-        bad = [(outcome, rollout) for outcome, rollout in known if not is_success(outcome, self._threshold)]
+        good = [rollout for outcome, rollout in known if is_success(outcome)]
+        bad = [(outcome, rollout) for outcome, rollout in known if not is_success(outcome)]
         success = min(good, key=lambda rollout: len("".join(_replies(rollout))), default=None)
         failure = max(bad, key=lambda pair: pair[0], default=(0.0, None))[1]
         parts = []
