@@ -52,6 +52,16 @@ LOG_BYTES = 16 << 20
 _MAX_RECORDS = 20_000
 """The index is written whole after this many log records, or after a sixteenth of the entries if that is more."""
 
+_MOST_SEGMENTS = 64
+
+
+def too_many_segments(segments: int, snapshot_bytes: int) -> bool:
+    """Return whether the index should be written whole, where each commit is a segment: an object to list and to read.
+
+    They may be 64, or one for each megabyte of the index if that is more.
+    """
+    return segments > max(_MOST_SEGMENTS, snapshot_bytes >> 20)
+
 
 Apply = Callable[[], Sequence[Change]]
 """Applies logged lines to the catalog; returns the changes, which the listener receives."""
@@ -92,6 +102,8 @@ class CommitLog:
         """First shard numbers of commits in the catalog. A commit requested again was earlier reported as failed."""
         self._snapshots = Snapshots(directory, metadata)
         self.catalog, self.garbage, self._segment = open_store(directory, self._snapshots)
+        self._segments = 0
+        """Log segments since the index was written whole, where each commit is one."""
         self._unanswered: list[tuple[bytes, Apply]] = []
 
     @contextmanager
@@ -196,6 +208,7 @@ class CommitLog:
         catalog.log_bytes += len(data)
         if not self.directory.can_append:
             self._segment = segment_name(catalog.generation + 1 + data.count(b"\n"))
+            self._segments += 1
         try:
             changes = apply()
         except Exception as error:  # a bug, or out of memory; the files on disk are correct
@@ -314,7 +327,8 @@ class CommitLog:
         catalog = self.catalog
         records = catalog.generation - catalog.snapshot_generation
         long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
-        if long or catalog.log_bytes > max(LOG_BYTES, 2 * catalog.snapshot_bytes):
+        long = long or catalog.log_bytes > max(LOG_BYTES, 2 * catalog.snapshot_bytes)
+        if long or too_many_segments(self._segments, catalog.snapshot_bytes):
             self._begin_segment()
         self.must_keep_house = False
 
@@ -535,9 +549,8 @@ class CommitLog:
                 self.garbage.collect(self.catalog)
 
     def _begin_segment(self) -> None:
-        """Write the index whole; keep the previous segment, which followers are often still reading."""
-        earlier = self.catalog.snapshot_generation if self.directory.can_append else None
-        self._write_snapshot(self.catalog, earlier)
+        """Write the index whole; keep the segments since the last one, which followers are often still reading."""
+        self._write_snapshot(self.catalog, self.catalog.snapshot_generation)
         self.garbage.collect(self.catalog)
         self._segment = segment_name(self.catalog.generation + 1)
         if self.directory.can_append:
@@ -554,6 +567,7 @@ class CommitLog:
     def _write_snapshot(self, catalog: Catalog, keep_after: int | None = None) -> None:
         self._check_in_step()
         self._snapshots.write(catalog, keep_after)
+        self._segments = 0
 
     @property
     def renewal_due(self) -> bool:

@@ -22,7 +22,7 @@ from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import LOG_FOLDER, manifest_to_json, segment_generation, segment_name
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore._core.store.sealed import INDEX_NAME, LEDGER_NAME, METADATA_NAME
-from trajstore._core.writing.commit_log import CommitLog
+from trajstore._core.writing.commit_log import LOG_BYTES, CommitLog, too_many_segments
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, counted, listed
 from trajstore.remote.mirror.source import Line, Picture, strange_id
 
@@ -98,10 +98,8 @@ _ELSEWHERE = (
 _BATCH_BYTES = 32 << 20  # copied at once, and so in memory, unless one shard has more
 _BATCH_FILES = 16
 _LEDGER_BYTES = 1 << 30  # copied between two renewals of the ledger
-_MOST_SEGMENTS = 64
 _MOST_KEPT = 100
 _ATTEMPTS = 20
-_MOST_LOG_BYTES = 16 << 20
 
 
 class Replica:
@@ -416,8 +414,8 @@ class Replica:
             self._log_bytes += len(data)
         names = [name for name in picture.pin_files if picture.pins[name].generation <= self.generation]
         self._publish_pins(picture, names)
-        long = self._log_bytes > max(_MOST_LOG_BYTES, 2 * self._snapshot_bytes)
-        self.whole_due = long or self._segments > max(_MOST_SEGMENTS, self._snapshot_bytes >> 20)
+        long = self._log_bytes > max(LOG_BYTES, 2 * self._snapshot_bytes)
+        self.whole_due = long or too_many_segments(self._segments, self._snapshot_bytes)
 
     def _publish_pins(self, picture: Picture, names: Iterable[str]) -> None:
         for name in names:
