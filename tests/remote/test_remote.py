@@ -176,6 +176,7 @@ def test_a_buffer_lives_in_an_object_store(s3_url: str, s3_options: dict[str, An
 
 def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("moto.server", reason="needs moto[server]")
+    monkeypatch.setattr(t33_requests, "_RANKS", (8,))
     for name in ("_COLLECT_EVERY", "_REMOTE_RENEWAL"):  # requests of every minute
         monkeypatch.setattr(maintenance, name, 86_400.0)
     requests = {figure.name: figure.value for figure in t33_requests.figures(Options(tmp_path, scale=0.04))}
@@ -183,6 +184,25 @@ def test_commits_refreshes_and_whole_shards_take_few_requests(tmp_path: Path, mo
         "a commit": 2.0,
         "a commit, with retention": 2.0,
         "an idle refresh of a store": 1.0,
-        "an idle refresh of a run of 8 ranks": 9.0,
+        "an idle refresh of a run of 8 ranks": 1.0,
         "reading a whole shard": 1.0,
     }
+
+
+def test_the_log_stays_short_and_a_follower_keeps_up(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore._core.writing.commit_log._MOST_SEGMENTS", 4)
+    with writer_to(memory_url) as writer, TrajectoryReplayBuffer.open(memory_url) as reader:
+        log = open_directory(f"{memory_url}/log")
+        assert not reader.refresh()
+        contents = reader._live.contents
+        for key in range(0, 30, 3):
+            add_each(writer, range(key, key + 3))
+            assert len(log.names()) <= 1 + 2 * (4 + 1)  # the fence, and those of the last two indexes
+            assert reader.refresh()
+            assert keys_of(reader) == keys_of(writer)
+        assert reader._live.contents is contents, "not loaded again"
+        add_each(writer, range(30, 50))  # too many at once: loaded again
+        assert reader.refresh()
+        assert keys_of(reader) == keys_of(writer)
+    with TrajectoryReplayBuffer.open(memory_url) as reader:
+        assert sorted(keys_of(reader).values()) == list(range(50))

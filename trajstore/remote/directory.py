@@ -21,10 +21,12 @@ from trajstore._core.files.base import (
     Directory,
     EncodedFile,
     LateLease,
+    Listed,
     Reader,
     ReaderLease,
     WriterLock,
     check_name,
+    version_in,
 )
 from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.holder import LOCK_NAME
@@ -45,6 +47,12 @@ _ATTEMPTS = 10  # to change an object that others change too
 
 _LOG, _SHARDS = "log/", "shards/"
 """Folders of write-once files. Shards of two stores mirrored to one place can have the same name."""
+
+_NOT_IN_LOG = "r"
+"""A letter in the names of shards, readers' leases and the index, but not in those of log segments and metadata.json.
+
+With it as delimiter a listing has one entry for all shards of a store.
+"""
 
 Item = TypeVar("Item")
 
@@ -157,8 +165,18 @@ class RemoteDirectory(Directory):
         return self._objects.listing(check_name(below) if below else "")
 
     def version(self, files: Sequence[str], after: str) -> Any:
-        following = self._objects.following(check_name(after))
-        return following[0] if following and following[0][0] == files[-1] else None
+        return version_in(self._objects.following(check_name(after)), files, after)
+
+    def listed(self, beginning: str, pages: int) -> Listed | None:
+        versions = self._objects.versions(beginning, _NOT_IN_LOG, pages)
+        if versions is None:
+            return None
+        folders: dict[str, dict[str, str]] = {}
+        for path, version in versions.items():
+            folder, inside, name = path.partition("/")
+            if inside:
+                folders.setdefault(folder, {})[name] = version
+        return folders
 
     def map(self, name: str, size: int | None = None, *, sequential: bool = False) -> FileMap:
         url = self._objects.url_of(check_name(name))

@@ -309,14 +309,35 @@ class ObjectStore:
                 kinds[item["type"]].append(path[len(folder) - len(below) :])
         return sorted(kinds["file"]), sorted(kinds["directory"])
 
-    def following(self, name: str) -> list[tuple[str, str]] | None:
-        """Return names and versions of the two objects after a name, or fewer; None elsewhere than on S3."""
+    def following(self, name: str) -> dict[str, str]:
+        """Return the version of the object after a name, by its name; empty elsewhere than on S3."""
         if not self.takes_conditions:
-            return None
+            return {}
         with self._at("") as (fs, folder):
             start = _address(folder + name)["Key"]
             page, bucket = next(_pages(fs, folder, StartAfter=start, MaxKeys=2))
-            return [(path[len(folder) :], info["ETag"]) for path, info in _objects(page, bucket)]
+            return {path[len(folder) :]: info["ETag"] for path, info in _objects(page, bucket)}
+
+    def versions(self, beginning: str, delimiter: str, pages: int) -> dict[str, str] | None:
+        """Return the versions of all objects whose names begin so, by name, listed in this order.
+
+        All whose names agree up to the first ``delimiter`` after ``beginning`` count as one, with that part of the name
+        and no version.
+
+        Returns:
+            None if they take more than ``pages`` requests, or elsewhere than on S3.
+        """
+        if not self.takes_conditions:
+            return None
+        versions: dict[str, str] = {}
+        with self._at(beginning) as (fs, path):
+            length = len(path) - len(beginning)
+            for number, (page, bucket) in enumerate(_pages(fs, path, Delimiter=delimiter), 1):
+                versions |= {path[length:]: info["ETag"] for path, info in _objects(page, bucket)}
+                versions |= {f"{bucket}/{item['Prefix']}"[length:]: "" for item in page.get("CommonPrefixes", ())}
+                if page.get("IsTruncated") and number == pages:
+                    return None
+        return versions
 
     def any(self) -> bool:
         """Return whether any object exists."""

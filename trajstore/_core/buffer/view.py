@@ -18,10 +18,10 @@ from trajstore._core.base.heap import return_freed
 from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
-from trajstore._core.files.base import Directory, ReaderLease
+from trajstore._core.files.base import Directory, Listed, ReaderLease
 from trajstore._core.reading.cache import TrajectoryCache
 from trajstore._core.reading.contents import Contents
-from trajstore._core.reading.places import is_of_rank, rank_number, ranks_of
+from trajstore._core.reading.places import RANKS, is_of_rank, name_of, rank_number, ranks_of
 from trajstore._core.reading.sources import Source, StoreSource
 from trajstore._core.sampling.states import names_of
 from trajstore._core.store.additions import NewEntries
@@ -82,6 +82,8 @@ class View(CommitListener):
         self.request: LoadRequest | None = None
         """The last load; None before it."""
         self._ranks: frozenset[str] | None = None
+        self._ask_each = False
+        """Whether each rank of the loaded run is asked for commits, because one listing has too many files."""
         self._told: set[str] = set()
         self.steady = locks.lock("View.steady")
         """Held while loaded directories are replaced, followed or saved, so that files to be linked stay."""
@@ -241,7 +243,7 @@ class View(CommitListener):
             self.contents = contents
             old, self._leases = self._leases, loaded.leases
         self.request, self._ranks = request, loaded.ranks
-        self._half_followed = False
+        self._half_followed = self._ask_each = False
         for lease in old:
             lease.release()
         return_freed()
@@ -254,22 +256,41 @@ class View(CommitListener):
         """Return what to load again; None without a load, or without new commits and ranks."""
         for lease in self._leases:
             lease.notice()
-        changed = self._half_followed or self._has_changed() or self._has_joined()
+        listed = self._list_ranks()
+        changed = self._half_followed or self._has_changed(listed) or self._has_joined(listed)
         return replace(self.request, known=self._ranks) if changed and self.request is not None else None
 
-    def _has_changed(self) -> bool:
-        loaded = self.loaded()
-        if len(loaded) < 2 or self.request is None or not self.request.directory.copies_files:
-            return any(source.changed() for source in loaded)
-        with ThreadPoolExecutor(min(_AT_ONCE, len(loaded)), "trajstore-refresh") as pool:  # a request each
-            return any(list(pool.map(lambda source: source.changed(), loaded)))
+    def _list_ranks(self) -> Listed | None:
+        """Return one listing of all ranks of the loaded run; None where asking each of them costs no more requests."""
+        if self.request is None or self._ranks is None or self._ask_each:
+            return None
+        run, listed = self.request.directory, None
+        try:  # pages come one after another, answers of ranks several at once
+            listed = run.listed(RANKS, max(1, len(self._ranks) // 4))
+        except OSError as error:
+            self._tell(f"{run.url}: its ranks are asked one by one, as they could not be listed at once: {error}")
+        self._ask_each = listed is None
+        return listed
 
-    def _has_joined(self) -> bool:
+    def _has_changed(self, listed: Listed | None) -> bool:
+        loaded, run = self.loaded(), None if self.request is None else self.request.directory
+
+        def changed(source: Source) -> bool:
+            place = source.directory
+            return source.changed(None if listed is None or place is run else listed.get(name_of(place)))
+
+        if len(loaded) < 2 or run is None or not run.copies_files:
+            return any(map(changed, loaded))
+        with ThreadPoolExecutor(min(_AT_ONCE, len(loaded)), "trajstore-refresh") as pool:  # some requests each
+            return any(list(pool.map(changed, loaded)))
+
+    def _has_joined(self, listed: Listed | None = None) -> bool:
         """Return whether the loaded run has new ranks, with none missing below them."""
         if self.request is None or self._ranks is None:
             return False
         directory = self.request.directory
-        if self._ranks.issuperset(name for name in directory.listing()[1] if is_of_rank(name)):
+        folders = directory.listing()[1] if listed is None else listed
+        if self._ranks.issuperset(name for name in folders if is_of_rank(name)):
             return False
         ranks = ranks_of(directory)
         return not ranks.lacking and not self._ranks.issuperset(ranks.names)

@@ -81,6 +81,16 @@ class EncodedFile:
         return sum(memoryview(piece).nbytes for piece in self.pieces)
 
 
+Listed = Mapping[str, Mapping[str, str]]
+"""Versions of files, by folder and by name in it."""
+
+
+def version_in(versions: Mapping[str, str], files: Sequence[str], after: str) -> str | None:
+    """Return :meth:`Directory.version` from the versions of a directory's files, by name."""
+    following = min((name for name in versions if name > after), default=None)
+    return versions[following] if following == files[-1] else None
+
+
 class WriterLock(ABC):
     """Lock of a directory's only writer; released by ``release()`` or the process's death."""
 
@@ -245,6 +255,18 @@ class Directory(ABC):
 
         Takes one request in an object store, for the version of the last file: known if that follows ``after`` in the
         order of all names, so that none of the others exists between the two.
+        """
+        return None
+
+    def listed(self, beginning: str, pages: int) -> Listed | None:
+        """Return the versions of the files in the folders whose names begin so, as for :func:`version_in`.
+
+        Only names of folders, log segments and ``metadata.json`` are sure to be included; shards and leases, which may
+        be many, are not. Names are listed in their order, so that a file is not older than those before it.
+
+        Returns:
+            By folder, and by name in it. None if unknown, as in a local directory, or if it takes more than ``pages``
+            requests.
         """
         return None
 

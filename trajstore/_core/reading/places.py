@@ -37,7 +37,10 @@ POOL_FILES = ("task2trajectories.pkl", "difficulty2task_dict.json", "skip_uid_se
 """The files that AgentEvolver keeps of an experience pool."""
 
 _RLINF_FILE = re.compile(r"trajectory_\d+_.*\.(pt|pkl)$")
-_RANK = re.compile(r"rank_(\d+)")
+RANKS = "rank_"
+"""Beginning of the names of a run's folders."""
+
+_RANK = re.compile(rf"{RANKS}(\d+)")
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -71,8 +71,8 @@ class Source(ABC):
         """Number of commits seen."""
         return 0
 
-    def changed(self) -> bool:
-        """Check for new commits; return whether there were any."""
+    def changed(self, listed: Mapping[str, str] | None = None) -> bool:
+        """Check for new commits; return whether there were any. The argument is that of :meth:`Catalog.behind`."""
         return False
 
     def extent(self, row: int) -> Extent | None:
@@ -131,8 +131,8 @@ class StoreSource(Source):
     def generation(self) -> int:
         return self.catalog.generation
 
-    def changed(self) -> bool:
-        return self.catalog.behind()
+    def changed(self, listed: Mapping[str, str] | None = None) -> bool:
+        return self.catalog.behind(listed)
 
     def notes_for(self, number: int, ids: npt.NDArray[np.int64]) -> StoreNotes:
         """Return the late values of shown trajectories of this source, and of its twins.

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import orjson
 
 from trajstore._core.columns.limits import MAX_GENERATION, MAX_ID
-from trajstore._core.files.base import Directory
+from trajstore._core.files.base import Directory, version_in
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
@@ -151,14 +151,17 @@ class Catalog(Committed):
             self.__dict__.update(fresh.__dict__)
         return self.generation != before
 
-    def behind(self) -> bool:
+    def behind(self, listed: Mapping[str, str] | None = None) -> bool:
         """Return whether there are new commits; changes nothing, so other threads may keep reading.
 
         A commit is appended to the segment that was read or begins the next one, and a snapshot replaces
-        ``metadata.json``.
+        ``metadata.json``, before it removes segments.
+
+        Args:
+            listed: versions of the directory's files, as of :meth:`Directory.listed`; None: it is asked.
         """
-        files = (self.segment, segment_name(self.generation + 1), METADATA_NAME)
-        version = self.directory.version(files, segment_name(self.generation))
+        files, after = (self.segment, segment_name(self.generation + 1), METADATA_NAME), segment_name(self.generation)
+        version = self.directory.version(files, after) if listed is None else version_in(listed, files, after)
         if version is not None and version == self._seen:
             return False
         behind = self._is_behind()

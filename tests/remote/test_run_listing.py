@@ -1,0 +1,162 @@
+"""A reader of a run in object storage asks for all ranks with one listing, and misses nothing by that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.stores import add_each, keys_of, writer_to
+from trajstore import TrajectoryReplayBuffer
+from trajstore._core.buffer.reader import Reader
+from trajstore._core.files.base import version_in
+from trajstore._core.files.opening import open_directory
+from trajstore._core.store.log_records import segment_name
+from trajstore._core.store.sealed import METADATA_NAME
+from trajstore.remote.object_store import ObjectStore
+
+RANKS = 8
+
+
+@pytest.fixture
+def requests(s3_options: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the kinds of all requests from now on, without those of writers from time to time."""
+    from aiobotocore.client import AioBaseClient
+
+    send, sent = AioBaseClient._make_api_call, []
+
+    def counted(client: object, kind: str, given: dict[str, Any]) -> object:
+        if kind != "PutObject" and not str(given.get("Prefix")).endswith(("/inbox/", "/readers/")):
+            sent.append(kind)
+        return send(client, kind, given)
+
+    with patch.object(AioBaseClient, "_make_api_call", counted):
+        yield sent
+
+
+@pytest.fixture
+def writers(s3_url: str, s3_options: dict[str, Any]) -> Iterator[list[TrajectoryReplayBuffer]]:
+    """Yield the writers of a run, each with one commit."""
+    opened = [writer_to(f"{s3_url}/rank_{rank}", storage_options=s3_options) for rank in range(RANKS)]
+    for rank, writer in enumerate(opened):
+        add_each(writer, [rank])
+    yield opened
+    for writer in opened:
+        writer.close()
+
+
+def settled(url: str, options: dict[str, Any]) -> Reader:
+    """Return a reader of a run that has seen it idle once."""
+    reader = Reader.open(url, storage_options=options)
+    assert not reader.refresh()
+    return reader
+
+
+def shown(reader: Reader) -> list[int]:
+    return sorted(keys_of(reader).values())
+
+
+def idle_costs(reader: Reader, requests: list[str]) -> list[str]:
+    """Return the requests of a refresh."""
+    requests.clear()
+    assert not reader.refresh()
+    return requests.copy()
+
+
+def test_one_listing_shows_every_change_of_a_run(
+    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer], requests: list[str]
+) -> None:
+    with settled(s3_url, s3_options) as reader:
+        assert idle_costs(reader, requests) == ["ListObjectsV2"]
+        for key, writer in enumerate((writers[0], writers[-1]), RANKS):
+            add_each(writer, [key])
+            assert reader.refresh()
+            assert shown(reader) == list(range(key + 1))
+            assert not reader.refresh()  # after loading anew
+            assert idle_costs(reader, requests) == ["ListObjectsV2"]
+        writers[2].evict([0])
+        assert reader.refresh()
+        assert 2 not in shown(reader)
+        writers[3].close()  # writes the index whole and removes the log
+        reader.refresh()
+        add_each(writers[4], [16])
+        writers[4].close()
+        assert reader.refresh()
+        assert 16 in shown(reader)
+        with writer_to(f"{s3_url}/rank_{RANKS}", storage_options=s3_options) as joined:
+            add_each(joined, [17])
+            assert reader.refresh()
+            assert 17 in shown(reader)
+            assert not reader.refresh()
+            assert idle_costs(reader, requests) == ["ListObjectsV2"]
+
+
+def test_a_rank_that_vanishes_is_named(
+    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer]
+) -> None:
+    import s3fs
+
+    with settled(s3_url, s3_options) as reader:
+        writers[3].close()
+        s3fs.S3FileSystem(**s3_options).rm(f"{s3_url}/rank_3", recursive=True)
+        with pytest.raises(FileNotFoundError, match="rank_3"):
+            reader.refresh()
+        assert len(reader.trajectory_ids) == RANKS
+
+
+@pytest.mark.parametrize(("page", "costs"), [(1000, 1), (40, 2), (8, 2 + RANKS + 1)])
+def test_a_run_of_many_files_is_asked_rank_by_rank(
+    page: int,
+    costs: int,
+    s3_url: str,
+    s3_options: dict[str, Any],
+    writers: list[TrajectoryReplayBuffer],
+    requests: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", str(page))
+    with Reader.open(s3_url, storage_options=s3_options) as reader:
+        reader.refresh()
+        reader._live._ask_each = False
+        assert len(idle_costs(reader, requests)) == costs
+        assert len(idle_costs(reader, requests)) == min(costs, RANKS + 1)
+        for rank in (0, RANKS - 1):
+            add_each(writers[rank], [RANKS + rank])
+            assert reader.refresh()
+            assert RANKS + rank in shown(reader)
+
+
+def test_a_server_that_refuses_the_listing_is_asked_rank_by_rank(
+    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer], caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        patch.object(ObjectStore, "versions", side_effect=OSError("NotImplemented: delimiter")),
+        caplog.at_level(logging.WARNING),
+        settled(s3_url, s3_options) as reader,
+    ):
+        add_each(writers[1], [RANKS])
+        assert reader.refresh()
+        assert not reader.refresh()
+    warnings = [record.getMessage() for record in caplog.records if "asked one by one" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "NotImplemented: delimiter" in warnings[0]
+
+
+def test_the_listing_has_the_versions_that_each_rank_has(
+    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer]
+) -> None:
+    writers[1].points.save(1, {"a": 1})
+    run = open_directory(s3_url, **s3_options)
+    listed = run.listed("rank_", 1)
+    assert listed is not None
+    assert sorted(listed) == [f"rank_{rank}" for rank in range(RANKS)]
+    assert not [name for files in listed.values() for name in files if name.startswith("shards/")]
+    for name, files in listed.items():
+        for generation in range(4):
+            asked = (["", segment_name(generation + 1), METADATA_NAME], segment_name(generation))
+            assert version_in(files, *asked) == run.inner(name).version(*asked)
+    newest = segment_name(max(generation for generation in range(9) if segment_name(generation) in listed["rank_0"]))
+    assert version_in(listed["rank_0"], [METADATA_NAME], newest) == listed["rank_0"][METADATA_NAME]
