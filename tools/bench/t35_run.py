@@ -2,22 +2,36 @@
 
 Each opens the run in a process of its own; bytes are the growth of its RSS without the kernels, for each trajectory
 shown. The shards are holes, as in T8. The handle's index is filled with what 64 stores report of 10,000,000.
+
+Besides, a refresh of a run of 200 ranks on a local disk without news, and ``points.save`` of a handle of 64 stores on
+one disk. Their servers are in this process and called by threads, instead of actors called through Ray; once each has
+16 rollouts of *agent* that are not committed yet.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tools.bench.report import Figure, Options
 from tools.bench.t08_open import cost, load, write_store
-from tools.bench.timing import in_child, status_bytes
+from tools.bench.timing import Times, in_child, status_bytes
+from tools.bench.workloads import agents
+from trajstore import Reader, TrajectoryReplayBuffer
+
+if TYPE_CHECKING:
+    from trajstore.distributed.server import StoreServer
 
 RANKS, LEARNERS, SHARE = (1, 8, 64), 8, 3
+IDLE_RANKS, PENDING = 200, 16
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -39,6 +53,73 @@ def figures(options: Options) -> Iterator[Figure]:
     held = in_child(_handle, number, RANKS[-1])
     name = f"handle of {number:,} trajectories in {RANKS[-1]} stores"
     yield Figure("T35", name, held["held"] / 1e6, 100.0, "MB", details={"peak_mb": held["peak"] / 1e6})
+    yield _idle(options, max(2, options.count(IDLE_RANKS, 2)))
+    yield from _saving(options, max(2, options.count(RANKS[-1], 2)))
+
+
+def _idle(options: Options, ranks: int) -> Figure:
+    for rank in range(ranks):
+        path = options.folder / "idle" / f"rank_{rank}"
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, sample_window_size=0) as buffer:
+            buffer.add_trajectories(agents()[:1])
+    times = Times(warmup=3)
+    with Reader.open(options.folder / "idle") as reader:
+        for _ in range(10 * options.repeats):
+            times.take(reader.refresh)
+    return Figure("T35", f"idle refresh of {ranks} ranks", times.ms, 10.0, "ms", details={"cpu_ms": times.processor_ms})
+
+
+def _saving(options: Options, stores: int) -> Iterator[Figure]:
+    from trajstore.distributed.handle import DistributedReplayBuffer
+    from trajstore.distributed.saving import StoresOfHandle
+    from trajstore.distributed.server import StoreServer
+    from trajstore.points import Points
+
+    servers = [StoreServer(str(options.folder / "saved"), rank, {}, ("", "", "")) for rank in range(stores)]
+    handle: Any = DistributedReplayBuffer.__new__(DistributedReplayBuffer)
+    handle._lock, handle._draws = Lock(), SimpleNamespace(state_dict=dict)
+    handle._options, handle.flush = SimpleNamespace(patience=10.0), lambda: None
+    handle._stores = _Called(servers)
+    points, rollouts, step = Points(StoresOfHandle(handle)), agents()[:PENDING], 0
+    for pending in (0, PENDING):
+        times = Times(warmup=1)
+        for _ in range(options.repeats + 1):
+            for server in servers if pending else ():
+                server._buffer.add_trajectories(rollouts)
+            times.take(partial(points.save, step := step + 1))
+        name = f"points.save of {stores} stores, {pending} rollouts pending in each"
+        yield Figure("T35", name, times.seconds, 1.0, "s", details={"longest_s": max(times.clock)})
+    for server in servers:
+        server.close()
+
+
+class _Called:
+    """Calls servers as :class:`~trajstore.distributed.actors.Stores` calls actors."""
+
+    name, deadline = "bench", 60.0
+
+    def __init__(self, servers: Sequence[StoreServer]) -> None:
+        self._servers = servers
+        self._pool = ThreadPoolExecutor(len(servers))
+
+    def look_whole(self) -> list[int]:
+        return self.all_ranks
+
+    look = look_whole
+
+    @property
+    def all_ranks(self) -> list[int]:
+        return [*range(len(self._servers))]
+
+    def submit(self, rank: int, method: str, *arguments: Any) -> Future[Any]:
+        return self._pool.submit(getattr(self._servers[rank], method), *arguments)
+
+    def call(self, rank: int, method: str, *arguments: Any) -> Any:
+        return self.submit(rank, method, *arguments).result()
+
+    def call_all(self, arguments: Mapping[int, Sequence[Any]], method: str, *_: float) -> dict[int, Any]:
+        running = {rank: self.submit(rank, method, *given) for rank, given in arguments.items()}
+        return {rank: call.result() for rank, call in running.items()}
 
 
 def _shares(run: Path, total: int, whole: dict[str, float], kernels: float) -> Iterator[Figure]:

@@ -59,11 +59,12 @@ class RestorableHandle(DrawingHandle):
         self._stores.call_all(dict.fromkeys(ranks, ()), "describe", min(self._options.patience, self._stores.deadline))
         self.flush()
         by = uuid.uuid4().hex
-        begun = []
+        begun: list[int] = []
         try:
-            for rank in ranks:  # in a fixed order, to avoid a deadlock of two saving handles
-                begun.append(rank)
-                self._stores.call(rank, "hold", by, _HELD)
+            # All handles that save begin with the same store, so that no two of them wait for each other.
+            for together in filter(None, (ranks[:1], ranks[1:])):
+                begun += together
+                self._stores.call_all(dict.fromkeys(together, (by, _HELD)), "hold")
             yield _Cut(by, ranks)
         finally:
             for rank in begun:
