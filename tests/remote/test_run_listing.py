@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from threading import Barrier
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,9 @@ import pytest
 from tests.stores import add_each, keys_of, writer_to
 from trajstore import TrajectoryReplayBuffer
 from trajstore._core.buffer.reader import Reader
-from trajstore._core.files.base import version_in
+from trajstore._core.files.base import Directory, version_in
 from trajstore._core.files.opening import open_directory
+from trajstore._core.store.catalog import Catalog, ReadersCatalog
 from trajstore._core.store.log_records import segment_name
 from trajstore._core.store.sealed import METADATA_NAME
 from trajstore.remote.object_store import ObjectStore
@@ -92,6 +94,19 @@ def test_one_listing_shows_every_change_of_a_run(
             assert 17 in shown(reader)
             assert not reader.refresh()
             assert idle_costs(reader, requests) == ["ListObjectsV2"]
+
+
+def test_the_ranks_of_a_run_are_opened_at_once(
+    s3_url: str, s3_options: dict[str, Any], writers: list[TrajectoryReplayBuffer]
+) -> None:
+    together, open_one = Barrier(RANKS, timeout=60.0), ReadersCatalog.open
+
+    def opened(directory: Directory) -> Catalog:
+        together.wait()
+        return open_one(directory)
+
+    with patch.object(ReadersCatalog, "open", opened), Reader.open(s3_url, storage_options=s3_options) as reader:
+        assert shown(reader) == list(range(RANKS))
 
 
 def test_a_rank_that_vanishes_is_named(

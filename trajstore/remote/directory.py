@@ -9,11 +9,10 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from trajstore._core.base.arguments import finite, truth, whole
 from trajstore._core.files.base import (
@@ -30,6 +29,7 @@ from trajstore._core.files.base import (
 )
 from trajstore._core.files.filemap import FileMap
 from trajstore._core.files.holder import LOCK_NAME
+from trajstore._core.files.parallel import at_once
 from trajstore._core.files.partial import PartialMaps, Range
 from trajstore._core.files.read_cache import ReadCache
 from trajstore._core.store.sealed import INDEX_NAME
@@ -41,8 +41,6 @@ from trajstore.remote.object_store import ObjectStore
 
 logger = logging.getLogger(__name__)
 
-_CONNECTIONS = 16  # concurrent requests of one call
-
 _ATTEMPTS = 10  # to change an object that others change too
 
 _LOG, _SHARDS = "log/", "shards/"
@@ -53,8 +51,6 @@ _NOT_IN_LOG = "r"
 
 With it as delimiter a listing has one entry for all shards of a store.
 """
-
-Item = TypeVar("Item")
 
 
 class RemoteDirectory(Directory):
@@ -238,7 +234,7 @@ class RemoteDirectory(Directory):
         for file in files:
             check_name(file.name)
         self._check_lock()
-        _for_each(self._publish, files)
+        at_once(self._publish, files)
 
     def _publish(self, file: EncodedFile) -> None:
         data = b"".join(map(_flat, file.pieces))
@@ -306,7 +302,7 @@ class RemoteDirectory(Directory):
     def remove(self, names: Iterable[str], *, durable: bool = False) -> None:
         checked = [check_name(name) for name in names]
         self._check_lock()
-        _for_each(self._remove, checked)
+        at_once(self._remove, checked)
 
     def _remove(self, name: str) -> None:
         if self._is_plain(name) or name.startswith(_SHARDS):
@@ -350,14 +346,3 @@ class RemoteDirectory(Directory):
 def _flat(piece: Buffer) -> memoryview:
     view = memoryview(piece)
     return view.cast("B") if view.nbytes else memoryview(b"")
-
-
-def _for_each(function: Callable[[Item], None], items: Sequence[Item]) -> None:
-    """Call a function for all items, several at once; raise the first error once all have ended."""
-    if len(items) < 2:
-        for item in items:
-            function(item)
-        return
-    with ThreadPoolExecutor(min(_CONNECTIONS, len(items)), "trajstore-remote") as pool:
-        for done in [pool.submit(function, item) for item in items]:
-            done.result()

@@ -15,6 +15,7 @@ import orjson
 from trajstore._core.buffer.checkpoint import CheckpointState
 from trajstore._core.columns.limits import UNKNOWN_TIME
 from trajstore._core.files.base import Directory, ReaderLease
+from trajstore._core.files.parallel import at_once
 from trajstore._core.reading.places import (
     absent_above,
     kind_of,
@@ -158,7 +159,7 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
         share_of(0, *share)
     path = place.url
     directories, lacking = _directories(place, request.known) if united is None else (list(united.values()), [])
-    leases = [directory.announce_reader(oldest_generation(directory)) for directory in directories]
+    leases = at_once(_announce, directories, waits=place.copies_files)
     try:
         whole_place = united is None and directories != [place]
         ranks = [rank_number(directory, place) for directory in directories] if whole_place else list(united or [ALONE])
@@ -194,6 +195,10 @@ def load_sources(request: LoadRequest, verify_shards: bool = False) -> Loaded:
         raise
 
 
+def _announce(directory: Directory) -> ReaderLease:
+    return directory.announce_reader(oldest_generation(directory))
+
+
 def _open_all(
     directories: Sequence[Directory], ranks: Sequence[int], leases: Sequence[ReaderLease], request: LoadRequest
 ) -> tuple[list[_Opened], list[ReaderLease], dict[Exception, Directory]]:
@@ -201,11 +206,18 @@ def _open_all(
     found: list[_Opened] = []
     kept: list[ReaderLease] = []
     errors: dict[Exception, Directory] = {}
-    for directory, rank, lease in zip(directories, ranks, leases, strict=True):
+
+    def attempt(asked: tuple[Directory, int]) -> _Opened | Exception:
         try:
-            opened = _open(directory, request, rank)
+            return _open(asked[0], request, asked[1])
         except _UNREADABLE as error:
-            errors[error] = directory
+            return error
+
+    asked = list(zip(directories, ranks, strict=True))
+    results = at_once(attempt, asked, waits=request.directory.copies_files)
+    for directory, opened, lease in zip(directories, results, leases, strict=True):
+        if isinstance(opened, Exception):
+            errors[opened] = directory
             lease.release()
             continue
         lease.settle(opened.source.generation)
@@ -351,8 +363,10 @@ def _open(directory: Directory, request: LoadRequest, rank: int) -> _Opened:
 def _check_present(loaded: Loaded, path: str | Path) -> None:
     """Refuse a share of stores with absent or truncated files."""
     errors = []
-    for source, part in loaded.parts:
-        lost = source.lost(part) if isinstance(source, StoreSource) else None
+    stores = [(source, part) for source, part in loaded.parts if isinstance(source, StoreSource)]
+    waits = any(source.directory.copies_files for source, _ in stores)
+    all_lost = at_once(lambda store: store[0].lost(store[1]), stores, waits=waits)
+    for (source, _), lost in zip(stores, all_lost, strict=True):
         if lost is not None:
             lost = replace(lost, ids=own_id(lost.ids))  # numbers within the named directory
             errors.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -19,6 +18,7 @@ from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
 from trajstore._core.files.base import Directory, Listed, ReaderLease
+from trajstore._core.files.parallel import at_once
 from trajstore._core.reading.cache import TrajectoryCache
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.places import RANKS, is_of_rank, name_of, rank_number, ranks_of
@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAP_LIMIT = 16384
-_AT_ONCE = 16  # requests
 
 _UNLIMITED = Retention()
 
@@ -279,10 +278,7 @@ class View(CommitListener):
             place = source.directory
             return source.changed(None if listed is None or place is run else listed.get(name_of(place)))
 
-        if len(loaded) < 2 or run is None or not run.copies_files:
-            return any(map(changed, loaded))
-        with ThreadPoolExecutor(min(_AT_ONCE, len(loaded)), "trajstore-refresh") as pool:  # some requests each
-            return any(list(pool.map(changed, loaded)))
+        return any(at_once(changed, loaded) if run is not None and run.copies_files else map(changed, loaded))
 
     def _has_joined(self, listed: Listed | None = None) -> bool:
         """Return whether the loaded run has new ranks, with none missing below them."""

@@ -1,9 +1,9 @@
-"""An ordered, bounded map over items by several threads."""
+"""Ordered maps over items by several threads."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -12,6 +12,23 @@ B = TypeVar("B")
 
 _THREADS = 4
 """Checksums and writes release the GIL, and most of a write is waiting for the disk or the network."""
+
+_AT_ONCE = 16
+"""Requests to a server: each waits for its answer."""
+
+
+def at_once(function: Callable[[A], B], items: Sequence[A], *, waits: bool = True) -> list[B]:
+    """Return ``function(item)`` for each item in order, called several at once; raise the first error once all ended.
+
+    Args:
+        function: to call.
+        items: its arguments.
+        waits: False if the calls do not wait for a server; then one follows the other, until an error.
+    """
+    if not waits or len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(_AT_ONCE, len(items)), thread_name_prefix="trajstore-requests") as pool:
+        return [call.result() for call in [pool.submit(function, item) for item in items]]
 
 
 def in_order(function: Callable[[A], B], items: Iterable[A]) -> Iterator[B]:

@@ -15,6 +15,7 @@ from typing import Literal
 from trajstore._core.files.base import Directory, is_safe_name
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import open_directory
+from trajstore._core.files.parallel import at_once
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.log_records import LOG_FOLDER
@@ -210,24 +211,32 @@ def _ranks_among(run: Directory, folders: Collection[str]) -> Ranks:
     ]
     seen: dict[int, str] = {}
     denied: PermissionError | None = None
-    for name in sorted(numbers, key=by_number):
-        directory = run.inner(name)
-        if seen.setdefault(numbers[name], name) != name:
-            lacking.append(f"{name} has the number of {seen[numbers[name]]} and is left out")
-            continue
-        try:
-            kind = kind_of(directory)
-        except PermissionError as error:
-            denied = error
-            lacking.append(f"{name} may not be read: {error}")
-            continue
-        if kind in ("store", "rlinf"):
+    names = sorted(numbers, key=by_number)
+    lacking += [
+        f"{name} has the number of {seen[numbers[name]]} and is left out"
+        for name in names
+        if seen.setdefault(numbers[name], name) != name
+    ]
+    inner = {name: run.inner(name) for name in seen.values()}
+    kinds = at_once(_kind_or_denied, [*inner.values()], waits=run.copies_files)
+    for (name, directory), kind in zip(inner.items(), kinds, strict=True):
+        if isinstance(kind, PermissionError):
+            denied = kind
+            lacking.append(f"{name} may not be read: {kind}")
+        elif kind in ("store", "rlinf"):
             directories.append(directory)
         else:
             lacking.append(f"{name} holds no store")
     if denied is not None and not directories:
         raise denied  # else the error would be lost
     return Ranks(tuple(directories), tuple(lacking) if directories else ())
+
+
+def _kind_or_denied(directory: Directory) -> PlaceKind | PermissionError | None:
+    try:
+        return kind_of(directory)
+    except PermissionError as error:
+        return error
 
 
 def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]:
