@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.witness import check_trajectory, witness
+from tools.bench.t35_run import points_of
 from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
 from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.columns.memory import Arena
@@ -331,3 +332,25 @@ def test_a_session_through_a_handle_goes_on_after_a_restart(tmp_path: Path) -> N
     other.discard()
     assert other.state == "discarded"
     store.server.close()
+
+
+def test_handles_that_save_at_once_hold_the_first_store_in_turn_and_the_others_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, begin = threading.Barrier(3, timeout=60.0), StoreServer.hold
+
+    def hold(store: StoreServer, by: str, seconds: float) -> None:
+        if store.describe().rank:
+            others.wait()  # all of one handle, as another one waits for the first store
+        begin(store, by, seconds)
+
+    monkeypatch.setattr(StoreServer, "hold", hold)
+    servers = [StoreServer(str(tmp_path), rank, {}, ("", "", "")) for rank in range(4)]
+    saving = [threading.Thread(target=points_of(servers).pin, args=(name,)) for name in ("a", "b", "c")]
+    for thread in saving:
+        thread.start()
+    for thread in saving:
+        thread.join()
+    for server in servers:
+        assert [point.name for point in server.snapshots()] == ["a", "b", "c"]
+        server.close()

@@ -29,6 +29,7 @@ from trajstore import Reader, TrajectoryReplayBuffer
 
 if TYPE_CHECKING:
     from trajstore.distributed.server import StoreServer
+    from trajstore.points import Points
 
 RANKS, LEARNERS, SHARE = (1, 8, 64), 8, 3
 IDLE_RANKS, PENDING = 200, 16
@@ -70,17 +71,10 @@ def _idle(options: Options, ranks: int) -> Figure:
 
 
 def _saving(options: Options, stores: int) -> Iterator[Figure]:
-    from trajstore.distributed.handle import DistributedReplayBuffer
-    from trajstore.distributed.saving import StoresOfHandle
     from trajstore.distributed.server import StoreServer
-    from trajstore.points import Points
 
     servers = [StoreServer(str(options.folder / "saved"), rank, {}, ("", "", "")) for rank in range(stores)]
-    handle: Any = DistributedReplayBuffer.__new__(DistributedReplayBuffer)
-    handle._lock, handle._draws = Lock(), SimpleNamespace(state_dict=dict)
-    handle._options, handle.flush = SimpleNamespace(patience=10.0), lambda: None
-    handle._stores = _Called(servers)
-    points, rollouts, step = Points(StoresOfHandle(handle)), agents()[:PENDING], 0
+    points, rollouts, step = points_of(servers), agents()[:PENDING], 0
     for pending in (0, PENDING):
         times = Times(warmup=1)
         for _ in range(options.repeats + 1):
@@ -91,6 +85,18 @@ def _saving(options: Options, stores: int) -> Iterator[Figure]:
         yield Figure("T35", name, times.seconds, 1.0, "s", details={"longest_s": max(times.clock)})
     for server in servers:
         server.close()
+
+
+def points_of(servers: Sequence[StoreServer]) -> Points:
+    """Return the points of a handle that calls servers in this process by threads."""
+    from trajstore.distributed.handle import DistributedReplayBuffer
+
+    handle: Any = DistributedReplayBuffer.__new__(DistributedReplayBuffer)
+    handle._lock, handle._draws = Lock(), SimpleNamespace(state_dict=dict)
+    handle._options, handle.flush = SimpleNamespace(patience=10.0), lambda: None
+    handle._stores = _Called(servers)
+    points: Points = handle.points
+    return points
 
 
 class _Called:
