@@ -5,7 +5,7 @@ shown. The shards are holes, as in T8. The handle's index is filled with what 64
 
 Besides, a refresh of a run of 200 ranks on a local disk without news, and ``points.save`` of a handle of 64 stores on
 one disk. Their servers are in this process and called by threads, instead of actors called through Ray; once each has
-16 rollouts of *agent* that are not committed yet.
+got 16 rollouts of *agent* just before.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _saving(options: Options, stores: int) -> Iterator[Figure]:
             for server in servers if pending else ():
                 server._buffer.add_trajectories(rollouts)
             times.take(partial(points.save, step := step + 1))
-        name = f"points.save of {stores} stores, {pending} rollouts pending in each"
+        name = f"points.save of {stores} stores, {pending} rollouts just added to each"
         yield Figure("T35", name, times.seconds, 1.0, "s", details={"longest_s": max(times.clock)})
     for server in servers:
         server.close()
