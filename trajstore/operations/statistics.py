@@ -68,25 +68,15 @@ class RewardStatistics:
     whole: bool = True
     """Whether every present trajectory is read. If no trajectory continues in another, this decides whether episodes
     at the start of one began there."""
-    count: int = 0
-    total: float = 0.0
-    total_of_squares: float = 0.0
-    lowest: float = math.inf
-    highest: float = -math.inf
-    lengths: list[int] = field(default_factory=list)
-    """Steps of each ended episode."""
-    returns: list[float] = field(default_factory=list)
-    """Sum of the rewards of each ended episode, all C of a chunk step."""
-    spanning: int = 0
-    """Ended episodes with a known beginning that span several trajectories."""
+    rewards: list[tuple[int, float, float, float, float]] = field(default_factory=list)
+    """Number, sum, sum of squares, minimum and maximum of the single rewards of each trajectory."""
     followed: bool = True
     """Whether all trajectories had observations to match episodes by."""
     _open: dict[bytes, _Begun] = field(default_factory=dict)
     _reach: int = 0
     """Largest id distance between a trajectory and its continuation."""
     _read: list[int] = field(default_factory=list)
-    _uncertain: list[_Begun] = field(default_factory=list)
-    """Ended episodes without a matching earlier trajectory, whose beginning may be missing."""
+    _ended: list[_Begun] = field(default_factory=list)
 
     def add(
         self,
@@ -109,13 +99,9 @@ class RewardStatistics:
         per_step = rewards.to(torch.float64).numpy()
         steps, batch = per_step.shape[:2]
         counts = np.ones((steps, batch), np.bool_) if valid is None else valid.numpy().reshape(steps, batch)
-        counted = per_step if valid is None else per_step[counts]
-        if counted.size:
-            self.count += counted.size
-            self.total += float(counted.sum())
-            self.total_of_squares += float(np.square(counted).sum())
-            self.lowest = min(self.lowest, float(counted.min()))
-            self.highest = max(self.highest, float(counted.max()))
+        if (counted := per_step[counts]).size:
+            sums = (float(counted.sum()), float(np.square(counted).sum()), float(counted.min()), float(counted.max()))
+            self.rewards.append((counted.size, *sums))
         if dones is None or not steps or not batch:
             return
         ended = sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1).any(axis=-1) & counts
@@ -148,52 +134,36 @@ class RewardStatistics:
                 if broken[step, at]:
                     episode, start = _Begun(None, number), step
                 if ended[step, at]:
-                    self._end(episode.with_steps(number, counts[[start, step + 1], at], sums[[start, step + 1], at]))
+                    ended_there = episode.with_steps(number, counts[[start, step + 1], at], sums[[start, step + 1], at])
+                    self._ended.append(ended_there)
                     episode, start = _Begun(None, number), step + 1
             if seam is not None and start < steps and keys[seam.last[at]] == 1:  # ambiguous if two look alike
                 self._open[seam.last[at]] = episode.with_steps(number, counts[[start, -1], at], sums[[start, -1], at])
 
-    def _end(self, episode: _Begun) -> None:
-        """Add an ended episode."""
-        if episode.start is not None:
-            self._uncertain.append(episode)
-            return
-        self.lengths.append(episode.steps)
-        self.returns.append(episode.total)
-        self.spanning += episode.spans
+    def ended(self) -> tuple[list[_Begun], int]:
+        """Return the ended episodes with a known beginning, and the number of the others.
 
-    def _began_there(self) -> npt.NDArray[np.bool_]:
-        """Return, for each uncertain episode, whether it began in the trajectory where it was first seen."""
-        starts = np.array([episode.start for episode in self._uncertain], np.int64)
-        if not self._reach:
-            return np.full(len(starts), self.whole)
-        read = np.unique(np.array(self._read, np.int64))
-        lows = np.maximum(starts - self._reach, 0)
-        there: npt.NDArray[np.bool_] = np.searchsorted(read, starts) - np.searchsorted(read, lows) == starts - lows
-        return there
-
-    def ended(self) -> tuple[list[int], list[float], int, int]:
-        """Return lengths and returns of ended episodes with a known beginning, how many span, and how many others."""
-        known = [episode for episode, there in zip(self._uncertain, self._began_there().tolist(), strict=True) if there]
-        lengths = [*self.lengths, *(episode.steps for episode in known)]
-        returns = [*self.returns, *(episode.total for episode in known)]
-        return lengths, returns, self.spanning + sum(e.spans for e in known), len(self._uncertain) - len(known)
+        One without a matching earlier trajectory may have begun before the trajectory where it was first seen.
+        """
+        starts = np.array([-1 if episode.start is None else episode.start for episode in self._ended], np.int64)
+        if self._reach:
+            read = np.unique(np.array(self._read, np.int64))
+            lows = np.maximum(starts - self._reach, 0)
+            there = np.searchsorted(read, starts) - np.searchsorted(read, lows) == starts - lows
+        else:
+            there = np.full(len(starts), self.whole)
+        known = [episode for episode, is_known in zip(self._ended, (starts < 0) | there, strict=True) if is_known]
+        return known, len(self._ended) - len(known)
 
 
 def rewards_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
     """Return ``{"min", "mean", "max", "std", "count"}`` of the single rewards of stores; None without rewards."""
-    count = sum(part.count for part in parts)
-    if not count:
+    if not (rewards := [row for part in parts for row in part.rewards]):
         return None
-    mean = sum(part.total for part in parts) / count
-    variance = max(0.0, sum(part.total_of_squares for part in parts) / count - mean * mean)
-    return {
-        "min": min(part.lowest for part in parts),
-        "mean": mean,
-        "max": max(part.highest for part in parts),
-        "std": math.sqrt(variance),
-        "count": count,
-    }
+    counts, totals, squares, lows, highs = zip(*rewards, strict=True)
+    count, mean = sum(counts), sum(totals) / sum(counts)
+    deviation = math.sqrt(max(0.0, sum(squares) / count - mean * mean))
+    return {"min": min(lows), "mean": mean, "max": max(highs), "std": deviation, "count": count}
 
 
 def episodes_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
@@ -204,15 +174,14 @@ def episodes_report(parts: Sequence[RewardStatistics]) -> dict[str, Any] | None:
     lengths and returns, and ``spanning``, exclude them.
     """
     ended = [part.ended() for part in parts]
-    lengths = [length for part in ended for length in part[0]]
-    begun_before = sum(part[3] for part in ended)
-    if not lengths and not begun_before:
+    episodes, begun_before = [one for known, _ in ended for one in known], sum(others for _, others in ended)
+    if not episodes and not begun_before:
         return None
     return {
-        "ended": len(lengths) + begun_before,
-        "length": range_of(lengths),
-        "return": range_of([value for part in ended for value in part[1]]),
-        "spanning": sum(part[2] for part in ended) if all(part.followed for part in parts) else None,
+        "ended": len(episodes) + begun_before,
+        "length": range_of([episode.steps for episode in episodes]),
+        "return": range_of([episode.total for episode in episodes]),
+        "spanning": sum(one.spans for one in episodes) if all(part.followed for part in parts) else None,
         "begun_before": begun_before,
     }
 

@@ -18,7 +18,7 @@ from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.late import COLUMNS, without_notes
 from trajstore._core.reading.late_rows import column_named
 from trajstore._core.reading.plan import RowPlan
-from trajstore._core.reading.tokens import TokenRows, token_rows
+from trajstore._core.reading.tokens import token_rows
 from trajstore._core.store.facts import NOTE_ROWS
 from trajstore.query.engine import polars
 from trajstore.query.readable import Locked, positions_of
@@ -70,15 +70,29 @@ def read_tokens(
         TrajectoryUnavailableError: a rollout was evicted meanwhile.
         CorruptStoreError, OSError: a rollout is unreadable.
     """
+    pl = polars()
+
+    def values_of(name: str, rows: torch.Tensor) -> Series:
+        dtype = TOKENS[name][0]
+        numbers = rows.to(torch.float64 if dtype == "Float64" else torch.int64).numpy()
+        return pl.Series(name, numbers, dtype=getattr(pl, dtype))
 
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
-        token_batch = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
+        found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
         try:
-            return token_batch.lengths, _columns_of(token_batch, names, late)
+            lengths, total = found.lengths, int(found.lengths.sum())
+            starts = np.cumsum(lengths) - lengths
+            position = np.arange(total) - np.repeat(starts, lengths)
+            before = pl.Series(position < np.repeat(lengths - found.responses, lengths))
+            columns = _columns(names, late, TOKENS, {"position": position}, found.copy(starts, total), values_of)
+            response = [
+                name for name, stored in zip(names, _stored_as(names, late), strict=True) if stored in found.of_response
+            ]
+            return lengths, columns | {name: columns[name].set(before, None) for name in response}
         finally:
-            token_batch.end()
+            found.end()
 
-    return _in_runs(locked, ids, [name for name in _stored_as(names, late) if name != "position"], read)
+    return _in_runs(locked, ids, _stored_as(names, late), read)
 
 
 def _stored_as(names: Sequence[str], late: Mapping[str, bool]) -> list[str]:
@@ -86,36 +100,36 @@ def _stored_as(names: Sequence[str], late: Mapping[str, bool]) -> list[str]:
     return [COLUMNS + name if name in late else name for name in names]
 
 
-def _columns_of(found: TokenRows, names: Sequence[str], late: Mapping[str, bool]) -> dict[str, Series]:
-    pl = polars()
-    lengths, total = found.lengths, int(found.lengths.sum())
-    starts = np.cumsum(lengths) - lengths
-    position = np.arange(total) - np.repeat(starts, lengths)
-    before = position < np.repeat(lengths - found.responses, lengths)
-    tensors = found.copy(starts, total)
-    columns = {}
+def _columns(
+    names: Sequence[str],
+    late: Mapping[str, bool],
+    kinds: Mapping[str, tuple[str, str]],
+    own: Mapping[str, npt.NDArray[np.generic]],
+    tensors: Mapping[str, torch.Tensor],
+    values_of: Callable[[str, torch.Tensor], Series],
+) -> dict[str, Series]:
+    """Return columns: those of ``own``, and of tensors those stored; null where there is neither.
+
+    Args:
+        names: names of the columns.
+        late: those that are values by row, and whether each is a list.
+        kinds: the others.
+        own: columns of all rows that are not stored; at least one.
+        tensors: rows of the stored columns.
+        values_of: returns the values of a stored column.
+    """
+    pl, columns = polars(), {}
+    count = len(next(iter(own.values())))
     for name, stored in zip(names, _stored_as(names, late), strict=True):
-        if name == "position":
-            columns[name] = pl.Series(name, position, dtype=pl.Int64)
-        elif stored in tensors:
-            rows = tensors[stored]
-            values = (
-                _late_values(name, rows, late[name])
-                if name in late
-                else pl.Series(name, _numpy(rows, TOKENS[name][0]), dtype=getattr(pl, TOKENS[name][0]))
-            )
-            columns[name] = values.set(pl.Series(before), None) if stored in found.of_response else values
+        if name in own:
+            columns[name] = pl.Series(name, own[name])
+        elif stored not in tensors:
+            several = pl.List(pl.Float64) if late.get(name) else pl.Float64
+            columns[name] = pl.Series(name, [None] * count, several if name in late else getattr(pl, kinds[name][0]))
         else:
-            columns[name] = _nothing(name, total, TOKENS, late)
+            rows = tensors[stored]
+            columns[name] = _late_values(name, rows, late[name]) if name in late else values_of(name, rows)
     return columns
-
-
-def _nothing(name: str, count: int, columns: Mapping[str, tuple[str, str]], late: Mapping[str, bool]) -> Series:
-    """Return a column of nulls."""
-    pl = polars()
-    several = pl.List(pl.Float64) if late.get(name) else pl.Float64
-    nulls: Series = pl.Series(name, [None] * count, dtype=several if name in late else getattr(pl, columns[name][0]))
-    return nulls
 
 
 def _late_values(name: str, rows: torch.Tensor, several: bool) -> Series:
@@ -160,29 +174,20 @@ def read_steps(
         TrajectoryUnavailableError: a block was evicted meanwhile.
         CorruptStoreError, OSError: a block is unreadable.
     """
-    pl = polars()
 
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
         sizes, batches, within, valid, prepared = locked(
             lambda contents: _found(contents, positions_of(contents, ids), stored)
         )
         step, environment = np.divmod(within, np.repeat(batches, sizes)) if len(within) else (within, within)
-        tensors = {} if prepared is None else prepared.read(None)
-        columns = {}
-        for name, stored_as in zip(names, _stored_as(names, late), strict=True):
-            if name == VALID:
-                columns[name] = pl.Series(name, np.ones(len(within), np.bool_) if valid is None else valid)
-            elif name in ("step", "environment"):
-                columns[name] = pl.Series(name, step if name == "step" else environment, dtype=pl.Int64)
-            elif stored_as not in tensors:
-                columns[name] = _nothing(name, len(within), STEPS, late)
-            elif name in late:
-                columns[name] = _late_values(name, tensors[stored_as], late[name])
-            else:
-                columns[name] = _step_values(name, tensors[name])
-        return sizes, columns
+        own = {
+            "step": step,
+            "environment": environment,
+            VALID: np.ones(len(within), np.bool_) if valid is None else valid,
+        }
+        return sizes, _columns(names, late, STEPS, own, {} if prepared is None else prepared.read(None), _step_values)
 
-    return _in_runs(locked, ids, [n for n in _stored_as(names, late) if n not in ("step", "environment", VALID)], read)
+    return _in_runs(locked, ids, [name for name in _stored_as(names, late) if name != VALID], read)
 
 
 def _found(
@@ -222,11 +227,6 @@ def _step_values(name: str, rows: torch.Tensor) -> Series:
         values = [None] * len(flat)
     column: Series = polars().Series(name, values.numpy() if isinstance(values, torch.Tensor) else values)
     return column.cast(dtype, strict=False)
-
-
-def _numpy(tensor: torch.Tensor, dtype: str) -> npt.NDArray[np.generic]:
-    values: npt.NDArray[np.generic] = tensor.to(torch.float64 if dtype == "Float64" else torch.int64).numpy()
-    return values
 
 
 def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) -> tuple[IntArray, dict[str, Series]]:
