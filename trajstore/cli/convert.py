@@ -84,7 +84,7 @@ def _foreign(options: Namespace, out: Output) -> int:
                 progress=bar,
             )
     if options.json:
-        out.json(done.to_json())
+        out.json(done)
         return int(not done.is_whole)
     if lost := form.not_read if options.origin else done.lost:
         place = "a store" if options.origin else form.name

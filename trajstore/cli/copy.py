@@ -32,7 +32,7 @@ def _run(options: Namespace, out: Output, *, repair: bool = False) -> int:
 def write_copied(copied: Copied, options: Namespace, out: Output) -> int:
     """Write the result; return 1 if any part of the sources was lost or left out."""
     if options.json:
-        out.json(copied.to_json())
+        out.json(copied)
     else:
         _write(copied, out)
     return int(not copied.is_whole)

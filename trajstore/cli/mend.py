@@ -33,7 +33,7 @@ def _prune(options: Namespace, out: Output) -> int:
 
     pruned = prune(options.path, options.where, dry_run=not options.yes)
     if options.json:
-        out.json({**pruned.to_json(), "dry_run": not options.yes})
+        out.json(pruned)
         return int(pruned.damage is not None)
     if not pruned.trajectories:
         out.line(f"{pruned.path}: nothing to evict: the condition holds for none of {trajectories(pruned.kept)}")
@@ -52,7 +52,7 @@ def _compact(options: Namespace, out: Output) -> int:
 
     done = compact(options.path, compress=options.compress)
     if options.json:
-        out.json(done.to_json())
+        out.json(done)
         return int(done.damaged > 0)
     held = ""
     if done.held_bytes:

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
 from typing import Any, Self, TextIO, cast
 from unicodedata import category
 
@@ -134,7 +135,7 @@ class Output:
             self.line(f"{above}and {len(lines) - _SHOWN:,} more; {where}")
 
     def json(self, value: Any, indent: int | None = 2) -> None:
-        """Write a JSON document, keys in their order, indented or (None) on one line."""
+        """Write a JSON document or a result's fields, keys in their order, indented or (None) on one line."""
         plain = self._encoding.lower().replace("-", "") != "utf8"
         text = json.dumps(_json_value(value), indent=indent, ensure_ascii=plain, allow_nan=False)
         if not text.replace("\n", "").isprintable():  # the line feeds here are JSON's own
@@ -194,7 +195,13 @@ def _cut(cell: str, width: int) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    """Return ``value`` with times, and numbers that JSON lacks (nan, infinities, complex ones), as strings."""
+    """Return ``value`` with times, and numbers that JSON lacks (nan, infinities, complex ones), as strings.
+
+    The field ``nbytes`` of a result is ``bytes``, and ``parts`` that it lacks are left out.
+    """
+    if is_dataclass(value) and not isinstance(value, type):
+        named = {"bytes" if item.name == "nbytes" else item.name: getattr(value, item.name) for item in fields(value)}
+        value = {name: item for name, item in named.items() if name != "parts" or item}
     if isinstance(value, dict):
         return {key: _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -25,12 +24,11 @@ from trajstore.interop.formats import (
     damaged,
     files_below,
     json_of,
+    logger,
 )
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.documents import text_of
 from trajstore.trajectory import AgentTrajectory
-
-logger = logging.getLogger(__name__)
 
 _OURS = "trajstore"
 """Key of ``extra`` with the fields that the format has no place for; of a step's, with its messages."""
@@ -114,19 +112,11 @@ def _turns(rollout: AgentTrajectory) -> list[Row]:
     for is_model, group in groupby(mask.bool().tolist()):
         begin, at = at, at + len(list(group))
         if is_model:
-            tokens = ids[begin:at].tolist()
-            metrics = {
-                "prompt_tokens": begin,
-                "completion_tokens": len(tokens),
-                "prompt_token_ids": ids[:begin].tolist(),
-            }
-            metrics["completion_token_ids"] = tokens
-            if (
-                log_probs is not None
-                and begin >= start
-                and bool(log_probs[begin - start : at - start].isfinite().all())
-            ):
-                metrics["logprobs"] = log_probs[begin - start : at - start].double().tolist()
+            metrics: Row = {"prompt_tokens": begin, "completion_tokens": at - begin}
+            metrics |= {"prompt_token_ids": ids[:begin].tolist(), "completion_token_ids": ids[begin:at].tolist()}
+            sampled = None if log_probs is None or begin < start else log_probs[begin - start : at - start].double()
+            if sampled is not None and bool(sampled.isfinite().all()):
+                metrics["logprobs"] = sampled.tolist()
             turns.append(metrics)
     return turns
 

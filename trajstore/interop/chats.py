@@ -6,7 +6,6 @@ are kept as they are; :mod:`trainer_hooks.replay.message_rows` makes tokens of t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -29,6 +28,7 @@ from trajstore.interop.formats import (
     by_pyarrow,
     by_python,
     json_of,
+    logger,
     read_lines,
     read_parquet,
 )
@@ -37,8 +37,6 @@ from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.documents import text_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, Reward
-
-logger = logging.getLogger(__name__)
 
 _TEXTS = ("task_id", "data_id", "rollout_id", "query")
 

@@ -14,7 +14,7 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -50,13 +50,11 @@ from trajstore.errors import (
 )
 from trajstore.interop.chat_form import IMAGES, in_chat_form
 from trajstore.interop.episodes import Joiner, Part
-from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged
+from trajstore.interop.formats import UNREADABLE, Format, Item, Kind, Second, Selection, Source, Writer, damaged, logger
 from trajstore.operations.measure import NEAR
 from trajstore.operations.opening import open_readable
 from trajstore.operations.verification import Progress
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-
-logger = logging.getLogger(__name__)
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
@@ -135,10 +133,6 @@ class Converted:
             lines.append(f"{len(of):,} were left out ({first}): {why}" if of[1:] else f"{first} was left out: {why}")
         return lines
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return asdict(self)
-
 
 @contextmanager
 def _saying_once() -> Iterator[None]:
@@ -150,16 +144,11 @@ def _saying_once() -> Iterator[None]:
         said.add(record.getMessage())
         return len(said) > before
 
-    readers = [
-        logging.getLogger(f"trajstore.interop.{module}") for module in {*_MODULES.values(), "formats", "episodes"}
-    ]
-    for reader in readers:
-        reader.addFilter(is_new)
+    logger.addFilter(is_new)
     try:
         yield
     finally:
-        for reader in readers:
-            reader.removeFilter(is_new)
+        logger.removeFilter(is_new)
 
 
 @_saying_once()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,11 +12,10 @@ import torch
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import DICT_FIELDS, TENSOR_FIELDS, axis_of
 from trajstore.errors import CorruptStoreError, InvalidTrajectoryError
+from trajstore.interop.formats import logger
 from trajstore.interop.rlinf.trajectory import each_tensor, steps_of, without_extra
 from trajstore.operations.measure import NEAR, Border, border_of
 from trajstore.trajectory import Trajectory, get_model_weights_id
-
-logger = logging.getLogger(__name__)
 
 UNKNOWN_WEIGHTS = get_model_weights_id(torch.zeros(1))
 """``model_weights_id`` of steps without versions, as of :class:`trajstore.EmbodiedRolloutResult`."""

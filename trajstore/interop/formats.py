@@ -33,7 +33,8 @@ from trajstore.trajectory import AnyTrajectory
 if TYPE_CHECKING:
     from polars import DataType
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("trajstore.interop")
+"""The logger of all converters, whose repeated warnings a conversion drops."""
 
 Row = dict[str, Any]
 

@@ -6,13 +6,11 @@ Images are written as PNG in the Parquet files; videos are read with PyAV.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from io import BytesIO
 from itertools import accumulate, chain
-from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from trajstore.interop.formats import (
     Writer,
     append_durably,
     files_below,
+    logger,
     numbered,
     optional,
     pyarrow_modules,
@@ -37,8 +36,6 @@ from trajstore.interop.formats import (
 )
 from trajstore.query.engine import polars
 from trajstore.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
 
 _FPS = 30.0
 """Frames a second of episodes that do not have ``forward_inputs["fps"]``."""
@@ -74,7 +71,7 @@ class _Writer(Writer):
         self._path = path
         self._files = self._episodes = self._frames = 0
         self._tasks: dict[str, int] = {}
-        self._stats: dict[str, dict[str, Any]] = {}
+        self._stats: dict[str, list[dict[str, Any]]] = {}
         self._fps = _FPS
         self._first: dict[str, Any] = {"features": {}, "scalars": [], "states": False}
         """Features of the first episode, which all others must have."""
@@ -157,9 +154,7 @@ class _Writer(Writer):
             pl.DataFrame(table).write_parquet(part)
             append_durably(file, [part.getbuffer()])
         for name, stats in ((name, stats) for item in encoded for name, stats in item["stats"].items()):
-            total = self._stats.setdefault(name, stats)
-            if total is not stats:
-                total |= {part: add(total[part], stats[part]) for part, add in _SUMS.items()}
+            self._stats.setdefault(name, []).append(stats)
         self._files += 1
         self._episodes += len(encoded)
         self._frames += len(frames)
@@ -186,7 +181,7 @@ class _Writer(Writer):
             "trajstore": {name: self._first[name] for name in ("states", "scalars")},
         }
         append_durably(meta / "info.json", [orjson.dumps(info, option=orjson.OPT_INDENT_2)])
-        stats = {name: _summary(sums) for name, sums in self._stats.items()}
+        stats = {name: _summary(episodes) for name, episodes in self._stats.items()}
         append_durably(meta / "stats.json", [json.dumps(stats, indent=2).encode()])  # NaN stays, as LeRobot writes it
         part, (arrow, parquet) = BytesIO(), pyarrow_modules()
         texts = arrow.array([*self._tasks], arrow.string())
@@ -257,17 +252,6 @@ def _joined(name: str, parts: Sequence[Any]) -> Any:
     return pl.Series(name, value.reshape(-1) if value.shape[1:] == (1,) else value)
 
 
-_SUMS: Mapping[str, Any] = {
-    "count": add,
-    "weight": add,
-    "min": np.minimum,
-    "max": np.maximum,
-    "sum": add,
-    "squares": add,
-}
-"""How the statistics of two episodes become those of both."""
-
-
 def _statistics(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return count, least, greatest, sum and sum of squares of each feature; of each channel for images, in [0, 1]."""
     stats = {}
@@ -280,12 +264,19 @@ def _statistics(values: Mapping[str, Any]) -> dict[str, Any]:
     return stats
 
 
-def _summary(sums: Mapping[str, Any]) -> dict[str, Any]:
-    mean = sums["sum"] / sums["weight"]
-    deviation = np.sqrt(np.maximum(sums["squares"] / sums["weight"] - mean**2, 0))
-    values = {"min": sums["min"], "max": sums["max"], "mean": mean, "std": deviation}
-    shape = (-1,) if sums["weight"] == sums["count"] else (-1, 1, 1)  # of images, a number for each channel
-    return {key: value.reshape(shape).tolist() for key, value in values.items()} | {"count": [sums["count"]]}
+def _summary(episodes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the statistics of a feature in all episodes, of which each has :func:`_statistics`."""
+    count, weight, sums, squares = (
+        sum(episode[name] for episode in episodes) for name in ("count", "weight", "sum", "squares")
+    )
+    mean = sums / weight
+    values = {name: extreme([episode[name] for episode in episodes], 0) for name, extreme in _EXTREMES.items()}
+    values |= {"mean": mean, "std": np.sqrt(np.maximum(squares / weight - mean**2, 0))}
+    shape = (-1,) if weight == count else (-1, 1, 1)  # of images, a number for each channel
+    return {key: value.reshape(shape).tolist() for key, value in values.items()} | {"count": [count]}
+
+
+_EXTREMES: Mapping[str, Any] = {"min": np.min, "max": np.max}
 
 
 # -- reading ------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from base64 import b64decode
 from collections import Counter
@@ -17,13 +16,21 @@ from typing import Any
 import orjson
 
 from trajstore.errors import InvalidTrajectoryError, TrajstoreError
-from trajstore.interop.formats import Format, Item, PartsWriter, Row, Selection, by_pyarrow, damaged, read_parquet
+from trajstore.interop.formats import (
+    Format,
+    Item,
+    PartsWriter,
+    Row,
+    Selection,
+    by_pyarrow,
+    damaged,
+    logger,
+    read_parquet,
+)
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.documents import image_in, text_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory
-
-logger = logging.getLogger(__name__)
 
 Columns = dict[str, Any]
 """Types of Polars by name."""

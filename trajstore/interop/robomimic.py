@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,8 @@ import torch
 
 from trajstore.errors import CorruptStoreError, listed
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, leaves
-from trajstore.interop.formats import UNREADABLE, Format, Item, Source, optional
+from trajstore.interop.formats import UNREADABLE, Format, Item, Source, logger, optional
 from trajstore.trajectory import Trajectory
-
-logger = logging.getLogger(__name__)
 
 _FIELDS = ("actions", "rewards", "dones", "obs", "next_obs")
 

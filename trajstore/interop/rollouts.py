@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -27,6 +26,7 @@ from trajstore.interop.formats import (
     Selection,
     by_pyarrow,
     by_python,
+    logger,
     read_lines,
     read_parquet,
 )
@@ -37,8 +37,6 @@ from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajector
 
 if TYPE_CHECKING:
     from polars import DataType
-
-logger = logging.getLogger(__name__)
 
 TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 _MASKS = (*TOKEN_COLUMNS, "response_mask")

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -108,13 +107,6 @@ class Copied:
         self.problems = [located(problem, url) for problem in found.problems]
         self.uncounted = any(problem.uncounted for problem in found.problems)
         self.notes = [*found.notes]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        fields = ("source", "target", "trajectories", "problems", "lost", "uncounted", "notes")
-        values = {name: getattr(self, name) for name in fields}
-        parts = {"parts": [part.to_json() for part in self.parts]} if self.parts else {}
-        return {**values, "bytes": self.nbytes, **parts}
 
 
 def copy_store(source: str | Path, target: str | Path, progress: Progress | None = None) -> Copied:

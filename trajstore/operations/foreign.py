@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from trajstore._core.columns.flat import FlatTrajectory
 from trajstore._core.files.base import Directory
 from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore.errors import CorruptStoreError, UnsafeContentError
@@ -101,13 +100,3 @@ def _measure(
     for name, side in (("version_low", 0), ("version_high", 1)):
         facts.values[name] = np.array([pair[side] for pair in versions], np.int64)
     return measured, columns_report(columns)
-
-
-def iterate_rlinf(found: RLinfSource) -> Iterator[tuple[str, FlatTrajectory | CorruptStoreError | UnsafeContentError]]:
-    """Yield the name of every present file with its trajectory or its error."""
-    for row, entry in enumerate(found.entries):
-        name = entry.file_name(found.suffix)
-        try:
-            yield name, found.flat(row)
-        except (CorruptStoreError, UnsafeContentError) as error:
-            yield name, error

@@ -263,7 +263,7 @@ def _report(
     late = waiting_values(catalog)
     writer = _writer(directory)  # before the record that it renews: that of a closed one is its last
     mirror, ledger = _mirror(catalog, writer), _ledger(directory, sizes, integrity["problems"])
-    integrity["problems"] += [f"{name}: {text}" for name, text in late.problems()]
+    integrity["problems"] += [f"{name}: {text}" for name, text in late.damaged]
     integrity["problems"] += _mirror_problems(mirror, catalog.generation)
     return {
         "kind": "store",

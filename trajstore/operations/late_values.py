@@ -20,8 +20,8 @@ class WaitingValues:
     Attributes:
         files: number of files with values not applied yet.
         values: number of values in these files.
-        refused: (file, reason) for files whose values contradict the store; no writer applies them.
-        damaged: (file, reason) for unreadable files.
+        refused: (file, sentence) for files whose values contradict the store; no writer applies them.
+        damaged: (file, damage and remedy) for unreadable files.
         written: whether a writer has the store open now.
     """
 
@@ -35,17 +35,8 @@ class WaitingValues:
         """Return the report as JSON values; None if the inbox is empty."""
         if not self.files and not self.refused:
             return None
-        refused = [f"{name}: {text}" for name, text in self.notes()]
+        refused = [f"{name}: {text}" for name, text in self.refused]
         return {"files": self.files, "values": self.values, "refused": refused, "written": self.written}
-
-    def notes(self) -> list[tuple[str, str]]:
-        """Return (file, sentence) for each refused file."""
-        remedy = "the file has them, and may be deleted"
-        return [(name, f"{text}; {remedy}") for name, text in self.refused]
-
-    def problems(self) -> list[tuple[str, str]]:
-        """Return (file, damage and remedy) for each damaged file."""
-        return [(name, f"{reason}; its values reach no trajectory: {GIVE_ANEW}") for name, reason in self.damaged]
 
 
 def waiting_values(catalog: Catalog) -> WaitingValues:
@@ -65,7 +56,8 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
         except FileNotFoundError:
             continue
         except (CorruptStoreError, OSError) as error:
-            damaged.append((name, str(error).removeprefix(f"{directory.url}/{name}: ")))
+            reason = str(error).removeprefix(f"{directory.url}/{name}: ")
+            damaged.append((name, f"{reason}; its values reach no trajectory: {GIVE_ANEW}"))
     refused = _refused(catalog, entries)
     if any(not entry.refused for entry in refused):  # the contradicted ids may be newer than the catalog
         catalog, _ = open_leniently(directory)
@@ -74,7 +66,8 @@ def waiting_values(catalog: Catalog) -> WaitingValues:
     names = {entry.source for entry in refused}
     waiting = [entry for entry in entries if entry.source not in names]
     values = sum(len(entry.ids) * len(entry.values) for entry in waiting)
-    reasons = tuple((entry.source, refused_in_words(entry)) for entry in refused)
+    remedy = "the file has them, and may be deleted"
+    reasons = tuple((entry.source, f"{refused_in_words(entry)}; {remedy}") for entry in refused)
     return WaitingValues(len(waiting), values, reasons, tuple(damaged), directory.is_written())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class Pruned:
         damage: damage of the store that leaves some trajectories unexamined; None if there is none.
         held_by_points: of the evicted ones that snapshots (saved points, left heads, pins) keep on disk: the number of
             ``trajectories``, the ``bytes`` of their columns, and the ``names`` of the snapshots.
+        dry_run: nothing was changed.
     """
 
     path: str
@@ -44,10 +45,7 @@ class Pruned:
     kept: int
     damage: str | None
     held_by_points: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return {"bytes" if name == "nbytes" else name: value for name, value in asdict(self).items()}
+    dry_run: bool
 
 
 @dataclass(frozen=True)
@@ -69,10 +67,6 @@ class Compacted:
     held_bytes: int
     damaged: int
     held_by_points: dict[str, Any]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return asdict(self)
 
 
 def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
@@ -121,7 +115,7 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
         if not done:
             raise
         raise StoreWriteError(f"{error}; before that, {done}") from error
-    return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points)
+    return Pruned(place.url, len(ids), nbytes, total - len(ids), damage, by_points, dry_run)
 
 
 def compact(path: str | Path, *, compress: bool = False) -> Compacted:

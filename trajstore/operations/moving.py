@@ -48,8 +48,7 @@ def merge(sources: Sequence[str | Path], target: str | Path, progress: Progress 
         CorruptStoreError: nothing in the sources is readable.
         StoreWriteError: the target cannot be written.
     """
-    places = _places(sources, target)
-    result = _result(places, target)
+    places, result = _begun(sources, target)
     with _shown(_stores(places, result), result, progress) as reader:
         return write_stores(result, {"": (reader._snapshot(), reader._state())}, progress)
 
@@ -95,8 +94,7 @@ def split(
     if sum(value is not None for value in (ranks, count, where)) != 1:
         raise ConfigurationError("split: give one of ranks, count and where")
     ranks = None if ranks is None else whole("ranks", ranks, 1)
-    places = _places([source], target)
-    result = _result(places, target)
+    places, result = _begun([source], target)
     with _shown(_stores(places, result), result, progress) as reader:
         snapshot = reader._snapshot()
         parts = {
@@ -133,8 +131,7 @@ def convert(
             other errors too.
     """
     one_of("trajectory_format", trajectory_format, list(FORMATS))
-    places = _places([source], target)
-    result = _result(places, target)
+    places, result = _begun([source], target)
     parts: dict[str, Part] = {}
     with ExitStack() as shown:
         for number, store in _stores(places, result).items():
@@ -149,16 +146,13 @@ def convert(
 # -- sources ------------------------------------------------------------------------------------------
 
 
-def _places(sources: Sequence[str | Path], target: str | Path) -> list[Place]:
+def _begun(sources: Sequence[str | Path], target: str | Path) -> tuple[list[Place], Copied]:
+    """Return the places of sources, and a result without trajectories so far."""
     places = [find_place(source) for source in sources]
     for place in places:
         if nested(place.directory, open_directory(target)):
             raise ConfigurationError(f"{target}: is within {place.url}, or contains it; write to another place")
-    return places
-
-
-def _result(places: Sequence[Place], target: str | Path) -> Copied:
-    return Copied(", ".join(place.url for place in places), str(target))
+    return places, Copied(", ".join(place.url for place in places), str(target))
 
 
 def _stores(places: Sequence[Place], result: Copied) -> dict[int, Place]:

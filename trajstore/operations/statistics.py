@@ -100,8 +100,8 @@ class RewardStatistics:
         steps, batch = per_step.shape[:2]
         counts = np.ones((steps, batch), np.bool_) if valid is None else valid.numpy().reshape(steps, batch)
         if (counted := per_step[counts]).size:
-            sums = (float(counted.sum()), float(np.square(counted).sum()), float(counted.min()), float(counted.max()))
-            self.rewards.append((counted.size, *sums))
+            total, squares = float(counted.sum()), float(np.square(counted).sum())
+            self.rewards.append((counted.size, total, squares, float(counted.min()), float(counted.max())))
         if dones is None or not steps or not batch:
             return
         ended = sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1).any(axis=-1) & counts

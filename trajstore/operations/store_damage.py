@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,22 @@ import numpy.typing as npt
 from trajstore._core.buffer.checkpoint import CheckpointState
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.schema import Schema
-from trajstore._core.files.base import Directory
+from trajstore._core.files.base import SEE_VERIFY, Directory
 from trajstore._core.files.holder import LOCK_NAME
 from trajstore._core.files.local import LocalDirectory
-from trajstore._core.formats.base import SHARDS_FOLDER
-from trajstore._core.reading.shard_access import ShardAccess
+from trajstore._core.formats.base import SHARDS_FOLDER, ShardManifest
+from trajstore._core.formats.checksums import check_file
+from trajstore._core.formats.packed import is_packed
+from trajstore._core.reading.shard_access import ShardAccess, fetch_file, reader_of
 from trajstore._core.sessions.folder import CallsFolder
 from trajstore._core.store.catalog import Catalog, log_segments
-from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import decode_lines, id_ranges, ids_in_words
 from trajstore._core.store.lost_records import Damage, lost_in_words
 from trajstore._core.store.salvage import SalvagedCatalog
 from trajstore._core.store.saved_points import PINS_FOLDER, pin_name
 from trajstore._core.store.sealed import (
     COPY_NAME,
+    FROM_A_COPY,
     INDEX_NAME,
     LEDGER_NAME,
     METADATA_NAME,
@@ -38,6 +39,7 @@ from trajstore._core.store.shard_table import shard_number
 from trajstore.errors import (
     CorruptStoreError,
     DescriptorLimitError,
+    StoreError,
     StoreNotFoundError,
     TrajstoreError,
     counted,
@@ -45,7 +47,6 @@ from trajstore.errors import (
 )
 from trajstore.operations.late_values import waiting_in_words, waiting_values
 from trajstore.operations.live import announced, is_absent, needed_files, needed_now, states_now
-from trajstore.operations.shard_damage import damage_in
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
 
 _ATTEMPTS = 20  # retries for trajectories that a writer moves to another shard during the check
@@ -87,8 +88,8 @@ def check_store(directory: Directory, result: Verification, progress: Progress |
 def _check_inbox(catalog: Catalog, result: Verification) -> None:
     """Report late values that are waiting or refused, and damaged inbox files."""
     waiting = waiting_values(catalog)
-    result.problems += [Problem(name, text) for name, text in waiting.problems()]
-    result.notes += [f"{name}: {text}" for name, text in waiting.notes()]
+    result.problems += [Problem(name, text) for name, text in waiting.damaged]
+    result.notes += [f"{name}: {text}" for name, text in waiting.refused]
     if waiting.files:
         result.notes.append(f"late values wait: {waiting_in_words(waiting.to_json() or {})}")
 
@@ -288,7 +289,7 @@ def _check_saved_states(catalog: Catalog, result: Verification) -> None:
 
 
 def _check_entries(catalog: Catalog, result: Verification) -> None:
-    ids = np.concatenate([catalog.index["trajectory_id"], catalog.pinned["trajectory_id"]])
+    ids, _ = _stored(catalog)
     uuids = np.concatenate([catalog.index["uuid"], catalog.pinned["uuid"]])
     for name, values in (("trajectory id", ids), ("UUID", uuids.view(np.dtype("2i8")) if len(uuids) else uuids)):
         if len(np.unique(values, axis=0)) != len(values):
@@ -302,13 +303,8 @@ def _check_entries(catalog: Catalog, result: Verification) -> None:
 # -- shards -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Damage of a shard: the file, the problem, and the ids lost by it."""
-
-    file: str
-    problem: Problem
-    ids: Sequence[int]
+_Found = tuple[str, Problem]
+"""A damaged file, and the problem."""
 
 
 def _check_shards(catalog: Catalog, result: Verification, progress: Progress | None) -> None:
@@ -321,15 +317,17 @@ def _check_shards(catalog: Catalog, result: Verification, progress: Progress | N
     only: npt.NDArray[np.int64] | None = None
     for _ in range(_ATTEMPTS):
         damage = _damage_of(catalog, rows, only, result, progress)
-        absent = {item.file for item in damage if is_absent(directory, item.file)}
+        absent = {file for file, _ in damage if is_absent(directory, file)}
         if absent:
             catalog, needed = needed_now(directory)
             absent -= needed
-        result.problems += [item.problem for item in damage if item.file not in absent]
-        missed = np.unique([number for item in damage if item.file in absent for number in item.ids]).astype(np.int64)
-        only = missed[np.isin(missed, _ids(catalog))]
+        result.problems += [problem for file, problem in damage if file not in absent]
+        lost = {pair for file, problem in damage if file in absent for pair in problem.lost}
+        missed = np.concatenate([np.zeros(0, np.int64), *(np.arange(low, high + 1) for low, high in lost)])
+        ids, shards = _stored(catalog)
+        only = missed[np.isin(missed, ids)]
         evicted += len(missed) - len(only)
-        rows = np.unique(_shards(catalog)[np.isin(_ids(catalog), only)])
+        rows = np.unique(shards[np.isin(ids, only)])
         if not len(rows):
             break
     else:
@@ -347,19 +345,19 @@ def _damage_of(
 ) -> list[_Found]:
     """Return the damage of some shards; only trajectories with ids in ``only`` count, if given."""
     damaged = []
-    ids, shards = _ids(catalog), _shards(catalog)
+    ids, shards = _stored(catalog)
     whole = np.zeros(len(catalog.shards), np.bool_)
     for done, row in enumerate(rows.tolist()):
         manifest = catalog.shards.manifest(row)
-        damage = damage_in(catalog.directory, manifest)
+        damage = _damage_in(catalog.directory, manifest)
         whole[row] = not damage
         if damage:
             found = np.sort(ids[shards == row])
-            inside, lost = found.tolist(), tuple(map(tuple, id_ranges(found).tolist()))
-            if not inside:
+            lost = tuple(map(tuple, id_ranges(found).tolist()))
+            if not lost:
                 given = f"; values by row of trajectories {ids_in_words(catalog.notes.ids_in(row))} are lost"
                 damage = [(file, message + given) for file, message in damage]
-            damaged += [_Found(file, Problem(file, message, lost), inside) for file, message in damage]
+            damaged += [(file, Problem(file, message, lost)) for file, message in damage]
         result.files += len(manifest.files)
         result.nbytes += sum(file.size for file in manifest.files)
         if progress is not None:
@@ -367,14 +365,11 @@ def _damage_of(
     return damaged + _damaged_documents(catalog, whole, only, result)
 
 
-def _ids(catalog: Catalog) -> npt.NDArray[np.int64]:
-    """Return the ids of live and pinned trajectories."""
-    return np.concatenate([catalog.index["trajectory_id"], catalog.pinned["trajectory_id"]])
-
-
-def _shards(catalog: Catalog) -> npt.NDArray[np.intp]:
-    """Return the shards of live and pinned trajectories."""
-    return np.concatenate([catalog.index["shard"], catalog.pinned["shard"]]).astype(np.intp)
+def _stored(catalog: Catalog) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Return ids and shards of live and pinned trajectories."""
+    indexes = (catalog.index, catalog.pinned)
+    ids, shards = (np.concatenate([index[name] for index in indexes]) for name in ("trajectory_id", "shard"))
+    return ids, shards.astype(np.intp)
 
 
 def _damaged_documents(
@@ -388,7 +383,8 @@ def _damaged_documents(
     access = ShardAccess(catalog)
     made: set[Schema] = set()
     for index in (catalog.index, catalog.pinned):
-        for position in _positions_in(index, whole):
+        chosen = whole[index["shard"]] if len(index) else np.zeros(0, np.bool_)
+        for position in (index.first + np.flatnonzero(chosen)).tolist():
             number = int(index.at("trajectory_id", position))
             if only is not None and number not in only:
                 continue
@@ -402,32 +398,51 @@ def _damaged_documents(
                 if not known:
                     access.trajectory(index, position)
                 if schema.has_valid:
-                    _check_valid(int(access.columns(index, position, [VALID])[VALID].sum()), index, position)
+                    count, counted_there = index.at("num_samples", position), access.columns(index, position, [VALID])
+                    if (valid := int(counted_there[VALID].sum())) != count:
+                        raise CorruptStoreError(f"its field valid has {valid} valid steps, the index says {count}")
             except DescriptorLimitError:
                 raise
             except TrajstoreError as error:
                 file = catalog.shards.manifest(int(index.at("shard", position))).files[0].name
                 result.trajectories -= is_absent(catalog.directory, file)
-                problem = Problem(f"trajectory {number}", str(error), ((number, number),))
-                damaged.append(_Found(file, problem, [number]))
+                damaged.append((file, Problem(f"trajectory {number}", str(error), ((number, number),))))
     access.close()
     return damaged
 
 
-def _check_valid(count: int, index: TrajectoryIndex, position: int) -> None:
-    """Refuse a field ``valid`` with another number of valid steps than the index.
+def _damage_in(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Return (file name, message) for each damage of a shard: sizes, checksums, columns that cannot be decoded.
 
     Raises:
-        CorruptStoreError: the numbers differ.
+        MissingDependencyError: the format's package is not installed; this is not damage.
     """
-    if count != index.at("num_samples", position):
-        raise CorruptStoreError(
-            f"its field valid has {count} valid steps, the index says {index.at('num_samples', position)}"
-        )
+    damage = []
+    for number, file in enumerate(manifest.files):
+        try:
+            data = memoryview(fetch_file(directory, manifest, file.name))
+        except (StoreError, OSError) as error:
+            advice = FROM_A_COPY if isinstance(error, CorruptStoreError) else ""
+            damage.append((file.name, without_advice(str(error).removesuffix(SEE_VERIFY)) + advice))
+            continue
+        with data:
+            texts = check_file(data, manifest, number)
+        damage += [(file.name, text.removeprefix(f"{file.name}: ") + FROM_A_COPY) for text in texts]
+    schema = manifest.schema
+    if not damage and (None in manifest.places or schema.stored_once or is_packed(schema)):
+        damage += _damage_in_decoded(directory, manifest)
+    return damage
 
 
-def _positions_in(index: TrajectoryIndex, whole: np.ndarray[Any, np.dtype[np.bool_]]) -> list[int]:
-    if not len(index):
-        return []
-    positions: list[int] = (index.first + np.flatnonzero(whole[index["shard"]])).tolist()
-    return positions
+def _damage_in_decoded(directory: Directory, manifest: ShardManifest) -> list[tuple[str, str]]:
+    """Decode the columns that are not mapped, packed, or stored once."""
+    try:
+        reader = reader_of(directory, manifest)
+        for column, place in enumerate(manifest.places):
+            if is_packed(manifest.schema):
+                reader.rows(column, 0, 0)  # checks all runs
+            elif place is None or column in manifest.schema.stored_once:
+                reader.rows(column, 0, manifest.rows[column])
+    except (StoreError, OSError) as error:
+        return [(manifest.files[0].name, str(error))]
+    return []

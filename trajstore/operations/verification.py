@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trajstore._core.files.base import Directory
@@ -29,11 +29,6 @@ class Problem:
     message: str
     lost: tuple[tuple[int, int], ...] = ()
     uncounted: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the problem as JSON values."""
-        lost = [list(pair) for pair in self.lost]
-        return {"file": self.file, "message": self.message, "lost": lost, "uncounted": self.uncounted}
 
 
 def problem_of(damage: Damage, directory: Directory) -> Problem:
@@ -90,7 +85,7 @@ class Verification:
             "pinned": self.pinned,
             "files": self.files,
             "bytes": self.nbytes,
-            "problems": [problem.to_json() for problem in self.problems],
+            "problems": [asdict(problem) for problem in self.problems],
             "notes": self.notes,
         }
         return result | ({"parts": [part.to_json() for part in self.parts]} if self.parts else {})

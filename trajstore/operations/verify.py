@@ -13,8 +13,8 @@ from trajstore._core.reading.places import Place, find_place, mixed_sentence
 from trajstore._core.reading.rlinf_source import OR_WITHOUT_IT, RLinfSource
 from trajstore._core.store.lost_records import Damage
 from trajstore._core.store.sealed import METADATA_NAME
-from trajstore.errors import CorruptStoreError, TrajstoreError, UnsafeContentError, counted, listed, trajectories
-from trajstore.operations.foreign import MISSING, iterate_rlinf
+from trajstore.errors import CorruptStoreError, UnsafeContentError, counted, listed, trajectories
+from trajstore.operations.foreign import MISSING
 from trajstore.operations.points import absent_ranks, incomplete_points
 from trajstore.operations.store_damage import check_state, check_store
 from trajstore.operations.verification import Problem, Progress, Verification, problem_of
@@ -89,12 +89,15 @@ def _verify_rlinf(directory: Directory, result: Verification, progress: Progress
         result.problems.append(Problem(entry.file_name(source.suffix), MISSING, ((number, number),)))
     if source.unwritten:
         result.notes.append(source.unwritten_in_words())
-    for done, (name, trajectory) in enumerate(iterate_rlinf(source)):
-        number = source.entries[done].trajectory_id
-        lost, messages = ((number, number),), [str(trajectory).removesuffix(OR_WITHOUT_IT)]
-        if not isinstance(trajectory, TrajstoreError):
+    for done, entry in enumerate(source.entries):
+        name = entry.file_name(source.suffix)
+        try:
+            source.flat(done)
             messages = source.damage(done)
             result.notes += [f"{name}: {message}" for message in source.unrepresented(done)]
+        except (CorruptStoreError, UnsafeContentError) as error:
+            messages = [str(error).removesuffix(OR_WITHOUT_IT)]
+        lost = ((entry.trajectory_id, entry.trajectory_id),)
         result.problems += [Problem(name, message, lost) for message in messages]
         result.trajectories += not messages
         result.files += 1

@@ -75,7 +75,8 @@ def read_tokens(
     def values_of(name: str, rows: torch.Tensor) -> Series:
         dtype = TOKENS[name][0]
         numbers = rows.to(torch.float64 if dtype == "Float64" else torch.int64).numpy()
-        return pl.Series(name, numbers, dtype=getattr(pl, dtype))
+        values: Series = pl.Series(name, numbers, dtype=getattr(pl, dtype))
+        return values
 
     def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
         found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))

@@ -28,24 +28,20 @@ def late_values(trajectory_id: int, notes: Notes, waiting: Sequence[LateValues])
     """
     history = notes.history(trajectory_id)
     counts = {note.name: at for at, note in enumerate(history)}
-    values = [_of_store(note, counts.get(note.name) == at) for at, note in enumerate(history)]
+    values = [
+        _told(note.name, note.value, note, "store") | {"latest": counts[note.name] == at}
+        for at, note in enumerate(history)
+    ]
     sent = values[-MOST_VALUES:]
     _, refused = notes.foreseen(entry for entry in waiting if not entry.refused)
     for entry in waiting:
         if entry.source not in notes.sources and trajectory_id in entry.ids:
             why, at = entry.refused or refused.get(entry.source), entry.ids.index(trajectory_id)
-            sent += [_of_inbox(entry, name, entry_values[at], why) for name, entry_values in entry.values.items()]
+            place = "inbox" if why is None else "refused"
+            sent += [_told(name, given[at], entry, place) | {"why": why} for name, given in entry.values.items()]
     return {"values": sent, "earlier": max(0, len(values) - MOST_VALUES), "names": list(notes.kinds.items())}
 
 
-def _of_store(note: Note, latest: bool) -> Answer:
-    return _told(note.name, note.value, note.who, note.time, "store") | {"latest": latest}
-
-
-def _of_inbox(update: LateValues, name: str, value: Value, why: str | None) -> Answer:
-    return _told(name, value, update.who, update.time, "inbox" if why is None else "refused") | {"why": why}
-
-
-def _told(name: str, value: Value, who: str, time: int, place: str) -> Answer:
-    answer = {"name": name, "value": value, "who": who, "time": time // 1000, "place": place}
+def _told(name: str, value: Value, given: Note | LateValues, place: str) -> Answer:
+    answer = {"name": name, "value": value, "who": given.who, "time": given.time // 1000, "place": place}
     return answer | {"latest": False, "why": None}

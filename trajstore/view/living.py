@@ -190,7 +190,7 @@ class Living:
         """Return the path, the available facts, whether there are a pool and a training ledger, and the state."""
         columns, pool = columns_of(self._shown.query().table()), self._shown.pool is not None
         training = self._training.is_there(self._directories())
-        return {"path": self.path, "columns": columns, "pool": pool, "training": training, **_told(self.state)}
+        return {"path": self.path, "columns": columns, "pool": pool, "training": training, **told(self.state)}
 
     def keys(self) -> Answer:
         """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
@@ -678,5 +678,6 @@ def _log_probs_of(trajectory: AnyTrajectory) -> tuple[float, int]:
     return float(values.double().sum()), values.numel()
 
 
-def _told(state: State) -> Answer:
+def told(state: State) -> Answer:
+    """Return what the page shows of a state."""
     return {"state": state.name, "trajectories": state.trajectories, "trouble": state.trouble}

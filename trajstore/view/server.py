@@ -27,7 +27,7 @@ from trajstore.errors import ConfigurationError, SchemaMismatchError, Trajectory
 from trajstore.view.answers import Answer
 from trajstore.view.correcting import MOST_BYTES, Correcting
 from trajstore.view.guard import Guard, is_loopback
-from trajstore.view.living import Living, State, with_points
+from trajstore.view.living import Living, State, told, with_points
 from trajstore.view.page import STATIC
 from trajstore.view.shown import Shown
 
@@ -213,15 +213,7 @@ class Service:
 
 
 def _event(state: State) -> bytes:
-    data = orjson.dumps(
-        {
-            "state": state.name,
-            "trajectories": state.trajectories,
-            "trouble": state.trouble,
-            "sessions": state.sessions,
-            "written": state.written,
-        }
-    )
+    data = orjson.dumps({**told(state), "sessions": state.sessions, "written": state.written})
     return b"id: " + state.moment.encode() + b"\ndata: " + data + b"\n\n"
 
 
