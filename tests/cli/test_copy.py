@@ -31,8 +31,7 @@ from trajstore.ledger import LEDGER_FOLDER, Ledger
 from trajstore.operations import copying
 from trajstore.operations import verify as verify_module
 from trajstore.operations.copying import copy_store, repair_store
-from trajstore.operations.store_damage import check_store
-from trajstore.operations.verify import verify
+from trajstore.operations.verify import check_store, verify
 
 
 @pytest.mark.parametrize("trajectory_format", ["pt", "zarr"])

@@ -32,19 +32,13 @@ from trajstore.interop.formats import (
     read_lines,
     read_parquet,
 )
-from trajstore.interop.preferences import conversation, first_reply, is_pictured, schema_of
-from trajstore.interop.rollouts import TENSORS, message_columns, message_type
+from trajstore.interop.preferences import NO_MESSAGES, conversation, first_reply, is_pictured, schema_of
+from trajstore.interop.rollouts import message_columns, message_type
 from trajstore.query.documents import text_of
 from trajstore.query.engine import polars
 from trajstore.trajectory import AgentTrajectory, Reward
 
 _TEXTS = ("task_id", "data_id", "rollout_id", "query")
-
-_CANNOT_CARRY = (
-    *TENSORS,
-    *("response_start", "is_terminated", "policy_version", "entropy", "tokenizer_fingerprint"),
-    *("reward.success_rate", "reward.description", "reward.metadata", "late values"),
-)
 
 _NOT_MESSAGES = "has no messages, which this format needs"
 
@@ -274,9 +268,7 @@ def _write_verl(path: Path, _: Selection) -> PartsWriter:
 _NOT_READ = ("reward_model.style",)
 
 FORMATS = (
-    Format("chat", "rollouts", _CANNOT_CARRY, (), _read_chat, _write_chat, by_python(_read_chat), thoughts=False),
-    Format("trl", "rollouts", _CANNOT_CARRY, (), _read_trl, _write_trl, by_pyarrow(_read_trl), thoughts=True),
-    Format(
-        "verl", "rollouts", _CANNOT_CARRY, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl), thoughts=True
-    ),
+    Format("chat", "rollouts", NO_MESSAGES, (), _read_chat, _write_chat, by_python(_read_chat), thoughts=False),
+    Format("trl", "rollouts", NO_MESSAGES, (), _read_trl, _write_trl, by_pyarrow(_read_trl), thoughts=True),
+    Format("verl", "rollouts", NO_MESSAGES, _NOT_READ, _read_verl, _write_verl, by_pyarrow(_read_verl), thoughts=True),
 )

@@ -39,6 +39,14 @@ LIKED = 0.5
 """Outcomes above this are desirable in ``kto``."""
 
 
+NO_MESSAGES = (
+    *TENSORS,
+    *("response_start", "is_terminated", "policy_version", "entropy", "tokenizer_fingerprint"),
+    *("reward.success_rate", "reward.description", "reward.metadata", "late values"),
+)
+"""Fields for which conversations have no place."""
+
+
 def first_reply(rollout: AgentTrajectory) -> int:
     """Return the number of the model's first message; that of all messages without one."""
     roles = [message.get("role") for message in rollout.messages]
@@ -230,34 +238,24 @@ def _each(items: Iterable[Item]) -> tuple[list[Item], Counter[str]]:
 
 def _pair_row(pair: Any, facts: Mapping[str, Any], pictured: bool) -> Row:
     chosen, rejected = pair
-    prompt, answer, images = conversation(chosen, pictured)
-    return {
-        "prompt": prompt,
-        "chosen": answer,
-        "rejected": conversation(rejected, pictured)[1],
-        **({"images": images} if pictured else {}),
-        **_beside(chosen),
-        **{f"{name}_id": str(facts[f"{name}_trajectory_id"]) for name in ("chosen", "rejected")},
-        **{f"{name}_outcome": _outcome(one) for name, one in (("chosen", chosen), ("rejected", rejected))},
-    }
+    row = _columns(chosen, "chosen", pictured) | {"rejected": conversation(rejected, pictured)[1]}
+    for name, one in (("chosen", chosen), ("rejected", rejected)):
+        row |= {f"{name}_id": str(facts[f"{name}_trajectory_id"]), f"{name}_outcome": _outcome(one)}
+    return row
 
 
 def _row(rollout: AgentTrajectory, facts: Mapping[str, Any], pictured: bool) -> Row:
-    prompt, answer, images = conversation(rollout, pictured)
     outcome = _outcome(rollout)
-    return {
-        "prompt": prompt,
-        "completion": answer,
-        "label": outcome is not None and outcome > LIKED,
-        **({"images": images} if pictured else {}),
-        **_beside(rollout),
-        "trajectory_id": str(facts["trajectory_id"]),
-        "outcome": outcome,
-    }
+    own = {"label": outcome is not None and outcome > LIKED, "outcome": outcome}
+    return {**_columns(rollout, "completion", pictured), **own, "trajectory_id": str(facts["trajectory_id"])}
 
 
-def _beside(rollout: AgentTrajectory) -> Row:
-    return {"tools": text_of(rollout.metadata.get("tools")), "task_id": rollout.task_id}
+def _columns(rollout: AgentTrajectory, answer: str, pictured: bool) -> Row:
+    """Return the columns of a conversation, whose messages after the prompt are the column ``answer``."""
+    prompt, messages, images = conversation(rollout, pictured)
+    row = {"prompt": prompt, answer: messages, "task_id": rollout.task_id}
+    row["tools"] = text_of(rollout.metadata.get("tools"))
+    return row | ({"images": images} if pictured else {})
 
 
 def _write_pairs(path: Path, selection: Selection) -> PartsWriter:
@@ -278,12 +276,7 @@ def _write_each(path: Path, selection: Selection) -> PartsWriter:
     return PartsWriter(path, partial(_row, pictured=pictured), schema_of(("prompt", "completion"), pictured, **others))
 
 
-_CANNOT_CARRY = (
-    *TENSORS,
-    *("response_start", "is_terminated", "policy_version", "entropy", "tokenizer_fingerprint"),
-    *("data_id", "rollout_id", "query", "metadata", "late values"),
-    *("reward.success_rate", "reward.description", "reward.metadata"),
-)
+_CANNOT_CARRY = (*NO_MESSAGES, "data_id", "rollout_id", "query", "metadata")
 
 _rows_again = by_pyarrow(partial(read_parquet, trajectory_of=lambda row: row))
 

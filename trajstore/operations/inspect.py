@@ -32,8 +32,8 @@ from trajstore.errors import CorruptStoreError, StoreError, counted
 from trajstore.ledger import LEDGER_FOLDER
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.late_values import waiting_values
-from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import measure as measure_blocks
+from trajstore.operations.opening import announced, needed_now
 from trajstore.operations.points import points_report, run_points_report
 from trajstore.operations.pools import pool_support
 from trajstore.operations.statistics import Facts, columns_report, figures, ids_report

@@ -28,8 +28,8 @@ from trajstore.errors import (
     TrajectoryUnavailableError,
     listed,
 )
-from trajstore.operations.live import announced, needed_now
 from trajstore.operations.measure import Around, around
+from trajstore.operations.opening import announced, needed_now
 from trajstore.operations.statistics import sampled_rows, tensor_report
 from trajstore.operations.tokenizers import tokenizer_at
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, AnyTrajectory, Trajectory

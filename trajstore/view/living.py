@@ -39,8 +39,7 @@ from trajstore.query.engine import polars
 from trajstore.query.relations import RELATIONS
 from trajstore.query.texts import METADATA, keys_in, words
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
-from trajstore.view.answers import Answer, columns_of, in_order, keys_of, named_rows, plain, plain_dict
-from trajstore.view.late import late_values
+from trajstore.view.answers import Answer, columns_of, in_order, keys_of, late_values, named_rows, plain, plain_dict
 from trajstore.view.overview import MEASURED, Sample, mean_of, overview, sampled
 from trajstore.view.rollout import Pictures, answer_of, pictures_of
 from trajstore.view.session import OpenSessions, tree_of
@@ -584,7 +583,7 @@ class Living:
         return {**plain_dict(self._facts_of(number)), "trajectory_id": shown_id(number)}
 
     def notes(self, shown: str) -> Answer:
-        """Return the late values of a trajectory, see :func:`trajstore.view.late.late_values`.
+        """Return the late values of a trajectory, see :func:`trajstore.view.answers.late_values`.
 
         Called by the thread for many trajectories, because it refreshes.
 
