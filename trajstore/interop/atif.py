@@ -25,6 +25,7 @@ from trajstore.interop.formats import (
     files_below,
     json_of,
     logger,
+    unreadable,
 )
 from trajstore.interop.rollouts import rollout_of, row_of
 from trajstore.query.documents import text_of
@@ -228,30 +229,26 @@ def _members(document: Any, name: str) -> Iterator[tuple[str, Mapping[str, Any]]
         yield from _members(member, f"{name}: subagent {number}")
 
 
+@unreadable("is no ATIF document", kind=ConfigurationError)
 def _rollout(document: Mapping[str, Any], name: str) -> AgentTrajectory:
-    try:
-        if not str(document["schema_version"]).startswith(_VERSION):
-            raise ConfigurationError(f"schema_version {document['schema_version']!r} is unknown, must be ATIF-v1")
-        if not document["steps"]:
-            raise ConfigurationError("has no steps")
-        parts = [_named(_messages, step, number) for number, step in enumerate(document["steps"], start=1)]
-        messages = [message for part in parts for message in part]
-        ours = (document.get("extra") or {}).get(_OURS)
-        if ours is not None:
-            return rollout_of({**ours, "messages": messages})
-        known = {key: document[key] for key in document if key != "subagent_trajectories"}
-        known["steps"] = [_named(_others, step, number) for number, step in enumerate(document["steps"], start=1)]
-        metadata = {"atif": known, "tools": document["agent"].get("tool_definitions")}
-        return AgentTrajectory(
-            messages=messages,
-            rollout_id=document.get("trajectory_id") or document.get("session_id") or "",
-            metadata={key: value for key, value in metadata.items() if value is not None},
-            **_tokens(document["steps"], name),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"is no ATIF document: {error!r}") from error
+    if not str(document["schema_version"]).startswith(_VERSION):
+        raise ConfigurationError(f"schema_version {document['schema_version']!r} is unknown, must be ATIF-v1")
+    if not document["steps"]:
+        raise ConfigurationError("has no steps")
+    parts = [_named(_messages, step, number) for number, step in enumerate(document["steps"], start=1)]
+    messages = [message for part in parts for message in part]
+    ours = (document.get("extra") or {}).get(_OURS)
+    if ours is not None:
+        return rollout_of({**ours, "messages": messages})
+    known = {key: document[key] for key in document if key != "subagent_trajectories"}
+    known["steps"] = [_named(_others, step, number) for number, step in enumerate(document["steps"], start=1)]
+    metadata = {"atif": known, "tools": document["agent"].get("tool_definitions")}
+    return AgentTrajectory(
+        messages=messages,
+        rollout_id=document.get("trajectory_id") or document.get("session_id") or "",
+        metadata={key: value for key, value in metadata.items() if value is not None},
+        **_tokens(document["steps"], name),
+    )
 
 
 def _named(part_of: Callable[[Any], Any], step: Any, number: int) -> Any:

@@ -9,6 +9,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -130,6 +131,24 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, IndexError, AttributeErr
 """What torch, NumPy, h5py and other programs raise for files of another content than declared."""
 
 
+@contextmanager
+def unreadable(what: str, *more: type[Exception], kind: type[TrajstoreError] = CorruptStoreError) -> Iterator[None]:
+    """Raise :data:`UNREADABLE` and ``more`` errors of a block or, as a decorator, of a function as one of this kind.
+
+    Args:
+        what: beginning of the message, followed by the error.
+        more: further errors.
+        kind: of the error that is raised; those of trajstore are raised as they are.
+    """
+    errors: tuple[type[Exception], ...] = (*UNREADABLE, *more)
+    try:
+        yield
+    except TrajstoreError:
+        raise
+    except errors as error:
+        raise kind(f"{what}: {error!r}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Second:
     """The items of a file or folder as another program than trajstore's own reader sees them, for checks.
@@ -247,12 +266,8 @@ def _load(trajectory_of: Callable[[Row], Any], row: Row) -> Any:
     Raises:
         TrajstoreError: the row has another layout.
     """
-    try:
+    with unreadable("has another layout", kind=ConfigurationError):
         return trajectory_of(row)
-    except TrajstoreError:
-        raise
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ConfigurationError(f"has another layout: {error!r}") from error
 
 
 def damaged(key: str, reason: str, done: int) -> Item:
@@ -422,10 +437,8 @@ def _tables_in(path: Path) -> list[Path]:
     saved = [file for file in path.rglob("state.json") if not _is_hidden(file.relative_to(path))]
     files = [file for suffix in ("parquet", "arrow") for file in files_below(path, suffix)]
     for state in saved:
-        try:
+        with unreadable(f"{state}: is no list of files of a saved data set"):
             named = [state.parent / item["filename"] for item in orjson.loads(state.read_bytes())["_data_files"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptStoreError(f"{state}: is no list of files of a saved data set: {error!r}") from error
         if absent := [file.name for file in named if not file.is_file()]:
             raise CorruptStoreError(f"{state}: names {listed(absent)}, which is not there")
         files = [file for file in files if file.parent != state.parent or file.suffix != ".arrow"] + named

@@ -32,6 +32,7 @@ from trajstore.interop.formats import (
     numbered,
     optional,
     pyarrow_modules,
+    unreadable,
     warn_if_counts_differ,
 )
 from trajstore.query.engine import polars
@@ -286,7 +287,7 @@ def _read(path: Path) -> Source:
     pl, meta = polars(), path / "meta"
     if not (meta / "info.json").is_file():
         raise StoreNotFoundError(f"{path}: has no meta/info.json: it is no data set of LeRobot")
-    try:
+    with unreadable(f"{meta}: is no metadata of LeRobot", StopIteration, pl.exceptions.PolarsError):
         info = orjson.loads((meta / "info.json").read_bytes())
         version, count = info["codebase_version"], int(info["total_episodes"])
         if not version.startswith("v3"):
@@ -305,10 +306,8 @@ def _read(path: Path) -> Source:
         folder = path / Path(info["data_path"]).parts[0]
         counts = {"meta/info.json": (count, info.get("total_frames"))}
         counts["meta/episodes"] = (len(table), int(table["length"].sum()))
-    except (ValueError, KeyError, TypeError, StopIteration, OSError, pl.exceptions.PolarsError) as error:
-        raise CorruptStoreError(f"{meta}: is no metadata of LeRobot: {error!r}") from error
     files: dict[int, list[Path]] = {}
-    unreadable, total = [], 0
+    failed, total = [], 0
 
     @lru_cache(maxsize=2)
     def numbers_in(file: Path) -> Any:
@@ -321,7 +320,7 @@ def _read(path: Path) -> Source:
                 files.setdefault(number, []).append(file)
             total += int(many.sum())
         except (OSError, pl.exceptions.PolarsError) as error:
-            unreadable.append(f"{file.relative_to(path)}: {error}")
+            failed.append(f"{file.relative_to(path)}: {error}")
     counts[folder.name] = (len(files), total)
     warn_if_counts_differ(path, "frames", counts)
 
@@ -344,7 +343,7 @@ def _read(path: Path) -> Source:
             tasks = [texts[task] for task in frames["task_index"]]
             return _trajectory(info, values, tasks, bool(rows[number].get(_BY_STEP)))
         except (*UNREADABLE, pl.exceptions.PolarsError) as error:
-            also = f"; unreadable: {listed(unreadable)}" if unreadable else ""
+            also = f"; unreadable: {listed(failed)}" if failed else ""
             raise CorruptStoreError(f"is no episode of LeRobot: {error!r}{also}") from error
 
     return numbered({*rows, *files}, count, episode)
@@ -478,7 +477,7 @@ def _by_lerobot(path: Path) -> Second:
     features = {name: feature for name, feature in features.items() if feature["dtype"] != "video"}
 
     def episode(number: int) -> Trajectory:
-        try:
+        with unreadable(f"LeRobot cannot read episode {number}"):
             row = data.meta.episodes[number]
             frames = data.hf_dataset[row["dataset_from_index"] : row["dataset_to_index"]]
             values = {name: _of_lerobot(frames[name], feature) for name, feature in features.items()}
@@ -486,8 +485,6 @@ def _by_lerobot(path: Path) -> Second:
             read = _trajectory(data.meta.info, values, tasks, bool(row.get(_BY_STEP)))
             read.rewards = read.rewards if "next.reward" in features else None
             return read
-        except UNREADABLE as error:
-            raise CorruptStoreError(f"LeRobot cannot read episode {number}: {error!r}") from error
 
     count = data.meta.total_episodes
     items = [*numbered(range(count), count, episode).items]

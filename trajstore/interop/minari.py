@@ -24,7 +24,6 @@ from trajstore._core.columns.values import document_of, leaves_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, InvalidTrajectoryError, StoreNotFoundError
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, arrays_of, images_as, leaves
 from trajstore.interop.formats import (
-    UNREADABLE,
     Format,
     Second,
     Source,
@@ -34,6 +33,7 @@ from trajstore.interop.formats import (
     numbered,
     optional,
     pyarrow_modules,
+    unreadable,
     warn_if_counts_differ,
 )
 from trajstore.query.engine import polars
@@ -219,12 +219,12 @@ def _read(path: Path) -> Source:
     data = path / "data" if (path / "data").is_dir() else path
     if not (data / "metadata.json").is_file():
         raise StoreNotFoundError(f"{path}: has no data/metadata.json: it is no data set of Minari")
-    try:  # bounds of spaces are Infinity, which orjson refuses
+    with unreadable(
+        f"{data / 'metadata.json'}: is no metadata of Minari"
+    ):  # bounds of spaces are Infinity, which orjson refuses
         metadata = json.loads((data / "metadata.json").read_bytes())
         count, form = int(metadata["total_episodes"]), metadata.get("data_format", "hdf5")
         spaces = [json.loads(metadata.get(name) or "{}") for name in ("observation_space", "action_space")]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptStoreError(f"{data / 'metadata.json'}: is no metadata of Minari: {error!r}") from error
     if form not in ("hdf5", "arrow", "parquet"):
         raise ConfigurationError(f"{data}: data_format {form!r} is unknown")
     jpeg = bool(metadata.get("jpeg_encoding", True))
@@ -232,11 +232,9 @@ def _read(path: Path) -> Source:
     counts = {"data/metadata.json": (count, metadata.get("total_steps")), "data": (len(steps), sum(steps.values()))}
     warn_if_counts_differ(path, "steps", counts)
 
+    @unreadable("is no episode of Minari", polars().exceptions.PolarsError)
     def episode(number: int) -> Trajectory:
-        try:
-            return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
-        except (*UNREADABLE, polars().exceptions.PolarsError) as error:
-            raise CorruptStoreError(f"is no episode of Minari: {error!r}") from error
+        return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
 
     return numbered(steps, count, episode)
 
@@ -250,10 +248,8 @@ Episodes = tuple[dict[int, int], Callable[[int], Loaded]]
 
 def _tables(data: Path, form: str) -> Episodes:
     def metadata_of(number: int) -> dict[str, Any]:
-        try:
+        with unreadable(f"{data / str(number)}: has no metadata of an episode"):
             metadata: dict[str, Any] = json.loads((data / str(number) / "metadata.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise CorruptStoreError(f"{data / str(number)}: has no metadata of an episode: {error}") from error
         return metadata
 
     def steps_of(number: int) -> int:
@@ -414,11 +410,9 @@ def _by_minari(path: Path) -> Second:
     data = minari.MinariDataset(path / "data" if (path / "data").is_dir() else path)
 
     def episode(number: int) -> Trajectory:
-        try:
+        with unreadable(f"Minari cannot read episode {number}"):
             read = data[number]
             return _steps({name: _stacked(getattr(read, name)) for name in ("observations", "actions", *_NEEDED)})
-        except UNREADABLE as error:
-            raise CorruptStoreError(f"Minari cannot read episode {number}: {error!r}") from error
 
     items = [*numbered(range(len(data)), len(data), episode).items]
     return Second(f"Minari {version('minari')}", items, partly=True)

@@ -253,8 +253,8 @@ def _row(rollout: AgentTrajectory, facts: Mapping[str, Any], pictured: bool) -> 
 def _columns(rollout: AgentTrajectory, answer: str, pictured: bool) -> Row:
     """Return the columns of a conversation, whose messages after the prompt are the column ``answer``."""
     prompt, messages, images = conversation(rollout, pictured)
-    row = {"prompt": prompt, answer: messages, "task_id": rollout.task_id}
-    row["tools"] = text_of(rollout.metadata.get("tools"))
+    tools = text_of(rollout.metadata.get("tools"))
+    row: Row = {"prompt": prompt, answer: messages, "tools": tools, "task_id": rollout.task_id}
     return row | ({"images": images} if pictured else {})
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trajstore.errors import CorruptStoreError, listed
+from trajstore.errors import listed
 from trajstore.interop.episodes import UNKNOWN_WEIGHTS, leaves
-from trajstore.interop.formats import UNREADABLE, Format, Item, Source, logger, optional
+from trajstore.interop.formats import Format, Item, Source, logger, optional, unreadable
 from trajstore.trajectory import Trajectory
 
 _FIELDS = ("actions", "rewards", "dones", "obs", "next_obs")
@@ -20,30 +20,25 @@ _FIELDS = ("actions", "rewards", "dones", "obs", "next_obs")
 
 def _read(path: Path) -> Source:
     h5py = optional("h5py", "h5py")
-    try:
-        with h5py.File(path) as file:
-            data = file["data"]
-            names = sorted(data, key=_number)  # as texts, demo_10 would come before demo_2
-            samples = [int(data[name].attrs.get("num_samples", 0)) for name in names]
-            total = int(data.attrs.get("total", sum(samples)))
-            masks = {
-                name: {text.decode() if isinstance(text, bytes) else text for text in split[()]}
-                for name, split in (file["mask"].items() if "mask" in file else ())
-            }
-    except (OSError, KeyError, ValueError, AttributeError) as error:
-        raise CorruptStoreError(f"{path}: is no data set of robomimic: {error!r}") from error
+    with unreadable(f"{path}: is no data set of robomimic"), h5py.File(path) as file:
+        data = file["data"]
+        names = sorted(data, key=_number)  # as texts, demo_10 would come before demo_2
+        samples = [int(data[name].attrs.get("num_samples", 0)) for name in names]
+        total = int(data.attrs.get("total", sum(samples)))
+        masks = {
+            name: {text.decode() if isinstance(text, bytes) else text for text in split[()]}
+            for name, split in (file["mask"].items() if "mask" in file else ())
+        }
     if total != sum(samples):
         logger.warning("%s: data counts %s samples, its demonstrations %s", path, f"{total:,}", f"{sum(samples):,}")
     for split, named in masks.items():
         if absent := sorted(named.difference(names)):
             logger.warning("%s: mask/%s names demonstrations that are not there: %s", path, split, listed(absent))
 
+    @unreadable("is no demonstration of robomimic")
     def demonstration(name: str) -> Trajectory:
-        try:
-            with h5py.File(path) as file:
-                return _trajectory(file["data"][name], sorted(split for split, names in masks.items() if name in names))
-        except UNREADABLE as error:
-            raise CorruptStoreError(f"is no demonstration of robomimic: {error!r}") from error
+        with h5py.File(path) as file:
+            return _trajectory(file["data"][name], sorted(split for split, names in masks.items() if name in names))
 
     def items() -> Iterator[Item]:
         for done, name in enumerate(names, start=1):

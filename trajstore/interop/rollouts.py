@@ -29,6 +29,7 @@ from trajstore.interop.formats import (
     logger,
     read_lines,
     read_parquet,
+    unreadable,
 )
 from trajstore.query.documents import text_of
 from trajstore.query.engine import polars
@@ -93,38 +94,34 @@ def _limits_in(tensor: torch.Tensor) -> dict[str, list[int]]:
     return {name: mask.nonzero().flatten().tolist() for name, mask in masks.items() if mask.any()}
 
 
+@unreadable("is not a rollout", kind=ConfigurationError)
 def rollout_of(row: Row) -> AgentTrajectory:
     """Return the rollout of a row, with its late values as a reader returns them; the inverse of :func:`row_of`.
 
     Raises:
         ConfigurationError: it is not a row of :func:`row_of`; names the field.
     """
-    try:
-        if unknown := row.keys() - _NAMES:
-            raise ConfigurationError(f"{min(unknown)!r} is not a field of a rollout; put it in metadata")
-        exact = row.get("exact") or {}
-        kinds, limits = exact.get("dtypes", {}), exact.get("not_finite", {})
+    if unknown := row.keys() - _NAMES:
+        raise ConfigurationError(f"{min(unknown)!r} is not a field of a rollout; put it in metadata")
+    exact = row.get("exact") or {}
+    kinds, limits = exact.get("dtypes", {}), exact.get("not_finite", {})
 
-        def tensor(name: str, values: Any) -> torch.Tensor:
-            default = "int64" if name in _MASKS else "float32"
-            return _tensor(values, dtypes()[kinds.get(name, default)], limits.get(name, {}))
+    def tensor(name: str, values: Any) -> torch.Tensor:
+        default = "int64" if name in _MASKS else "float32"
+        return _tensor(values, dtypes()[kinds.get(name, default)], limits.get(name, {}))
 
-        given = {name: value for name, value in row.items() if name in _NAMES and value is not None}
-        notes = given.pop("notes", {})
-        for name in (*_OF_THE_STORE, "exact"):
-            given.pop(name, None)
-        given |= {name: tensor(name, given[name]) for name in TENSORS if name in given}
-        rows = {name: tensor(f"{COLUMNS}{name}", v) for name, v in notes.items() if isinstance(v, list)}
-        reward = given.pop("reward", None)
-        rollout = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
-        if GIVEN not in rollout.metadata:
-            rollout = with_notes(rollout, {name: value for name, value in notes.items() if name not in rows})
-        rollout.notes = rows
-        return rollout
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
-        raise ConfigurationError(f"is not a rollout: {error!r}") from error
+    given = {name: value for name, value in row.items() if name in _NAMES and value is not None}
+    notes = given.pop("notes", {})
+    for name in (*_OF_THE_STORE, "exact"):
+        given.pop(name, None)
+    given |= {name: tensor(name, given[name]) for name in TENSORS if name in given}
+    rows = {name: tensor(f"{COLUMNS}{name}", v) for name, v in notes.items() if isinstance(v, list)}
+    reward = given.pop("reward", None)
+    rollout = AgentTrajectory(**given, reward=None if reward is None else Reward(**reward))
+    if GIVEN not in rollout.metadata:
+        rollout = with_notes(rollout, {name: value for name, value in notes.items() if name not in rows})
+    rollout.notes = rows
+    return rollout
 
 
 def _tensor(values: Any, dtype: torch.dtype, limits: Mapping[str, Sequence[int]]) -> torch.Tensor:

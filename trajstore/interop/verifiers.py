@@ -13,7 +13,7 @@ import orjson
 import torch
 
 from trajstore.errors import ConfigurationError, TrajstoreError
-from trajstore.interop.formats import Format, Item, Row, Source, damaged, read_lines
+from trajstore.interop.formats import Format, Item, Row, Source, damaged, read_lines, unreadable
 from trajstore.trajectory import AgentTrajectory, Reward
 
 _OURS = "verifiers"
@@ -23,6 +23,7 @@ _VALUES = ("message", "token_ids", "mask", "is_content", "logprobs")
 """Fields of a node that are the rollout's, or are written shorter."""
 
 
+@unreadable("is no trace", kind=ConfigurationError)
 def rollouts_of(trace: Mapping[str, Any], episode: Mapping[str, Any] | None = None) -> list[AgentTrajectory]:
     """Return a rollout for each branch of a trace, as rows of one session.
 
@@ -226,8 +227,6 @@ def _read(path: Path) -> Source:
                     rollouts = rollouts_of(trace, row if is_episode else None)
                 except TrajstoreError as error:
                     yield damaged(key, str(error), line.done)
-                except (ValueError, TypeError, AttributeError, KeyError) as error:
-                    yield damaged(key, f"is no trace: {error!r}", line.done)
                 else:
                     for path, rollout in enumerate(rollouts):
                         yield Item(f"{key}, branch {path}", lambda rollout=rollout: rollout, line.done)  # type: ignore[misc]
