@@ -35,7 +35,7 @@ from trajstore.interop.formats import (
 from trajstore.interop.preferences import NO_MESSAGES, conversation, first_reply, is_pictured, schema_of
 from trajstore.interop.rollouts import message_columns, message_type
 from trajstore.query.documents import text_of
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.trajectory import AgentTrajectory, Reward
 
 _TEXTS = ("task_id", "data_id", "rollout_id", "query")
@@ -141,9 +141,9 @@ def _messages_of(name: str, messages: Any, role: str) -> list[Any]:
 
 
 def _write_trl(path: Path, selection: Selection) -> PartsWriter:
-    pl, pictured = polars(), is_pictured(selection.items())
+    pictured = is_pictured(selection.items())
     texts = dict.fromkeys(("tools", *_TEXTS, "metadata"), pl.String)
-    schema = schema_of(("prompt", "completion"), pictured, whole=True, reward=pl.Float64, **texts)
+    schema = schema_of(("prompt", "completion"), pictured, {"reward": pl.Float64, **texts}, whole=True)
 
     def row_of(rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
         parts, metadata = _parts_of(rollout)
@@ -250,7 +250,6 @@ def _write_chat(path: Path, _: Selection) -> LinesWriter:
 
 
 def _write_verl(path: Path, _: Selection) -> PartsWriter:
-    pl = polars()
     messages = pl.List(message_type())
     extra = ("index", "data_id", "rollout_id", "query", "metadata")
     schema = {

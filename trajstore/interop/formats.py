@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -27,12 +27,9 @@ from trajstore.errors import (
     TrajstoreError,
     listed,
 )
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.query import Query
 from trajstore.trajectory import AnyTrajectory
-
-if TYPE_CHECKING:
-    from polars import DataType
 
 logger = logging.getLogger("trajstore.interop")
 """The logger of all converters, whose repeated warnings a conversion drops."""
@@ -255,7 +252,7 @@ class PartsWriter(Writer):
 
     def append(self, encoded: Sequence[Row]) -> None:
         part = BytesIO()  # Polars reports a full disk as one of its own errors
-        polars().DataFrame(encoded, schema=self._schema).write_parquet(part)
+        pl.DataFrame(encoded, schema=self._schema).write_parquet(part)
         append_durably(self._path / f"part-{self._count:05d}.parquet", [part.getbuffer()])
         self._count += 1
 
@@ -390,7 +387,6 @@ def read_lines(
 
 def _exact(kind: Any) -> Any:
     """Return a type of Polars with times as integers: Python's have microseconds, and no years after 9999."""
-    pl = polars()
     if kind.is_temporal():
         return pl.Int64()
     if isinstance(kind, pl.List | pl.Array):
@@ -400,15 +396,15 @@ def _exact(kind: Any) -> Any:
     return type(kind)(kind.key, _exact(kind.value)) if hasattr(kind, "key") else kind  # a map
 
 
-def _time(value: int, kind: DataType) -> str:
+def _time(value: int, kind: pl.DataType) -> str:
     """Return the text of a time as an integer: Python's, with nine digits where six are not enough."""
-    rest = value % 1000 if kind == polars().Time or getattr(kind, "time_unit", "") == "ns" else 0
-    text = str(polars().Series([value - rest]).cast(kind)[0])
+    rest = value % 1000 if kind == pl.Time or getattr(kind, "time_unit", "") == "ns" else 0
+    text = str(pl.Series([value - rest]).cast(kind)[0])
     parts = re.fullmatch(r"(.*?:\d\d:\d\d)(?:[.](\d{6}))?(.*)", text)
     return text if not rest or parts is None else f"{parts[1]}.{parts[2] or '000000'}{rest:03}{parts[3]}"
 
 
-def _plain(value: Any, kind: DataType) -> Any:
+def _plain(value: Any, kind: pl.DataType) -> Any:
     """Return a value of a Parquet column: JSON decoded, times as texts, structs without the keys that are null."""
     if value is None or value != value:  # pandas writes NaN for unknown numbers
         return None
@@ -454,7 +450,6 @@ def _tables_in(path: Path) -> list[Path]:
 
 
 def _by_polars(file: Path) -> Iterator[Any]:
-    pl = polars()
     table = pl.read_ipc_stream(file).lazy() if file.suffix == ".arrow" else pl.scan_parquet(file, glob=False)
     yield from table.collect_batches(chunk_size=_ROWS, maintain_order=True)
 
@@ -465,7 +460,7 @@ def _frames_of_pyarrow(file: Path) -> Iterator[Any]:
         is_stream = file.suffix == ".arrow"
         batches = arrow.ipc.open_stream(opened) if is_stream else parquet.ParquetFile(opened).iter_batches(_ROWS)
         for batch in batches:
-            yield polars().from_arrow(batch)
+            yield pl.from_arrow(batch)
 
 
 def read_parquet(
@@ -487,14 +482,13 @@ def read_parquet(
         files = _tables_in(path)
     sizes = [file.stat().st_size for file in files]
 
-    def load(row: Row, kinds: Mapping[str, DataType]) -> Any:
+    def load(row: Row, kinds: Mapping[str, pl.DataType]) -> Any:
         def made(row: Row) -> Any:
             return trajectory_of({name: _plain(value, kinds[name]) for name, value in row.items()} if plain else row)
 
         return _load(made, row)
 
     def items() -> Iterator[Item]:
-        pl = polars()
         for at, file in enumerate(files):
             number, done = 0, sum(sizes[: at + 1])
             name = str(file.relative_to(path)) if path.is_dir() else file.name

@@ -35,7 +35,7 @@ from trajstore.interop.formats import (
     unreadable,
     warn_if_counts_differ,
 )
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.trajectory import Trajectory
 
 _FPS = 30.0
@@ -119,7 +119,6 @@ class _Writer(Writer):
         return {"tasks": tasks, "by_step": tasks is task, "columns": columns, "stats": _statistics(values)}
 
     def append(self, encoded: Sequence[dict[str, Any]]) -> None:
-        pl = polars()
         lengths = [len(item["tasks"]) for item in encoded]
         frames = np.concatenate([np.arange(length) for length in lengths])
         numbers = np.arange(self._episodes, self._episodes + len(encoded))
@@ -244,7 +243,6 @@ def _png(frame: Any) -> dict[str, Any]:
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Any:
-    pl = polars()
     if isinstance(parts[0], list):
         return pl.Series(
             name, [row for part in parts for row in part], pl.Struct({"bytes": pl.Binary, "path": pl.String})
@@ -284,7 +282,7 @@ _EXTREMES: Mapping[str, Any] = {"min": np.min, "max": np.max}
 
 
 def _read(path: Path) -> Source:
-    pl, meta = polars(), path / "meta"
+    meta = path / "meta"
     if not (meta / "info.json").is_file():
         raise StoreNotFoundError(f"{path}: has no meta/info.json: it is no data set of LeRobot")
     with unreadable(f"{meta}: is no metadata of LeRobot", StopIteration, pl.exceptions.PolarsError):
@@ -352,7 +350,7 @@ def _read(path: Path) -> Source:
 def _frames(file: Path, numbers: Any, number: int) -> Any:
     """Return the rows of an episode in a file, whose rows are of these episodes."""
     at = np.flatnonzero(numbers == number)
-    rows = polars().scan_parquet(file, glob=False).slice(int(at[0]), int(at[-1] - at[0]) + 1).collect()
+    rows = pl.scan_parquet(file, glob=False).slice(int(at[0]), int(at[-1] - at[0]) + 1).collect()
     return rows if len(rows) == len(at) else rows[(at - at[0]).tolist()]
 
 

@@ -36,7 +36,7 @@ from trajstore.interop.formats import (
     unreadable,
     warn_if_counts_differ,
 )
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.trajectory import Trajectory
 
 _STATES = "states"
@@ -111,7 +111,6 @@ def _padded(value: Any, rows: int) -> Any:
 
 
 def _series(name: str, value: Any) -> Any:
-    pl = polars()
     if isinstance(value, dict):
         return pl.DataFrame([_series(key, item) for key, item in value.items()]).to_struct(name)
     flat = value if isinstance(value, list) or value.ndim == 1 else value.reshape(len(value), -1)
@@ -162,7 +161,7 @@ class _Writer(Writer):
             )
         values = {"observations": observations, "actions": actions, **columns, "infos": inputs}
         padded = [name for name, value in leaves(inputs, "/") if len(value) == steps]
-        table = polars().DataFrame(
+        table = pl.DataFrame(
             [_series(name, _padded(value, steps + 1)) for name, value in values.items() if not _is_empty(value)]
         )
         part = BytesIO()
@@ -232,7 +231,7 @@ def _read(path: Path) -> Source:
     counts = {"data/metadata.json": (count, metadata.get("total_steps")), "data": (len(steps), sum(steps.values()))}
     warn_if_counts_differ(path, "steps", counts)
 
-    @unreadable("is no episode of Minari", polars().exceptions.PolarsError)
+    @unreadable("is no episode of Minari", pl.exceptions.PolarsError)
     def episode(number: int) -> Trajectory:
         return _trajectory(*load(number), spaces[0], spaces[1], jpeg)
 
@@ -269,7 +268,7 @@ def _tables(data: Path, form: str) -> Episodes:
         else:
             tables = [arrow.ipc.open_file(content).read_all() for content in contents]
         whole = arrow.concat_tables(tables)
-        columns = {field.name: _nested(polars().Series(whole[field.name]), field) for field in whole.schema}
+        columns = {field.name: _nested(pl.Series(whole[field.name]), field) for field in whole.schema}
         for name in ("actions", *_NEEDED):
             columns[name] = _each(columns[name], lambda value: value[:-1])
         return columns, metadata_of(number)
@@ -285,7 +284,6 @@ def _nested(series: Any, field: Any) -> Any:
         series: the column.
         field: its Arrow field, with the shape of a row of infos in its metadata.
     """
-    pl = polars()
     if series.dtype == pl.Struct:
         return {inner.name: _nested(series.struct.field(inner.name), inner) for inner in field.type}
     if series.dtype in (pl.String, pl.Binary):

@@ -29,7 +29,7 @@ from trajstore.interop.formats import (
 )
 from trajstore.interop.rollouts import TENSORS, message_columns, message_type
 from trajstore.query.documents import image_in, text_of
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.trajectory import AgentTrajectory
 
 Columns = dict[str, Any]
@@ -132,9 +132,8 @@ def is_pictured(items: Iterable[Item]) -> bool:
     return False
 
 
-def schema_of(names: Sequence[str], pictured: bool, *, whole: bool = False, **others: Any) -> Columns:
+def schema_of(names: Sequence[str], pictured: bool, others: Columns, *, whole: bool = False) -> Columns:
     """Return the types of columns: lists of messages by ``names``, ``images`` if there are any, and ``others``."""
-    pl = polars()
     messages = pl.List(message_type(pictured, whole=whole))
     images = {"images": pl.List(pl.Struct({"bytes": pl.Binary, "path": pl.String}))} if pictured else {}
     return {**dict.fromkeys(names, messages), **images, **others}
@@ -259,21 +258,21 @@ def _columns(rollout: AgentTrajectory, answer: str, pictured: bool) -> Row:
 
 
 def _write_pairs(path: Path, selection: Selection) -> PartsWriter:
-    pl, pictured = polars(), is_pictured(selection.items())
-    texts = dict.fromkeys(("tools", "task_id", "chosen_id", "rejected_id"), pl.String)
-    outcomes = dict.fromkeys(("chosen_outcome", "rejected_outcome"), pl.Float64)
-    schema = schema_of(("prompt", "chosen", "rejected"), pictured, **texts, **outcomes)
+    pictured = is_pictured(selection.items())
+    texts: Columns = dict.fromkeys(("tools", "task_id", "chosen_id", "rejected_id"), pl.String)
+    outcomes: Columns = dict.fromkeys(("chosen_outcome", "rejected_outcome"), pl.Float64)
+    schema = schema_of(("prompt", "chosen", "rejected"), pictured, texts | outcomes)
     return PartsWriter(path, partial(_pair_row, pictured=pictured), schema)
 
 
 def _write_each(path: Path, selection: Selection) -> PartsWriter:
-    pl, pictured = polars(), is_pictured(selection.items())
+    pictured = is_pictured(selection.items())
     others = {
         "label": pl.Boolean,
         **dict.fromkeys(("tools", "task_id", "trajectory_id"), pl.String),
         "outcome": pl.Float64,
     }
-    return PartsWriter(path, partial(_row, pictured=pictured), schema_of(("prompt", "completion"), pictured, **others))
+    return PartsWriter(path, partial(_row, pictured=pictured), schema_of(("prompt", "completion"), pictured, others))
 
 
 _CANNOT_CARRY = (*NO_MESSAGES, "data_id", "rollout_id", "query", "metadata")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import torch
@@ -32,12 +32,9 @@ from trajstore.interop.formats import (
     unreadable,
 )
 from trajstore.query.documents import text_of
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.relations import late_columns
 from trajstore.trajectory import RESPONSE_COLUMNS, TOKEN_COLUMNS, AgentTrajectory, Reward
-
-if TYPE_CHECKING:
-    from polars import DataType
 
 TENSORS = (*TOKEN_COLUMNS, *RESPONSE_COLUMNS)
 _MASKS = (*TOKEN_COLUMNS, "response_mask")
@@ -82,8 +79,7 @@ def _list(name: str, tensor: torch.Tensor | None) -> list[Any] | None:
     if tensor is None:
         return None
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    numbers: list[Any] = real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
-    return numbers
+    return real.to(torch.int64 if name in _MASKS else torch.float64).tolist()
 
 
 def _limits_in(tensor: torch.Tensor) -> dict[str, list[int]]:
@@ -173,14 +169,13 @@ def _check_integers(row: Row) -> None:
 # -- Parquet ------------------------------------------------------------------------------------------
 
 
-def _parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any]:
+def _parquet_schema(late: Mapping[str, pl.DataType], is_run: bool) -> dict[str, Any]:
     """Return the columns of Parquet files.
 
     Args:
         late: types of the late values, by name.
         is_run: ids are texts such as ``"2/1"``.
     """
-    pl = polars()
     return {
         "trajectory_id": pl.String if is_run else pl.Int64,
         **dict.fromkeys(_TEXTS, pl.String),
@@ -195,22 +190,20 @@ def _parquet_schema(late: Mapping[str, DataType], is_run: bool) -> dict[str, Any
     }
 
 
-def message_type(pictured: bool = False, *, whole: bool = True) -> DataType:
+def message_type(pictured: bool = False, *, whole: bool = True) -> pl.DataType:
     """Return the type of a message in Parquet files: texts and tool calls that chat templates see, and all as JSON.
 
     Args:
         pictured: the content is a list of texts and places of images.
         whole: with JSON.
     """
-    pl = polars()
     call = pl.Struct(
         {"id": pl.String, "type": pl.String, "function": pl.Struct({"name": pl.String, "arguments": pl.String})}
     )
     texts = dict.fromkeys(_MESSAGE_TEXTS, pl.String)
     parts = {"content": pl.List(pl.Struct({"type": pl.String, "text": pl.String}))} if pictured else {}
     rest = {"json": pl.String} if whole else {}
-    message: DataType = pl.Struct({**texts, **parts, "tool_calls": pl.List(call), **rest})
-    return message
+    return pl.Struct({**texts, **parts, "tool_calls": pl.List(call), **rest})
 
 
 _MESSAGE_TEXTS = ("role", "content", "reasoning_content", "name", "tool_call_id")
@@ -260,9 +253,8 @@ def _from_parquet(row: Row) -> Row:
 # -- formats ------------------------------------------------------------------------------------------
 
 
-def _late_types(selection: Selection) -> dict[str, DataType]:
+def _late_types(selection: Selection) -> dict[str, pl.DataType]:
     """Return the names of the late values with the types of their Parquet columns."""
-    pl = polars()
     facts = selection.query.limit(0).table().schema
     types = {name: kind for name, kind in facts.items() if name not in FACTS and not name.startswith(SCORE)}
     by_row = late_columns(selection.reader._live.locked, "tokens")
@@ -276,10 +268,10 @@ def _late_types(selection: Selection) -> dict[str, DataType]:
     return {name: kind for name, kind in types.items() if name not in both}
 
 
-def _with_late(late: Mapping[str, DataType], rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
+def _with_late(late: Mapping[str, pl.DataType], rollout: AgentTrajectory, facts: Mapping[str, Any]) -> Row:
     """Return the row of a rollout with the late values of these names and types."""
     given = rollout.metadata.get(GIVEN, {})
-    texts = polars().String
+    texts = pl.String
     shown = {name: str(given[name]) if kind == texts else given[name] for name, kind in late.items() if name in given}
     by_row = {name: rows for name, rows in rollout.notes.items() if name in late}
     return {**facts, **row_of(replace(rollout, notes=by_row), shown)}

@@ -16,11 +16,9 @@ from trajstore._core.buffer.reader import Reader
 from trajstore._core.store.run_ids import ALONE, ID_LIMIT, RANK_LIMIT, own_id, rank_of_id
 from trajstore.errors import ConfigurationError, counted
 from trajstore.operations.opening import open_readable
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl, polars
 
 if TYPE_CHECKING:
-    from polars import DataFrame
-
     from trajstore.distributed import DistributedReplayBuffer
 
 _Rank = Annotated[int, msgspec.Meta(ge=ALONE, lt=RANK_LIMIT)]
@@ -65,7 +63,7 @@ class News:
         warnings: sentences on trajectories that cannot be reported, and on replaced stores.
     """
 
-    table: DataFrame
+    table: pl.DataFrame
     cursors: list[Cursor]
     warnings: list[str]
 
@@ -146,7 +144,7 @@ class Follower:
             shown = {**shown, rank: (store_id, max(number, last), visit)}
             cursors.append(Cursor(shown))
         cursors = [cursor for cursor, keep in zip(cursors, matching[fresh].tolist(), strict=True) if keep]
-        facts = table.filter(polars().Series(fresh & matching))
+        facts = table.filter(pl.Series(fresh & matching))
         if columns := list(keys):
             facts = facts.hstack(replace(query, facts=lambda: facts).select(*columns).table())
         self.cursor = Cursor(shown)

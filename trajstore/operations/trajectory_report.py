@@ -371,8 +371,7 @@ def note_report(note: Note) -> Report:
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:
-    ids: list[int] = [] if trajectory.input_ids is None else trajectory.input_ids[first:end].tolist()
-    return ids
+    return [] if trajectory.input_ids is None else trajectory.input_ids[first:end].tolist()
 
 
 def tokenizer_of(trajectory: AgentTrajectory) -> str | None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -16,12 +16,9 @@ from trajstore._core.base.types import IntArray
 from trajstore._core.columns.facts import SESSION, session_of
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import ConfigurationError, CorruptStoreError, listed
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.readable import Locked, of_documents
 from trajstore.query.texts import METADATA, Path
-
-if TYPE_CHECKING:
-    from polars import DataFrame, LazyFrame, Series
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +50,14 @@ class Documents:
 
     def read(
         self, locked: Locked, ids: IntArray, names: Sequence[str], _: Mapping[str, bool]
-    ) -> tuple[IntArray, dict[str, Series]]:
+    ) -> tuple[IntArray, dict[str, pl.Series]]:
         """Return the number of objects of each rollout, ``[n]``, and columns of all objects.
 
         Raises:
             TrajectoryUnavailableError: a rollout was evicted meanwhile.
             CorruptStoreError, OSError: a rollout is unreadable.
         """
-        pl, each, series = polars(), of_documents(locked, ids, self.objects), {}
+        each, series = of_documents(locked, ids, self.objects), {}
         for name in names:
             kind, _meaning, values = self.columns[name]
             series[name] = pl.Series(name, values(each), dtype=getattr(pl, kind))
@@ -236,12 +233,12 @@ METADATA_ROWS = Documents(
 
 
 def with_metadata(
-    facts: DataFrame,
+    facts: pl.DataFrame,
     wanted: Mapping[str, Path],
-    scan: Callable[[str, DataFrame], LazyFrame],
-    chosen: DataFrame,
+    scan: Callable[[str, pl.DataFrame], pl.LazyFrame],
+    chosen: pl.DataFrame,
     reported: set[str],
-) -> DataFrame:
+) -> pl.DataFrame:
     """Return facts with values of metadata as more columns; null where a rollout has none, and for blocks of steps.
 
     A key that none of the rollouts has is logged as a warning, once.
@@ -256,7 +253,6 @@ def with_metadata(
     Raises:
         ConfigurationError: a value is a list or an object, or within a list; names the rollout.
     """
-    pl = polars()
     rows = scan(METADATA, chosen).select("trajectory_id", "json").collect()
     documents = [orjson.loads(text) for text in rows["json"]]
     values = {name: [_value_at(document, path) for document in documents] for name, path in wanted.items()}
@@ -292,13 +288,11 @@ def _value_at(value: Any, path: Path) -> Any:
     return value
 
 
-def _column(values: Sequence[Any]) -> Series:
+def _column(values: Sequence[Any]) -> pl.Series:
     """Return a column of numbers, bools or texts; all are texts if some are."""
-    pl = polars()
     types = {type(value) for value in values if value is not None}
     if str in types and len(types) > 1:
         values = [v if v is None or isinstance(v, str) else orjson.dumps(v).decode() for v in values]
     elif len(types) > 1 or any(type(value) is int and value >= 1 << 63 for value in values):
         values = [None if value is None else float(value) for value in values]
-    column: Series = pl.Series(values, strict=True)
-    return column
+    return pl.Series(values, strict=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import ConfigurationError, MissingDependencyError
+
+__all__ = ["pl", "polars"]
 
 _users: list[int] = []
 """The process that used Polars first."""
@@ -31,3 +34,16 @@ def polars() -> ModuleType:
             "do not survive a fork; start it with the method 'spawn' (DataLoader: multiprocessing_context='spawn')"
         )
     return polars
+
+
+class _Polars:
+    """Polars, imported where it is first used; raises the errors of :func:`polars`."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(polars(), name)
+
+
+if TYPE_CHECKING:
+    import polars as pl
+else:
+    pl = _Polars()

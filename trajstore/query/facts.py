@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +18,8 @@ from trajstore._core.store.facts import AGENT, NOTE, NOTE_TEXT, TEXTS, is_text
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.run_ids import rank_of_id
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl, polars
 from trajstore.query.readable import Locked
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Series
-
 
 _Entries = tuple["weakref.ref[TrajectoryIndex]", tuple[int, ...], IntArray]
 """Identifies the entries of an index; an entry itself changes only on a commit."""
@@ -47,12 +43,12 @@ class Facts:
 
     def __init__(self, locked: Locked) -> None:
         self._locked = locked
-        self._answer: tuple[_Entries, DataFrame] | None = None
+        self._answer: tuple[_Entries, pl.DataFrame] | None = None
         """The last table and the entries it covers."""
-        self._texts: tuple[weakref.ref[StringTable], Series] | None = None
+        self._texts: tuple[weakref.ref[StringTable], pl.Series] | None = None
         """The index's string table as a series."""
 
-    def table(self) -> DataFrame:
+    def table(self) -> pl.DataFrame:
         """Return all facts, oldest trajectory first.
 
         Raises:
@@ -65,9 +61,8 @@ class Facts:
         self._answer = self._locked(self._of_index)
         return self._answer[1]
 
-    def _of_index(self, contents: Contents) -> tuple[_Entries, DataFrame]:
+    def _of_index(self, contents: Contents) -> tuple[_Entries, pl.DataFrame]:
         """Return the entries and their facts; call with the lock of the contents held."""
-        pl = polars()
         index = contents.index
         ids, texts = index["trajectory_id"].copy(), self._texts_of(index.texts)
         agents = index.fact(AGENT) != 0
@@ -95,7 +90,7 @@ class Facts:
                 columns[name] = pl.Series(column.copy()).fill_nan(None)
             else:
                 columns[name] = _known(column, -1)
-        late: dict[str, list[Series]] = defaultdict(list)
+        late: dict[str, list[pl.Series]] = defaultdict(list)
         for name in index.notes:
             plain = name.removeprefix(NOTE_TEXT).removeprefix(NOTE)
             given = index[name]
@@ -111,21 +106,17 @@ class Facts:
         columns["readable"] = pl.Series(readable)
         return _entries_of(index), pl.DataFrame(columns)
 
-    def _texts_of(self, table: StringTable) -> Series:
+    def _texts_of(self, table: StringTable) -> pl.Series:
         """Return the texts of a table followed by a null; cached texts are reused."""
-        pl = polars()
         before = self._texts
         known = before[1] if before is not None and before[0]() is table else pl.Series([], dtype=pl.String)
         if before is None or len(known) < len(table) or before[0]() is not table:
             known = pl.concat([known, pl.Series(table.texts(len(known)), dtype=pl.String)])
             self._texts = weakref.ref(table), known
-        texts: Series = pl.concat([known, pl.Series([None], dtype=pl.String)])
-        return texts
+        return pl.concat([known, pl.Series([None], dtype=pl.String)])
 
 
-def _known(column: npt.NDArray[Any], unknown: int) -> Series:
+def _known(column: npt.NDArray[Any], unknown: int) -> pl.Series:
     """Return a column with the number ``unknown`` replaced by null."""
-    pl = polars()
     values = pl.Series("known", column.copy())
-    known: Series = values.set(values == unknown, None)
-    return known
+    return values.set(values == unknown, None)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from trajstore._core.base.arguments import whole
 from trajstore._core.store.run_ids import ID_LIMIT
 from trajstore.errors import ConfigurationError, UnknownColumnError, listed
 from trajstore.query.documents import with_metadata
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS, TRAJECTORIES, and_parts, shown_columns
 from trajstore.query.texts import (
     ID,
@@ -33,9 +33,6 @@ from trajstore.query.texts import (
     words,
 )
 from trajstore.query.trained import COLUMNS, TRAINED
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr, LazyFrame, Series
 
 T = TypeVar("T")
 
@@ -63,16 +60,16 @@ class Stream:
     out, and a warning names them.
     """
 
-    _plan: LazyFrame
+    _plan: pl.LazyFrame
 
-    def __iter__(self) -> Iterator[DataFrame]:
+    def __iter__(self) -> Iterator[pl.DataFrame]:
         """Yield the rows in tables; an empty answer yields one empty table with its columns."""
         has_rows = False
         for table in self._batches():
             has_rows = True
             yield table
         if not has_rows:
-            yield polars().DataFrame(schema=self._plan.collect_schema())
+            yield pl.DataFrame(schema=self._plan.collect_schema())
 
     def __arrow_c_schema__(self) -> object:
         """Return the columns as an Arrow capsule."""
@@ -106,10 +103,10 @@ class Query:
         trained: returns the rows of the training ledgers; None if there can be none.
     """
 
-    facts: Callable[[], DataFrame]
-    scan: Callable[[str, DataFrame], LazyFrame] | None = None
+    facts: Callable[[], pl.DataFrame]
+    scan: Callable[[str, pl.DataFrame], pl.LazyFrame] | None = None
     relation: str = TRAJECTORIES
-    trained: Callable[[], DataFrame] | None = None
+    trained: Callable[[], pl.DataFrame] | None = None
     _conditions: tuple[str, ...] = ()
     _columns: tuple[str, ...] = ()
     _groups: tuple[str, ...] = ()
@@ -159,19 +156,17 @@ class Query:
             rows = rows.drop_nulls()
         if self.relation != TRAJECTORIES:
             rows = rows.unique(maintain_order=True)
-        ids: npt.NDArray[np.int64] = self._collected(rows)["trajectory_id"].to_numpy()
-        return ids
+        return self._collected(rows)["trajectory_id"].to_numpy()
 
     def count(self) -> int:
         """Return the number of rows."""
-        number: int = self._collected(self._plan().select(polars().len())).item()
-        return number
+        return int(self._collected(self._plan().select(pl.len())).item())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows as dicts."""
         return self.table().to_dicts()
 
-    def table(self) -> DataFrame:
+    def table(self) -> pl.DataFrame:
         """Return the answer as a Polars table, which DuckDB, pandas and datasets read via Arrow's interface.
 
         Raises:
@@ -180,7 +175,7 @@ class Query:
         """
         return self._collected(self._plan())
 
-    def sql(self, text: str) -> DataFrame:
+    def sql(self, text: str) -> pl.DataFrame:
         """Run a whole SQL statement over this query's rows, a table named like the relation.
 
         A query over trajectories also provides their ``messages``, ``calls``, ``tokens`` and ``steps`` as tables.
@@ -209,7 +204,7 @@ class Query:
         """
         return Stream(self._plan() if text is None else self._statement(text))
 
-    def _statement(self, text: str) -> LazyFrame:
+    def _statement(self, text: str) -> pl.LazyFrame:
         if not _SELECT.match(_text("sql", text)):
             raise ConfigurationError(f"sql: {text!r}: it must be a SELECT, perhaps after WITH")
         checked_ids("sql", text, _is_run(self.facts()))
@@ -224,7 +219,7 @@ class Query:
                 frames[TRAINED] = self._trained(shown, all_rows=not self._conditions and self._limit is None)
         else:
             frames = {self.relation: keyed._plan(every=True)}
-        context = polars().SQLContext(frames)
+        context = pl.SQLContext(frames)
         named = {word.strip('"`') for word in words(text)}
         asked = [frame for relation, frame in frames.items() if relation in named]
         names = list(dict.fromkeys(name for frame in asked for name in frame.collect_schema().names()))
@@ -237,7 +232,7 @@ class Query:
                 raise
             raise ConfigurationError(f"{error}; there is {listed(frames)}") from None
 
-    def _plan(self, *, every: bool = False, kept: LazyFrame | None = None) -> LazyFrame:
+    def _plan(self, *, every: bool = False, kept: pl.LazyFrame | None = None) -> pl.LazyFrame:
         """Return the plan of the answer.
 
         Args:
@@ -275,7 +270,7 @@ class Query:
             ordered = ordered.select(name for name in names if name not in self._keys())
         return self._limited(ordered)
 
-    def _group(self, text: str, table: LazyFrame) -> Expr:
+    def _group(self, text: str, table: pl.LazyFrame) -> pl.Expr:
         """Return the expression to group by; names defined by :meth:`select` are not available yet."""
         if text not in table.collect_schema():
             for selected in self._columns:
@@ -285,7 +280,7 @@ class Query:
                     )
         return named(_expression("group_by", text, table), text)
 
-    def _kept(self) -> LazyFrame:
+    def _kept(self) -> pl.LazyFrame:
         """Return the rows that match all conditions."""
         facts = self.facts()
         for where, texts in (
@@ -314,7 +309,7 @@ class Query:
                 raise
         return table
 
-    def _refuse_names_of_rows(self, text: str, facts: DataFrame) -> None:
+    def _refuse_names_of_rows(self, text: str, facts: pl.DataFrame) -> None:
         """Raise an error if a condition on trajectories names columns of the rows in them."""
         if self.scan is None or self.relation != TRAJECTORIES:
             return
@@ -326,7 +321,7 @@ class Query:
                     f"query({relation!r}).where({text!r}).ids() returns those that have such a row"
                 )
 
-    def _trained(self, facts: DataFrame, *, all_rows: bool) -> LazyFrame:
+    def _trained(self, facts: pl.DataFrame, *, all_rows: bool) -> pl.LazyFrame:
         """Return the trained rows with the facts of their trajectories.
 
         Args:
@@ -337,14 +332,13 @@ class Query:
             raise ConfigurationError(f"relation: {TRAINED!r}: there is no training ledger here")
         rows = self.trained().lazy()
         beside = facts.lazy().drop(set(facts.columns) & {"task", *COLUMNS})
-        joined: LazyFrame = rows.join(beside, ID, "left" if all_rows else "inner", maintain_order="left")
-        return joined
+        return rows.join(beside, ID, "left" if all_rows else "inner", maintain_order="left")
 
     def _keys(self) -> dict[str, tuple[str, ...]]:
         """Return the keys of metadata that the query names, by the name of their column."""
         return keys_in((*self._conditions, *self._columns, *self._groups, *self._order, *self._texts))
 
-    def _candidates(self, facts: DataFrame) -> DataFrame:
+    def _candidates(self, facts: pl.DataFrame) -> pl.DataFrame:
         """Return the facts that match the conditions on facts alone, so that fewer rollouts are read."""
         known = set(facts.columns) - set(RELATIONS.get(self.relation, ()))
         for text in self._conditions:
@@ -354,7 +348,7 @@ class Query:
                     facts = _answered("where", (text,), facts.columns, partial(facts.filter, part))
         return facts
 
-    def _sorted(self, table: LazyFrame, made_of: Sequence[Expr] = ()) -> LazyFrame:
+    def _sorted(self, table: pl.LazyFrame, made_of: Sequence[pl.Expr] = ()) -> pl.LazyFrame:
         """Return the sorted rows.
 
         Args:
@@ -369,38 +363,37 @@ class Query:
         ordered = table.sort(by, descending=down, nulls_last=True, maintain_order=True)
         return _answered("order_by", self._order, table, lambda: _checked(ordered))
 
-    def _limited(self, table: LazyFrame) -> LazyFrame:
+    def _limited(self, table: pl.LazyFrame) -> pl.LazyFrame:
         return table if self._limit is None else table.head(self._limit)
 
-    def _collected(self, plan: LazyFrame) -> DataFrame:
+    def _collected(self, plan: pl.LazyFrame) -> pl.DataFrame:
         texts = (*self._conditions, *self._groups, *self._columns, *self._order)
         return _answered("query", texts, plan, lambda: plan.collect(engine="streaming"))
 
 
-def _is_run(facts: DataFrame) -> bool | None:
+def _is_run(facts: pl.DataFrame) -> bool | None:
     """Return whether ids are those of a run; None if there are no trajectories."""
     return bool(facts[ID][0] >= ID_LIMIT) if len(facts) else None
 
 
-def _name_of(column: Expr) -> str | None:
+def _name_of(column: pl.Expr) -> str | None:
     return column.meta.output_name(raise_if_undetermined=False)
 
 
-def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
+def _key(text: str, table: pl.LazyFrame, made_of: Sequence[pl.Expr]) -> pl.Expr:
     """Return the expression to sort by."""
     if made_of and text not in table.collect_schema():
         asked = _answered("order_by", (text,), table, lambda: _parsed("order_by", text)).meta.undo_aliases()
         for expression in made_of:
             if expression.meta.undo_aliases().meta.eq(asked):
-                column: Expr = polars().col(_name_of(expression))
-                return column
+                return pl.col(expression.meta.output_name())
     try:
         key = _expression("order_by", text, table)
     except ConfigurationError as error:
         if not made_of:
             raise
         raise ConfigurationError(f"{error}; groups are sorted by selected columns") from None
-    none = polars().DataFrame(schema=table.collect_schema()).lazy().select(key)
+    none = pl.DataFrame(schema=table.collect_schema()).lazy().select(key)
     if len(_answered("order_by", (text,), table, none.collect)):
         raise ConfigurationError(
             f"order_by: {text!r} is one value for all rows; sort by columns, or groups by selected columns"
@@ -408,22 +401,21 @@ def _key(text: str, table: LazyFrame, made_of: Sequence[Expr]) -> Expr:
     return key
 
 
-def _checked(table: LazyFrame) -> LazyFrame:
+def _checked(table: pl.LazyFrame) -> pl.LazyFrame:
     """Resolve the columns of a table, so that Polars raises its errors here."""
     table.collect_schema()
     return table
 
 
-def _mask(text: str, table: LazyFrame) -> Expr:
+def _mask(text: str, table: pl.LazyFrame) -> pl.Expr:
     """Return a boolean expression for a condition."""
-    pl = polars()
     condition = _expression("where", text, table)
     if _OF_SEVERAL_ROWS.search(condition.meta.serialize(format="json")):
         raise _not_of_a_row(text)
     none = pl.DataFrame(schema=table.collect_schema())
     as_it_is = pl.QueryOptFlags.none()  # optimizing is cubic in the number of parts: 20 s for 1,000
     look = none.lazy().select(condition)
-    mask: Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
+    mask: pl.Series = _answered("where", (text,), table, lambda: look.collect(optimizations=as_it_is).to_series())
     if mask.dtype not in (pl.Boolean, pl.Null):
         raise ConfigurationError(f"where: {text!r} is {mask.dtype}, not true or false for each row")
     return condition.cast(pl.Boolean) if mask.dtype == pl.Null else condition
@@ -450,16 +442,15 @@ def _prepared(text: str) -> str:
     return with_columns(with_numbers(in_utc(text, datetime.now(UTC))))
 
 
-def _parsed(where: str, text: str) -> Expr:
+def _parsed(where: str, text: str) -> pl.Expr:
     """Return an expression; for an incomplete one, the error names the missing part, unlike ``sql_expr``."""
-    pl = polars()
     if "select" in words(text):
         raise _not_of_a_row(text) if where == "where" else ConfigurationError(f"{where}: {text!r}: sql has subqueries")
     if where != "where" and len(split(text)) > 1:
         raise ConfigurationError(f"{where}: {text!r}: has several expressions; pass each as its own argument")
     text = for_polars(where, _prepared(text))
     try:
-        parsed: Expr = pl.sql_expr(text)
+        parsed: pl.Expr = pl.sql_expr(text)
     except pl.exceptions.SQLInterfaceError as error:
         if "unable to parse" not in str(error):
             raise
@@ -474,12 +465,11 @@ def _parsed(where: str, text: str) -> Expr:
     return parsed
 
 
-def _expression(where: str, text: str, table: LazyFrame) -> Expr:
+def _expression(where: str, text: str, table: pl.LazyFrame) -> pl.Expr:
     names = table.collect_schema().names()
     if text in names:  # includes columns named by their text, "avg(outcome)"
-        column: Expr = polars().col(text)
-        return column
-    expression: Expr = _answered(where, (text,), table, lambda: _parsed(where, text))
+        return pl.col(text)
+    expression: pl.Expr = _answered(where, (text,), table, lambda: _parsed(where, text))
     unknown = [name for name in expression.meta.root_names() if name not in names and name != "*"]
     if unknown:
         raise _refusal(where, text, "", names, unknown[0])
@@ -489,7 +479,7 @@ def _expression(where: str, text: str, table: LazyFrame) -> Expr:
     return expression
 
 
-def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame, call: Callable[[], T]) -> T:
+def _answered(where: str, texts: Sequence[str], names: Sequence[str] | pl.LazyFrame, call: Callable[[], T]) -> T:
     """Return the result of a call to Polars.
 
     Args:
@@ -501,7 +491,6 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | LazyFrame
     Raises:
         ConfigurationError: Polars refuses; names the part of the query and the reason.
     """
-    pl = polars()
     try:
         return call()
     except pl.exceptions.PolarsError as error:
@@ -521,7 +510,7 @@ def _quoted(text: str) -> str:
 
 
 def _refusal(
-    where: str, text: str, reason: str, names: Sequence[str] | LazyFrame, unknown: str | None
+    where: str, text: str, reason: str, names: Sequence[str] | pl.LazyFrame, unknown: str | None
 ) -> ConfigurationError:
     if unknown is not None:
         names = names if isinstance(names, Sequence) else names.collect_schema().names()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +17,9 @@ from trajstore._core.base.types import IntArray
 from trajstore._core.columns.portions import portions
 from trajstore.query import rows
 from trajstore.query.documents import CALLS, MESSAGES, METADATA_ROWS
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.readable import TOGETHER, Faults, Locked, log_faults, readable
 from trajstore.query.texts import METADATA
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr, LazyFrame, Series
 
 TRAJECTORIES = "trajectories"
 """The relation of facts, one row per trajectory."""
@@ -31,7 +27,7 @@ TRAJECTORIES = "trajectories"
 _BYTES = 16 << 20
 """Maximum size of the trajectories read together, unless a single one is larger."""
 
-Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "Series"]]]
+Read = Callable[[Locked, IntArray, Sequence[str], Mapping[str, bool]], tuple[IntArray, dict[str, "pl.Series"]]]
 """Returns the number of rows of each trajectory, ``[n]``, and the requested columns of all rows."""
 
 Late = Callable[[str], Mapping[str, bool]]
@@ -72,7 +68,7 @@ class _Readings:
         self._over = False
         exits.before_the_end(self._end)
 
-    def of(self, frames: Iterator[DataFrame]) -> Iterator[DataFrame]:
+    def of(self, frames: Iterator[pl.DataFrame]) -> Iterator[pl.DataFrame]:
         """Yield the frames; stop once the interpreter ends."""
         while True:
             with self._at:
@@ -120,17 +116,17 @@ class Asked:
     """
 
     relation: str
-    facts: DataFrame
+    facts: pl.DataFrame
     wanted: Sequence[str]
-    conditions: Sequence[Expr]
+    conditions: Sequence[pl.Expr]
     late: Mapping[str, bool]
 
 
-Found = tuple[list["DataFrame"], Faults]
+Found = tuple[list["pl.DataFrame"], Faults]
 """Tables of rows in the order of the facts, and the unreadable trajectories."""
 
 
-def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataFrame) -> LazyFrame:
+def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: pl.DataFrame) -> pl.LazyFrame:
     """Return the rows of some trajectories as a lazy scan.
 
     Trajectories that are unreadable or evicted by then are left out, and a warning names them.
@@ -141,7 +137,6 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
         relation: one of :data:`RELATIONS`.
         facts: facts of the trajectories, in the order of their rows; those of another kind have no rows.
     """
-    pl = polars()
     from polars.io.plugins import register_io_source
 
     kind = _KINDS[relation]
@@ -153,11 +148,11 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
     schema = {name: (own | others)[name] for name in ("trajectory_id", "task", *own, *others)}
 
     def source(
-        wanted: list[str] | None, condition: Expr | None, most: int | None, _: int | None
-    ) -> Iterator[DataFrame]:
+        wanted: list[str] | None, condition: pl.Expr | None, most: int | None, _: int | None
+    ) -> Iterator[pl.DataFrame]:
         return _READINGS.of(frames(wanted, condition, most))
 
-    def frames(wanted: list[str] | None, condition: Expr | None, most: int | None) -> Iterator[DataFrame]:
+    def frames(wanted: list[str] | None, condition: pl.Expr | None, most: int | None) -> Iterator[pl.DataFrame]:
         wanted = list(schema) if wanted is None else wanted
         chosen, rest = facts, []
         for part in and_parts(condition):
@@ -180,8 +175,7 @@ def scan(read: Callable[[Asked], Found], late: Late, relation: str, facts: DataF
         finally:
             log_faults(faults, relation)
 
-    frame: LazyFrame = register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
-    return frame
+    return register_io_source(source, schema=schema, validate_schema=True, is_pure=True)
 
 
 def read_rows(locked: Locked, asked: Asked) -> Found:
@@ -191,7 +185,6 @@ def read_rows(locked: Locked, asked: Asked) -> Found:
         locked: gives access to the contents of the buffer.
         asked: the requested rows.
     """
-    pl = polars()
     facts, wanted, conditions = asked.facts, asked.wanted, asked.conditions
     kind, needed, faults = _KINDS[asked.relation], _needed(wanted, conditions), Faults()
     own = [name for name in needed if name not in facts.columns]
@@ -210,19 +203,19 @@ def late_columns(locked: Locked, relation: str) -> dict[str, bool]:
     return {} if relation not in ("tokens", "steps") else locked(lambda contents: rows.given_late(contents, kind.of))
 
 
-def _needed(wanted: Sequence[str], conditions: Sequence[Expr]) -> list[str]:
+def _needed(wanted: Sequence[str], conditions: Sequence[pl.Expr]) -> list[str]:
     """Return the distinct columns named by an answer and its conditions."""
     return list(dict.fromkeys([*wanted, *(name for part in conditions for name in part.meta.root_names())]))
 
 
-def _portions(facts: DataFrame) -> Iterator[DataFrame]:
+def _portions(facts: pl.DataFrame) -> Iterator[pl.DataFrame]:
     """Yield the facts of trajectories to read together."""
     sizes = facts["bytes"].to_list()
     for portion, _ in portions(range(len(sizes)), _BYTES, lambda at: sizes[at], most=TOGETHER):
         yield facts.slice(portion[0], len(portion))
 
 
-def and_parts(condition: Expr | None) -> list[Expr]:
+def and_parts(condition: pl.Expr | None) -> list[pl.Expr]:
     """Split a condition at its top-level ANDs."""
     if condition is None:
         return []

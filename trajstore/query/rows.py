@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +19,8 @@ from trajstore._core.reading.late_rows import column_named
 from trajstore._core.reading.plan import RowPlan
 from trajstore._core.reading.tokens import token_rows
 from trajstore._core.store.facts import NOTE_ROWS
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.readable import Locked, positions_of
-
-if TYPE_CHECKING:
-    from polars import Series
 
 TOKENS: Mapping[str, tuple[str, str]] = {
     "position": ("Int64", "its number in the rollout, from 0 on"),
@@ -52,12 +48,12 @@ STEPS: Mapping[str, tuple[str, str]] = {
 }
 """Name, type in Polars and meaning of each column. Columns that a block lacks are null."""
 
-Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "Series"]]]
+Reader = Callable[[IntArray, list[str]], tuple[IntArray, dict[str, "pl.Series"]]]
 
 
 def read_tokens(
     locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
-) -> tuple[IntArray, dict[str, Series]]:
+) -> tuple[IntArray, dict[str, pl.Series]]:
     """Return the number of tokens of each rollout, ``[n]``, and columns of all tokens.
 
     Args:
@@ -70,15 +66,11 @@ def read_tokens(
         TrajectoryUnavailableError: a rollout was evicted meanwhile.
         CorruptStoreError, OSError: a rollout is unreadable.
     """
-    pl = polars()
 
-    def values_of(name: str, rows: torch.Tensor) -> Series:
-        dtype = TOKENS[name][0]
-        numbers = rows.to(torch.float64 if dtype == "Float64" else torch.int64).numpy()
-        values: Series = pl.Series(name, numbers, dtype=getattr(pl, dtype))
-        return values
+    def values_of(name: str, rows: torch.Tensor) -> pl.Series:
+        return pl.Series(name, rows.to(torch.float64 if TOKENS[name][0] == "Float64" else torch.int64).numpy())
 
-    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
+    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, pl.Series]]:
         found = locked(lambda contents: token_rows(contents, positions_of(contents, ids), stored))
         try:
             lengths, total = found.lengths, int(found.lengths.sum())
@@ -107,8 +99,8 @@ def _columns(
     kinds: Mapping[str, tuple[str, str]],
     own: Mapping[str, npt.NDArray[np.generic]],
     tensors: Mapping[str, torch.Tensor],
-    values_of: Callable[[str, torch.Tensor], Series],
-) -> dict[str, Series]:
+    values_of: Callable[[str, torch.Tensor], pl.Series],
+) -> dict[str, pl.Series]:
     """Return columns: those of ``own``, and of tensors those stored; null where there is neither.
 
     Args:
@@ -119,7 +111,7 @@ def _columns(
         tensors: rows of the stored columns.
         values_of: returns the values of a stored column.
     """
-    pl, columns = polars(), {}
+    columns = {}
     count = len(next(iter(own.values())))
     for name, stored in zip(names, _stored_as(names, late), strict=True):
         if name in own:
@@ -133,16 +125,13 @@ def _columns(
     return columns
 
 
-def _late_values(name: str, rows: torch.Tensor, several: bool) -> Series:
+def _late_values(name: str, rows: torch.Tensor, several: bool) -> pl.Series:
     """Return values by row as numbers or lists; a complex number becomes two numbers."""
-    pl = polars()
     flat = rows.unsqueeze(-1).flatten(1)
     numbers = (torch.view_as_real(flat).flatten(1) if flat.is_complex() else flat).to(torch.float64).numpy()
     if several:
-        lists: Series = pl.Series(name, numbers if numbers.shape[1] else [[]] * len(numbers)).cast(pl.List(pl.Float64))
-        return lists
-    values: Series = pl.Series(name, numbers[:, 0])
-    return values
+        return pl.Series(name, numbers if numbers.shape[1] else [[]] * len(numbers)).cast(pl.List(pl.Float64))
+    return pl.Series(name, numbers[:, 0])
 
 
 def given_late(contents: Contents, kind: str) -> dict[str, bool]:
@@ -162,7 +151,7 @@ def given_late(contents: Contents, kind: str) -> dict[str, bool]:
 
 def read_steps(
     locked: Locked, ids: IntArray, names: Sequence[str], late: Mapping[str, bool]
-) -> tuple[IntArray, dict[str, Series]]:
+) -> tuple[IntArray, dict[str, pl.Series]]:
     """Return the number of steps of each block, ``[n]`` (T * B), and columns of all steps, without the extra rows.
 
     Args:
@@ -176,7 +165,7 @@ def read_steps(
         CorruptStoreError, OSError: a block is unreadable.
     """
 
-    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, Series]]:
+    def read(ids: IntArray, stored: list[str]) -> tuple[IntArray, dict[str, pl.Series]]:
         sizes, batches, within, valid, prepared = locked(
             lambda contents: _found(contents, positions_of(contents, ids), stored)
         )
@@ -213,9 +202,9 @@ def _found(
     return sizes, batches, rows, valid, contents.plan(of_each, rows, int(positions.min()), stored)
 
 
-def _step_values(name: str, rows: torch.Tensor) -> Series:
+def _step_values(name: str, rows: torch.Tensor) -> pl.Series:
     """Return one value per row of a column; null for an empty row or a fraction in an integer column."""
-    dtype = getattr(polars(), STEPS[name][0])
+    dtype = getattr(pl, STEPS[name][0])
     flat = rows.reshape(len(rows), -1)
     values: torch.Tensor | list[None]
     if STEPS[name][0] == "Boolean":
@@ -226,11 +215,13 @@ def _step_values(name: str, rows: torch.Tensor) -> Series:
         values = flat[:, 0].to(torch.float64) if flat.is_floating_point() else flat[:, 0]
     else:
         values = [None] * len(flat)
-    column: Series = polars().Series(name, values.numpy() if isinstance(values, torch.Tensor) else values)
+    column: pl.Series = pl.Series(name, values.numpy() if isinstance(values, torch.Tensor) else values)
     return column.cast(dtype, strict=False)
 
 
-def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) -> tuple[IntArray, dict[str, Series]]:
+def _in_runs(
+    locked: Locked, ids: IntArray, names: Sequence[str], read: Reader
+) -> tuple[IntArray, dict[str, pl.Series]]:
     """Read adjacent trajectories together if they store the same columns with equal dtypes and shapes.
 
     Args:
@@ -239,7 +230,6 @@ def _in_runs(locked: Locked, ids: IntArray, names: Sequence[str], read: Reader) 
         names: names of the columns.
         read: takes ids and the columns that these trajectories store.
     """
-    pl = polars()
     stored = locked(lambda contents: _stored(contents, positions_of(contents, ids), frozenset(names)))
     runs = []
     for columns, at in groupby(range(len(ids)), lambda at: stored[at]):

@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from trajstore._core.columns.limits import shown
 from trajstore._core.store.run_ids import ID_LIMIT, RUN_EXAMPLE, SINGLE_EXAMPLE, parsed_id, shown_id
 from trajstore.errors import ConfigurationError, listed
-from trajstore.query.engine import polars
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr, LazyFrame
+from trajstore.query.engine import pl
 
 QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\$(?P<tag>\w*)\$.*?\$(?P=tag)\$|--[^\n]*|/\*.*?\*/"""
 """Quoted texts and names, and comments."""
@@ -259,7 +255,7 @@ def _compared(text: str) -> Iterator[_Compared]:
             yield _Compared(*literal.span("value"), re.sub(r"(?<=\d)\s*/\s*", "/", literal["value"]))
 
 
-def spelled(table: DataFrame, names: set[str]) -> DataFrame:
+def spelled(table: pl.DataFrame, names: set[str]) -> pl.DataFrame:
     """Return a table for output, in which run ids are texts.
 
     Args:
@@ -290,12 +286,12 @@ _ENDS = {"from", "where", "group", "having", "order", "limit", "union", "interse
 """Words that end a SELECT list."""
 
 
-def named(expression: Expr, text: str) -> Expr:
+def named(expression: pl.Expr, text: str) -> pl.Expr:
     """Name an expression by its text, unless it is a plain column or has a name."""
     return expression.alias(_written(text)) if _is_nameless(expression, text) else expression
 
 
-def named_columns(table: LazyFrame, statement: str) -> LazyFrame:
+def named_columns(table: pl.LazyFrame, statement: str) -> pl.LazyFrame:
     """Rename the columns of a statement's answer as :func:`named` does.
 
     Polars names ``avg(outcome)`` ``outcome``, and ``count(*)`` ``len``. All names stay if the columns do not match the
@@ -319,7 +315,7 @@ def _written(text: str) -> str:
     return " ".join(text.split())
 
 
-def _is_nameless(expression: Expr, text: str) -> bool:
+def _is_nameless(expression: pl.Expr, text: str) -> bool:
     if expression.meta.is_column() or _OF_TABLE.fullmatch(text.strip()):
         return False
     return bool(expression.meta.eq(expression.meta.undo_aliases()))
@@ -327,9 +323,8 @@ def _is_nameless(expression: Expr, text: str) -> bool:
 
 def _called(item: str) -> str | None:
     """Return the column name of an item; None if it is not an expression by itself."""
-    pl = polars()
     try:
-        expression: Expr = pl.sql_expr(with_columns(item))
+        expression: pl.Expr = pl.sql_expr(with_columns(item))
     except pl.exceptions.PolarsError:
         return None
     return named(expression, item).meta.output_name(raise_if_undetermined=False)

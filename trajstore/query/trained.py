@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,8 @@ from trajstore._core.store.run_ids import in_run
 from trajstore.errors import ConfigurationError, StoreNotFoundError
 from trajstore.ledger import LEDGER_FOLDER, ROW, LedgerContents
 from trajstore.ledger.contents import read_directory
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.texts import ID
-
-if TYPE_CHECKING:
-    from polars import DataFrame
 
 TRAINED = "trained"
 """The relation of trained rows."""
@@ -40,7 +37,7 @@ COLUMNS: Mapping[str, str] = {
 """Columns of the relation, besides ``trajectory_id``, ``task``, and the facts of the row's trajectory."""
 
 
-def trained(directories: Mapping[int, Directory]) -> DataFrame:
+def trained(directories: Mapping[int, Directory]) -> pl.DataFrame:
     """Return the trained rows of all ledgers, step by step.
 
     Args:
@@ -60,13 +57,11 @@ def trained(directories: Mapping[int, Directory]) -> DataFrame:
         raise ConfigurationError(f"{TRAINED}: a buffer in memory has no training ledger")
     if not tables:
         raise absent
-    frame: DataFrame = polars().concat(tables).sort("step", maintain_order=True)
-    return frame
+    return pl.concat(tables).sort("step", maintain_order=True)
 
 
-def rows_of_ledger(rank: int, ledger: LedgerContents) -> DataFrame:
+def rows_of_ledger(rank: int, ledger: LedgerContents) -> pl.DataFrame:
     """Return the rows of a ledger with ``trajectory_id``, ``task`` and :data:`COLUMNS`, step by step."""
-    pl = polars()
     table = ledger.table()
     ids = table["trajectory"]
     is_stored = ids >= 0
@@ -82,7 +77,7 @@ def rows_of_ledger(rank: int, ledger: LedgerContents) -> DataFrame:
         lengths = [len(step.rows) for step in steps]
         return where(np.repeat([name not in step.unknown for step in steps], lengths).astype(np.bool_), values)
 
-    frame: DataFrame = pl.DataFrame(
+    return pl.DataFrame(
         {
             ID: where(is_stored, np.where(is_stored, in_run(rank, np.maximum(ids, 0)), 0)),
             "task": pl.Series(names, dtype=pl.String),
@@ -96,4 +91,3 @@ def rows_of_ledger(rank: int, ledger: LedgerContents) -> DataFrame:
             "replayed": table["replayed"] != 0,
         }
     )
-    return frame

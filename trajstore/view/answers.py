@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,11 +17,8 @@ from trajstore._core.store.notes import Note, Notes
 from trajstore._core.store.run_ids import shown_id
 from trajstore.operations.pools import pool_support
 from trajstore.query import FACTS
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.texts import METADATA
-
-if TYPE_CHECKING:
-    from polars import DataFrame, DataType
 
 Answer = dict[str, Any]
 
@@ -35,7 +32,7 @@ LONGEST = 300
 """Maximum number of characters of a fact in a table."""
 
 
-def columns_of(table: DataFrame) -> list[Answer]:
+def columns_of(table: pl.DataFrame) -> list[Answer]:
     """Return the facts of a table: ``{"name", "type", "note", "known"}``.
 
     ``known`` is true if any value is not null, and for ``kind`` if there are both.
@@ -79,30 +76,25 @@ def _note_of_others(name: str) -> str:
     return f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "late value"
 
 
-def _type(kind: DataType) -> str:
-    pl = polars()
+def _type(kind: pl.DataType) -> str:
     if kind == pl.Boolean:
         return "bool"
     return "number" if kind.is_numeric() else "time" if kind.is_temporal() else "text"
 
 
-def in_order(table: DataFrame, ids: npt.NDArray[np.int64]) -> DataFrame:
+def in_order(table: pl.DataFrame, ids: npt.NDArray[np.int64]) -> pl.DataFrame:
     """Return the facts of some trajectories, in the order of their ids.
 
     Args:
         table: facts of all trajectories.
         ids: ids of the wanted ones. If the table lacks one (evicted), all its facts except the id are null.
     """
-    pl = polars()
     wanted = pl.DataFrame({"trajectory_id": ids})
     matching = table.filter(pl.col("trajectory_id").is_in(wanted["trajectory_id"].implode()))
-    facts: DataFrame = wanted.join(matching, on="trajectory_id", how="left", maintain_order="left").select(
-        table.columns
-    )
-    return facts
+    return wanted.join(matching, on="trajectory_id", how="left", maintain_order="left").select(table.columns)
 
 
-def named_rows(table: DataFrame) -> list[Answer]:
+def named_rows(table: pl.DataFrame) -> list[Answer]:
     """Return rows as dicts of JSON values, with ids as displayed."""
     return [{**plain_dict(row), "trajectory_id": shown_id(row["trajectory_id"])} for row in table.iter_rows(named=True)]
 

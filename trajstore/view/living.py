@@ -35,7 +35,7 @@ from trajstore.errors import (
 )
 from trajstore.operations.measure import around
 from trajstore.operations.trajectory_report import Decode, decoder, tokenizer_of
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.relations import RELATIONS
 from trajstore.query.texts import METADATA, keys_in, words
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
@@ -47,8 +47,6 @@ from trajstore.view.shown import OfReader, Shown
 from trajstore.view.training import Training
 
 if TYPE_CHECKING:
-    from polars import DataFrame
-
     from trajstore._core.files.base import Directory
     from trajstore.query import Query
 
@@ -193,7 +191,7 @@ class Living:
 
     def keys(self) -> Answer:
         """Return columns of the newest rollouts' metadata, see :func:`trajstore.view.answers.keys_of`."""
-        question, pl = self._shown.query(), polars()
+        question = self._shown.query()
         rollouts = question.table().filter((pl.col("kind") == "agent") & pl.col("readable"))
         newest = rollouts.sort("committed").tail(_KEYS_FROM)
         if question.scan is None:
@@ -359,7 +357,7 @@ class Living:
         }
         return {**runs[0], **extra}
 
-    def table(self, where: str = "", run: int = 0) -> DataFrame:
+    def table(self, where: str = "", run: int = 0) -> pl.DataFrame:
         """Return the facts of the trajectories that match a condition, in the order of their ids.
 
         Args:
@@ -383,7 +381,6 @@ class Living:
             task: name of the task.
             version: highest policy version of the rollouts, or ``all``; None: the newest (all of a pool's histories).
         """
-        pl = polars()
         siblings = self._shown.query().table().filter(pl.col("task") == task)
         known = siblings["version_high"].drop_nulls().unique().sort().to_list()
         chosen = known[-1] if version is None and known and self._shown.pool is None else version
@@ -436,7 +433,6 @@ class Living:
         Raises:
             TrajectoryUnavailableError: it has no row here.
         """
-        pl = polars()
         table = self._shown.query().table().filter(pl.col("session") == session_id).sort("session_path")
         shown = [shown_id(number) for number in table["trajectory_id"]]
         paths = [
@@ -527,11 +523,10 @@ class Living:
 
     def _facts_of(self, number: int, run: int = 0) -> dict[str, Any]:
         """Return the facts of a trajectory; raises the error of :meth:`facts`."""
-        rows = self._runs[run].query().table().filter(polars().col("trajectory_id") == number)
+        rows = self._runs[run].query().table().filter(pl.col("trajectory_id") == number)
         if not len(rows):
             raise self._none_of(shown_id(number))
-        found: dict[str, Any] = rows.row(0, named=True)
-        return found
+        return rows.row(0, named=True)
 
     def measured(self, name: str, samples: Sequence[Sample], run: int = 0) -> Answer:
         """Return a point of a curve: the mean over some trajectories, its interval, and the number of unreadable ones.

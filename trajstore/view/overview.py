@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from trajstore._core.store.run_ids import compared_id
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.view.answers import Answer, plain
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr, Series
 
 SPANS = 60
 """Number of equal intervals of curves over time."""
@@ -43,9 +40,8 @@ _Z = 1.959964
 """Standard errors from the middle of a 95 % interval to its ends, of a normal distribution."""
 
 
-def overview(table: DataFrame) -> Answer:
+def overview(table: pl.DataFrame) -> Answer:
     """Return figures and curves for a table of facts, and its tasks, lowest mean outcome first."""
-    pl = polars()
     agents = table.filter(pl.col("kind") == "agent")
     known = table.drop_nulls("outcome")
     low, high = interval(known["outcome"].mean(), len(known), _error(known["outcome"]), _is_binary(known["outcome"]))
@@ -77,7 +73,7 @@ def overview(table: DataFrame) -> Answer:
     }
 
 
-def _histogram(values: Series) -> Answer | None:
+def _histogram(values: pl.Series) -> Answer | None:
     """Return counts by value or by interval, ``{"values" or "edges", "counts"}``; None if all are equal."""
     numbers = values.drop_nulls().cast(float).to_numpy()
     numbers = numbers[np.isfinite(numbers)]
@@ -118,7 +114,7 @@ def interval(mean: Any, count: Any, error: Any, is_binary: bool) -> tuple[Any, A
     return middle - half, middle + half
 
 
-def _is_binary(values: Series) -> bool:
+def _is_binary(values: pl.Series) -> bool:
     return bool(values.is_in([0.0, 1.0]).all())
 
 
@@ -149,7 +145,7 @@ def mean_of(sums: Sequence[tuple[float, int]]) -> dict[str, float | int | None]:
     return {"mean": mean, "n": n, "low": low, "high": high}
 
 
-def sampled(table: DataFrame, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
+def sampled(table: pl.DataFrame, over: str, name: str) -> tuple[Answer, list[list[Sample]]]:
     """Choose the points of a curve, and the trajectories to read for each.
 
     Chooses at most 60 evenly spaced points, and up to 8 trajectories for each by the hashes of their ids, so that most
@@ -164,7 +160,6 @@ def sampled(table: DataFrame, over: str, name: str) -> tuple[Answer, list[list[S
         ``{"x", "first", "last", "of"}`` and the trajectories. ``first`` and ``last`` are the lowest and highest id as
         used in conditions; ``of`` is the number of points before the choice.
     """
-    pl = polars()
     is_read = pl.col("readable") & (pl.col("kind") == MEASURED[name])
     read = _over(table.filter(is_read & pl.col("response").is_not_null() if name == "log_prob" else is_read), over)
     curve = (
@@ -186,17 +181,15 @@ def sampled(table: DataFrame, over: str, name: str) -> tuple[Answer, list[list[S
     return {**points, "of": len(curve)}, samples
 
 
-def _over(table: DataFrame, over: str) -> DataFrame:
+def _over(table: pl.DataFrame, over: str) -> pl.DataFrame:
     """Add ``x``, the quantity on the horizontal axis; drop trajectories without it."""
     if over == "time":
         return _spans(table)
-    pl = polars()
     return table.drop_nulls("version_high").with_columns(x=pl.col("version_high"))
 
 
-def _spans(table: DataFrame) -> DataFrame:
+def _spans(table: pl.DataFrame) -> pl.DataFrame:
     """Add ``x``, the start of each trajectory's interval in seconds since 1970."""
-    pl = polars()
     known = table.drop_nulls("committed").with_columns(x=pl.col("committed").dt.epoch("us"))
     if not len(known):
         return known
@@ -206,12 +199,11 @@ def _spans(table: DataFrame) -> DataFrame:
     return known.with_columns(x=(first + (pl.col("x") - first) // width * width) / 1e6)
 
 
-def _curves(table: DataFrame) -> Answer:
+def _curves(table: pl.DataFrame) -> Answer:
     """Return curves over ``x``: counts, means with their interval, and the lowest and highest id.
 
     ``NAME_n`` is the number of values, ``NAME_low`` and ``NAME_high`` the ends of the mean's interval.
     """
-    pl = polars()
     curves = (
         table.group_by("x")
         .agg(
@@ -225,21 +217,20 @@ def _curves(table: DataFrame) -> Answer:
     return _by_name(curves)
 
 
-def _mean(table: DataFrame, name: str) -> dict[str, Expr]:
+def _mean(table: pl.DataFrame, name: str) -> dict[str, pl.Expr]:
     """Return the mean of a fact, the number of values, and the mean's interval, by name."""
-    values, is_binary = polars().col(name), name in _RATES and _is_binary(table[name])
+    values, is_binary = pl.col(name), name in _RATES and _is_binary(table[name])
     low, high = interval(values.mean(), values.count(), _error(values), is_binary)
     return {name: values.mean(), f"{name}_n": values.count(), f"{name}_low": low, f"{name}_high": high}
 
 
-def _by_name(table: DataFrame) -> Answer:
+def _by_name(table: pl.DataFrame) -> Answer:
     """Return columns as JSON values, with ids as used in conditions."""
     ids = ("first", "last")
     return {name: [compared_id(v) if name in ids else plain(v) for v in table[name]] for name in table.columns}
 
 
-def _tasks(table: DataFrame) -> list[Answer]:
-    pl = polars()
+def _tasks(table: pl.DataFrame) -> list[Answer]:
     tasks = (
         table.drop_nulls("task")
         .group_by("task")

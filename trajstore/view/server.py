@@ -235,8 +235,7 @@ async def _body(request: Request) -> bytes:
 
 
 def _text(request: Request, name: str) -> str:
-    value: str = request.query_params.get(name, "")
-    return value
+    return request.query_params.get(name, "")
 
 
 def _texts(request: Request, name: str) -> list[str]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from trajstore._core.files.base import Directory
 from trajstore._core.store.run_ids import shown_id
 from trajstore.errors import CorruptStoreError, TrajectoryUnavailableError
 from trajstore.ledger import LEDGER_FOLDER, LedgerContents
 from trajstore.ledger.contents import contents_of, segments_of
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.texts import ID
 from trajstore.query.trained import rows_of_ledger
 from trajstore.view.answers import Answer, plain, plain_dict
-
-if TYPE_CHECKING:
-    from polars import DataFrame, Expr
 
 MOST_POINTS = 2000
 """Maximum number of points of a curve; more steps are shown in part, evenly spaced."""
@@ -34,7 +30,7 @@ class Training:
     def __init__(self) -> None:
         self._files: list[tuple[int, str, int]] = []
         self._ledgers: dict[int, LedgerContents] = {}
-        self._rows: DataFrame | None = None
+        self._rows: pl.DataFrame | None = None
         """The rows of all ledgers, as of the relation ``trained``; None without ledgers."""
 
     def is_there(self, directories: Mapping[int, Directory]) -> bool:
@@ -62,7 +58,7 @@ class Training:
                 rank: contents_of(folders[rank], some, strict=False) for rank, some in segments.items() if some
             }
             tables = [rows_of_ledger(rank, ledger) for rank, ledger in self._ledgers.items()]
-            self._rows = polars().concat(tables) if tables else None
+            self._rows = pl.concat(tables) if tables else None
             self._files = files
         return self
 
@@ -74,7 +70,6 @@ class Training:
         policy versions; and each loss term ``loss/NAME``, its mean over the ranks. ``damaged`` has a sentence for each
         damaged record.
         """
-        pl = polars()
         steps = [step for ledger in self._ledgers.values() for step in ledger.steps.values()]
         names = sorted({name for step in steps for name in step.loss})
         terms = {f"loss/{name}": pl.Series([step.loss.get(name) for step in steps], dtype=pl.Float64) for name in names}
@@ -126,7 +121,7 @@ class Training:
             for rank, ledger in self._ledgers.items()
             if (step := ledger.steps.get(number)) is not None
         ]
-        rows = self._rows.filter(polars().col("step") == number)
+        rows = self._rows.filter(pl.col("step") == number)
         return {
             "step": number,
             "previous": numbers[at - 1] if at else None,
@@ -144,16 +139,16 @@ class Training:
         """
         if self._rows is None:
             return {"trained": [], "of": 0}
-        rows = self._rows.filter(polars().col(ID) == number).sort("step", maintain_order=True)
+        rows = self._rows.filter(pl.col(ID) == number).sort("step", maintain_order=True)
         return {"trained": _answers(rows.tail(MOST_ROWS), "step"), "of": len(rows)}
 
 
-def _mean(values: Expr) -> Expr:
+def _mean(values: pl.Expr) -> pl.Expr:
     """Return the mean of the finite values; null if there are none."""
     return values.filter(values.is_finite()).mean()
 
 
-def _answers(rows: DataFrame, more: str) -> list[Answer]:
+def _answers(rows: pl.DataFrame, more: str) -> list[Answer]:
     """Return rows of the relation ``trained`` as JSON values; NaN, which is no known value, is null."""
     return [
         {
