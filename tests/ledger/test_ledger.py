@@ -454,11 +454,9 @@ def test_audit_of_a_store_names_rows_that_contradict_its_trajectories(tmp_path: 
         "step 5: follows step 3; steps between them are missing",
         "step 5: age is above 3 in 1 row, first row 0 (trajectory 1)",
         "1 trajectory fresh in several steps, first 1 in steps 3, 5",
-        "step 5: 1 row of which the trajectory was never committed; the store's next id is 3, first row 1 "
-        "(trajectory 5)",
-        "step 5: 1 row of which the trajectory has another task than its group, first row 0 (trajectory 1)",
-        "step 5: 1 row of which the trajectory was sampled by another policy version than the store says, first row 0 "
-        "(trajectory 1)",
+        "step 5: trajectory never committed (the store's next id is 3) in 1 row, first row 1 (trajectory 5)",
+        "step 5: trajectory of another task than its group in 1 row, first row 0 (trajectory 1)",
+        "step 5: trajectory sampled by another policy version than the store says in 1 row, first row 0 (trajectory 1)",
         f"{path}: 2 steps (3 to 5), 6 rows, 0 of them replayed; 0 steps replaced after resuming",
         f"{path}: each trajectory trained in at most 2 steps; 0 trajectories of the store not trained, 1 trained ones "
         "evicted since",

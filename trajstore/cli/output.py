@@ -179,14 +179,13 @@ class Output:
 
 
 def _narrowed(widths: Sequence[int], room: int, right: Sequence[int]) -> list[int]:
-    narrow = [*widths]
-    while sum(narrow) + 2 * len(narrow) > room:
-        widest = max(
-            (number for number in range(len(narrow)) if number not in right), key=narrow.__getitem__, default=0
-        )
-        if widest in right or narrow[widest] <= _NARROWEST:
+    """Return widths whose sum fits, if possible: the widest, but those flush right, are as wide as the next ones."""
+    narrow, most = [*widths], max(widths)
+    while most > _NARROWEST:
+        narrow = [width if at in right else min(width, most) for at, width in enumerate(widths)]
+        if sum(narrow) + 2 * len(narrow) <= room:
             break
-        narrow[widest] -= 1
+        most -= 1
     return narrow
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -111,31 +110,23 @@ def shown_value(value: Any, longest: int | None = None) -> str:
     text, most = str(value), longest or _LONGEST_VALUE
     if len(text) <= most:
         return text
-    shape, numbers = _array(value)
-    if not numbers:
+    import numpy as np  # the command line starts without it
+
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # nested lists of different lengths
         return shortened(text, most)
-    if len(shape) == 1 and len(numbers) <= _LONGEST_ROW:
-        return f"[{', '.join(f'{number:.4g}' for number in numbers)}]"
-    finite = [number for number in numbers if math.isfinite(number)]
-    parts = [str(shape)]
-    if finite:
-        parts.append(format_range({"min": min(finite), "max": max(finite)}))
-    if len(finite) < len(numbers):
-        parts.append(f"{len(numbers) - len(finite):,} not finite")
+    if numbers.dtype.kind not in "biuf" or not numbers.ndim:
+        return shortened(text, most)
+    if numbers.ndim == 1 and numbers.size <= _LONGEST_ROW:
+        return f"[{', '.join(f'{number:.4g}' for number in numbers.tolist())}]"
+    finite = numbers[np.isfinite(numbers)]
+    parts = [str([*numbers.shape])]
+    if finite.size:
+        parts.append(format_range({"min": finite.min().item(), "max": finite.max().item()}))
+    if finite.size < numbers.size:
+        parts.append(f"{numbers.size - finite.size:,} not finite")
     return f"{', '.join(parts)} (--json shows all)"
-
-
-def _array(value: Any) -> tuple[list[int], list[float]]:
-    """Return shape and numbers of nested lists that form an array; no numbers if they do not."""
-    shape: list[int] = []
-    level = [value]
-    while level and all(isinstance(item, list) for item in level):
-        lengths = {len(item) for item in level}
-        if len(lengths) > 1:
-            return [], []
-        shape += lengths
-        level = [part for item in level for part in item]
-    return shape, level if all(isinstance(item, int | float) for item in level) else []
 
 
 # -- one trajectory -----------------------------------------------------------------------------------

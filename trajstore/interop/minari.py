@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from io import BytesIO
 from math import prod
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 import torch
 
@@ -102,9 +102,7 @@ def _has_rows(value: Any, steps: int) -> bool:
 
 
 def _padded(value: Any, rows: int) -> Any:
-    """Return arrays with zeros appended up to a number of rows."""
-    if isinstance(value, dict):
-        return {key: _padded(item, rows) for key, item in value.items()}
+    """Return an array or texts with zeros or empty texts appended up to a number of rows."""
     if isinstance(value, list):
         return [*value, *[""] * (rows - len(value))]
     return np.concatenate([value, np.zeros((rows - len(value), *value.shape[1:]), value.dtype)])
@@ -162,7 +160,11 @@ class _Writer(Writer):
         values = {"observations": observations, "actions": actions, **columns, "infos": inputs}
         padded = [name for name, value in leaves(inputs, "/") if len(value) == steps]
         table = pl.DataFrame(
-            [_series(name, _padded(value, steps + 1)) for name, value in values.items() if not _is_empty(value)]
+            [
+                _series(name, _each(value, partial(_padded, rows=steps + 1)))
+                for name, value in values.items()
+                if not _is_empty(value)
+            ]
         )
         part = BytesIO()
         arrow, parquet = pyarrow_modules()
@@ -350,12 +352,12 @@ def _shaped(value: Any, space: Mapping[str, Any], jpeg: bool) -> Any:
 
 def _tensors(value: Any, rows: slice) -> Any:
     """Return arrays ``[rows, ...]`` as tensors ``[rows, 1, ...]``; texts are lists."""
-    if isinstance(value, dict):
-        return {key: _tensors(item, rows) for key, item in value.items()}
-    if isinstance(value, list):
-        return value[rows]
-    array: npt.NDArray[Any] = np.ascontiguousarray(value[rows])
-    return torch.from_numpy(array if array.flags.writeable else array.copy())[:, None]
+
+    def tensor(array: Any) -> Any:
+        array = array[rows] if isinstance(array, list) else np.ascontiguousarray(array[rows])
+        return array if isinstance(array, list) else torch.from_numpy(np.require(array, requirements="W"))[:, None]
+
+    return _each(value, tensor)
 
 
 def _trajectory(

@@ -145,15 +145,17 @@ def _problems(step: TrainedStep, max_age: int | None) -> list[str]:
         if max_age is not None:
             age = step.policy_before - step.rows["version"].astype(np.int64)
             bad[f"age is above {max_age}"] = (step.rows["version"] >= 0) & (age > max_age)
-    for reason, mask in bad.items():
-        if mask.any():
-            first = int(mask.argmax())
-            name = shown_id(int(step.rows["trajectory"][first]))
-            problems.append(
-                f"step {step.step}: {reason} in {counted(int(mask.sum()), 'row')}, first row {first} "
-                f"(trajectory {name})"
-            )
-    return problems
+    return problems + problems_of_rows(step, bad)
+
+
+def problems_of_rows(step: TrainedStep, bad: Mapping[str, npt.NDArray[np.bool_]]) -> list[str]:
+    """Return a sentence on the rows of each mask, ``[n]``, that is not empty, by what is wrong with them."""
+    return [
+        f"step {step.step}: {reason} in {counted(int(mask.sum()), 'row')}, first row {int(mask.argmax())} "
+        f"(trajectory {shown_id(int(step.rows['trajectory'][mask.argmax()]))})"
+        for reason, mask in bad.items()
+        if mask.any()
+    ]
 
 
 def first_difference(one: LedgerContents, other: LedgerContents, tolerance: float = TOLERANCE) -> Difference | None:

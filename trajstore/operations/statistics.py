@@ -106,19 +106,7 @@ class RewardStatistics:
             return
         ended = sampled_rows(dones.bool(), steps, "dones").numpy().reshape(steps, batch, -1).any(axis=-1) & counts
         broken = np.zeros((steps, batch), np.bool_) if broken is None else broken
-        sums = np.where(counts, per_step.reshape(steps, batch, -1).sum(axis=-1), 0.0)
-        self._add_episodes(sums, ended, broken, counts, seam)
-
-    def _add_episodes(
-        self,
-        rewards: npt.NDArray[np.float64],
-        ended: npt.NDArray[np.bool_],
-        broken: npt.NDArray[np.bool_],
-        valid: npt.NDArray[np.bool_],
-        seam: Seam | None,
-    ) -> None:
-        """Add rewards, episode ends, breaks and valid steps, all ``[T, B]``."""
-        steps, batch = rewards.shape
+        by_step = np.where(counts, per_step.reshape(steps, batch, -1).sum(axis=-1), 0.0)
         number, begun = -1, [_Begun(None, -1)] * batch
         self.followed = self.followed and seam is not None
         if seam is not None:
@@ -126,7 +114,7 @@ class RewardStatistics:
             self._read.append(number)
             begun = [self._open.pop(key, _Begun(number, number)) for key in seam.first]
             self._reach = max([self._reach, *(number - episode.newest for episode in begun)])
-        sums, counts = (np.concatenate([np.zeros((1, batch)), np.cumsum(each, axis=0)]) for each in (rewards, valid))
+        sums, done = (np.concatenate([np.zeros((1, batch)), np.cumsum(each, axis=0)]) for each in (by_step, counts))
         keys = Counter(() if seam is None else seam.last)
         for at, episode in enumerate(begun):
             start = 0
@@ -134,11 +122,11 @@ class RewardStatistics:
                 if broken[step, at]:
                     episode, start = _Begun(None, number), step
                 if ended[step, at]:
-                    ended_there = episode.with_steps(number, counts[[start, step + 1], at], sums[[start, step + 1], at])
+                    ended_there = episode.with_steps(number, done[[start, step + 1], at], sums[[start, step + 1], at])
                     self._ended.append(ended_there)
                     episode, start = _Begun(None, number), step + 1
             if seam is not None and start < steps and keys[seam.last[at]] == 1:  # ambiguous if two look alike
-                self._open[seam.last[at]] = episode.with_steps(number, counts[[start, -1], at], sums[[start, -1], at])
+                self._open[seam.last[at]] = episode.with_steps(number, done[[start, -1], at], sums[[start, -1], at])
 
     def ended(self) -> tuple[list[_Begun], int]:
         """Return the ended episodes with a known beginning, and the number of the others.

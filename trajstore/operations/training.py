@@ -15,7 +15,7 @@ from trajstore._core.columns.limits import UNKNOWN_VERSION
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.salvage import open_leniently
-from trajstore.errors import StoreNotFoundError, counted
+from trajstore.errors import StoreNotFoundError
 from trajstore.ledger import (
     LEDGER_FOLDER,
     Audit,
@@ -27,7 +27,7 @@ from trajstore.ledger import (
     first_difference,
     read,
 )
-from trajstore.ledger.audit import TOLERANCE, column_difference, matched_rows
+from trajstore.ledger.audit import TOLERANCE, column_difference, matched_rows, problems_of_rows
 from trajstore.ledger.contents import read_directory
 from trajstore.operations.opening import open_readable
 from trajstore.operations.pools import pool_support
@@ -176,7 +176,7 @@ def _compared(ledger: LedgerContents, alone: Audit, catalog: Catalog, uses: dict
     ids, tasks = index["trajectory_id"], index.fact("task")
     low, high = index["version_low"], index["version_high"]
     problems = list(alone.problems)
-    for number, step in ledger.steps.items():
+    for step in ledger.steps.values():
         rows = step.rows
         numbers: IntArray = rows["trajectory"]
         versions: IntArray = rows["version"]
@@ -192,17 +192,12 @@ def _compared(ledger: LedgerContents, alone: Audit, catalog: Catalog, uses: dict
                 texts = [index.texts[text] if text >= 0 else "" for text in tasks[at].tolist()]
                 wanted = [step.tasks[group] for group in rows["group"].tolist()]
                 other_task = there & np.array([text != task for text, task in zip(texts, wanted, strict=True)])
-        for reason, mask in (
-            (f"was never committed; the store's next id is {catalog.next_id}", lost),
-            ("has another task than its group", other_task),
-            ("was sampled by another policy version than the store says", other_version),
-        ):
-            if mask.any():
-                first = int(mask.argmax())
-                problems.append(
-                    f"step {number}: {counted(int(mask.sum()), 'row')} of which the trajectory {reason}, first row "
-                    f"{first} (trajectory {numbers[first]})"
-                )
+        reasons = {
+            f"trajectory never committed (the store's next id is {catalog.next_id})": lost,
+            "trajectory of another task than its group": other_task,
+            "trajectory sampled by another policy version than the store says": other_version,
+        }
+        problems += problems_of_rows(step, reasons)
     times = _times(ledger, replayed_only=False)
     only_drawn = None
     if uses is not None:

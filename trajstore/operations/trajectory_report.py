@@ -96,7 +96,7 @@ def inspect_trajectory(
         "integrity": {"problems": [f"{text}; the rows of this one may be intact" for text in shard_damage]},
     }
     if isinstance(trajectory, AgentTrajectory):
-        decode = decoder(trajectory, tokenizer)
+        decode = decoder(tokenizer_of(trajectory), tokenizer)
         if sample is not None:
             return report | _token(trajectory, number, tensors, sample, decode)
         report |= _agent_report(trajectory, decode)
@@ -383,18 +383,18 @@ def tokenizer_of(trajectory: AgentTrajectory) -> str | None:
     return recorded if isinstance(recorded, str) and Path(recorded).is_dir() else None
 
 
-def decoder(trajectory: AgentTrajectory, tokenizer: str | Path | None) -> Decode | None:
+def decoder(named: str | None, tokenizer: str | Path | None) -> Decode | None:
     """Return a function that decodes a trajectory's tokens; None if its tokenizer is unknown.
 
     Args:
-        trajectory: may name a tokenizer.
+        named: the tokenizer that the trajectory names.
         tokenizer: folder or name of another tokenizer.
 
     Raises:
         ConfigurationError: the given tokenizer cannot be loaded.
         MissingDependencyError: a tokenizer was given, and ``transformers`` is not installed.
     """
-    name = str(tokenizer) if tokenizer is not None else tokenizer_of(trajectory)
+    name = named if tokenizer is None else str(tokenizer)
     if name is None:
         return None
     try:

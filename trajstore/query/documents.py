@@ -69,21 +69,16 @@ def text_of(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _text(name: str) -> Values:
-    return lambda rollouts: [text_of(item.get(name)) for items in rollouts for item in items]
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
 
 
-def _number(name: str) -> Values:
-    def known(value: Any) -> int | None:
-        return value if type(value) is int and -(2**63) <= value < 2**63 else None
-
-    return lambda rollouts: [known(item.get(name)) for items in rollouts for item in items]
+def _real(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) else None
 
 
-def _real(name: str) -> Values:
-    def known(value: Any) -> float | None:
-        return float(value) if type(value) in (int, float) else None
-
+def _of(name: str, known: Callable[[Any], Any]) -> Values:
+    """Return what returns ``known`` of the values with a name, one of each object."""
     return lambda rollouts: [known(item.get(name)) for items in rollouts for item in items]
 
 
@@ -166,9 +161,9 @@ MESSAGES = Documents(
             lambda rollouts: chain.from_iterable(range(len(messages)) for messages in rollouts),
         ),
         "turn": ("Int64", "messages of the model up to this one, itself included: 0 before the first", _turns),
-        "role": ("String", "who speaks", _text("role")),
-        "content": ("String", "its text; JSON where it is no text, null where there is none", _text("content")),
-        "tool_calls": ("String", "calls of tools, as JSON; null where there are none", _text("tool_calls")),
+        "role": ("String", "who speaks", _of("role", text_of)),
+        "content": ("String", "its text; JSON where it is no text, null where there is none", _of("content", text_of)),
+        "tool_calls": ("String", "calls of tools, as JSON; null where there are none", _of("tool_calls", text_of)),
         "tool": ("String", "the tool whose result it is (several with commas); null for other messages", _tools),
         "arguments": ("String", "the arguments of that tool's call, a line for each call; else null", _arguments),
         "json": ("String", "all of the message, as JSON", _json),
@@ -210,17 +205,17 @@ def _calls(document: Object) -> Sequence[Object]:
 CALLS = Documents(
     _calls,
     {
-        "call": ("String", "its id", _text("id")),
-        "number": ("Int64", "its place among the calls of the session, from 0 on", _number("number")),
-        "start": ("Int64", "token of the rollout where its sampled tokens begin", _number("start")),
-        "stop": ("Int64", "one past the last of them", _number("stop")),
-        "policy_version": ("Int64", "training step whose weights sampled them", _number("policy_version")),
-        "finish_reason": ("String", "why the model stopped", _text("finish_reason")),
-        "retried": ("String", "why an attempt before was incomplete; null where there was none", _text("retried")),
-        "message": ("Int64", "number of the message that it returned", _number("message")),
-        "model": ("String", "the model that was called", _text("model")),
-        "seconds": ("Float64", "how long it took", _real("seconds")),
-        "cost": ("Float64", "what it cost", _real("cost")),
+        "call": ("String", "its id", _of("id", text_of)),
+        "number": ("Int64", "its place among the calls of the session, from 0 on", _of("number", _whole)),
+        "start": ("Int64", "token of the rollout where its sampled tokens begin", _of("start", _whole)),
+        "stop": ("Int64", "one past the last of them", _of("stop", _whole)),
+        "policy_version": ("Int64", "training step whose weights sampled them", _of("policy_version", _whole)),
+        "finish_reason": ("String", "why the model stopped", _of("finish_reason", text_of)),
+        "retried": ("String", "why an attempt before was incomplete; null without one", _of("retried", text_of)),
+        "message": ("Int64", "number of the message that it returned", _of("message", _whole)),
+        "model": ("String", "the model that was called", _of("model", text_of)),
+        "seconds": ("Float64", "how long it took", _of("seconds", _real)),
+        "cost": ("Float64", "what it cost", _of("cost", _real)),
         "json": ("String", "all that the rollout's metadata has of it, as JSON", _json),
     },
 )

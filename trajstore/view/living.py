@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,16 +121,15 @@ class Living:
         self._shown = shown
         self._runs = (shown,) if other is None else (shown, other)
         self._tokenizer = tokenizer
-        self._decoders: dict[str | None, Decode | None] = {}
         self._inboxes: dict[str, InboxView] = {}
         """Inboxes of the stores, by URL."""
         self._answers: OrderedDict[tuple[str, str, tuple[str, ...]], npt.NDArray[np.int64]] = OrderedDict()
         self._sums: OrderedDict[tuple[int, Sample], tuple[float, int]] = OrderedDict()
         """(sum of log-probs or rewards, number of values) per run and trajectory; used by the second thread."""
-        self._kept: OrderedDict[str, tuple[str, dict[str, Pictures]]] = OrderedDict()
-        """State and pictures of the blocks whose frames were read last, by id; of the second thread."""
-        self._opened: tuple[tuple[str, str], Catalog] | None = None
-        """State, URL and catalog of the store in which blocks around another were looked for; of the second thread."""
+        self._pictures = lru_cache(_BLOCKS)(self._pictures_of)
+        self._catalog = lru_cache(1)(self._catalog_of)
+        self._decoder = lru_cache(None)(self._decoder_of)
+        """Of the second thread, as the fields above."""
         self._training = Training()
         self._open = OpenSessions()
         """Of the first thread, as the fields above."""
@@ -465,30 +465,27 @@ class Living:
     def body(self, trajectory: AnyTrajectory, shown: str = "") -> bytes:
         """Return the result of :meth:`rollout` for a trajectory that was read; ``shown`` is the id of a block."""
         if isinstance(trajectory, AgentTrajectory):
-            return answer_of(trajectory, self._decoder(trajectory))
+            return answer_of(trajectory, self._decoder(tokenizer_of(trajectory)))
         return answer_of(trajectory, None, self._around(id_from("trajectory_id", shown)))
 
     def _around(self, number: int) -> Answer | None:
         """Return the blocks with the other parts of a block's episodes, see :func:`answer_of`."""
-        rank, directory = number - own_id(number), self._directories().get(rank_of_id(number))
-        if directory is None:
-            return None
-        key = self.state.name, directory.url
+        rank = number - own_id(number)
         try:
-            if self._opened is None or self._opened[0] != key:
-                self._opened = key, open_leniently(directory)[0]  # those of the reader have no indexes
-            position = self._opened[1].index.find(own_id(number))
-            found = None if position is None else around(self._opened[1], position)
+            catalog = self._catalog(self.state.name, rank_of_id(number))
+            position = None if catalog is None else catalog.index.find(own_id(number))
+            found = None if catalog is None or position is None else around(catalog, position)
         except CorruptStoreError:  # evicted since
             return None
-        return (
-            None
-            if found is None
-            else {
-                name: [None if block is None else shown_id(rank + block) for block in blocks]
-                for name, blocks in asdict(found).items()
-            }
-        )
+        return {
+            name: [None if block is None else shown_id(rank + block) for block in blocks]
+            for name, blocks in (asdict(found).items() if found else ())
+        } or None
+
+    def _catalog_of(self, state: str, rank: int) -> Catalog | None:
+        """Return a store's catalog in a state, with the index that those of the reader of a run lack."""
+        directory = self._directories().get(rank)
+        return None if directory is None else open_leniently(directory)[0]
 
     def frames(self, shown: str, name: str, environment: int, steps: Sequence[int]) -> bytes:
         """Return pictures of a block, as bytes ``[n, height, width, channels]``.
@@ -504,13 +501,7 @@ class Living:
             SchemaMismatchError: the block has no such pictures.
             TrajectoryUnavailableError: no such block, or it was evicted.
         """
-        if self._kept.get(shown, ("",))[0] != self.state.name:
-            block = self.get(shown)
-            self._kept[shown] = self.state.name, pictures_of(block) if isinstance(block, Trajectory) else {}
-        self._kept.move_to_end(shown)
-        while len(self._kept) > _BLOCKS:
-            self._kept.popitem(last=False)
-        pictures = self._kept[shown][1].get(name)
+        pictures = self._pictures(self.state.name, shown).get(name)
         if pictures is None:
             raise SchemaMismatchError(f"block {shown} has no pictures {name!r}")
         length, batch = pictures.rows.shape[:2]
@@ -520,6 +511,11 @@ class Living:
                 f"{_FRAMES} frames per request"
             )
         return pictures.frames(environment, steps)
+
+    def _pictures_of(self, state: str, shown: str) -> dict[str, Pictures]:
+        """Return the pictures of a block in a state, by the names of their columns."""
+        block = self.get(shown)
+        return pictures_of(block) if isinstance(block, Trajectory) else {}
 
     def _facts_of(self, number: int, run: int = 0) -> dict[str, Any]:
         """Return the facts of a trajectory; raises the error of :meth:`facts`."""
@@ -634,11 +630,9 @@ class Living:
             return True
         return open_leniently(catalog.directory)[0].index.find(own_id(number)) is not None
 
-    def _decoder(self, trajectory: AgentTrajectory) -> Decode | None:
-        name = tokenizer_of(trajectory)
-        if name not in self._decoders:
-            self._decoders[name] = decoder(trajectory, self._tokenizer)
-        return self._decoders[name]
+    def _decoder_of(self, named: str | None) -> Decode | None:
+        """Return what decodes the tokens of rollouts that name this tokenizer."""
+        return decoder(named, self._tokenizer)
 
 
 def _matching(question: Query, where: str) -> npt.NDArray[np.int64]:
