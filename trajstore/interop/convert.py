@@ -58,7 +58,7 @@ from trajstore.trajectory import AgentTrajectory, AnyTrajectory, Trajectory
 
 _MODULES = {
     **{"jsonl": "rollouts", "parquet": "rollouts", "chat": "chats", "trl": "chats", "verl": "chats"},
-    **{"dpo": "preferences", "kto": "preferences"},
+    **{"dpo": "chats", "kto": "chats"},
     **{"minari": "minari", "lerobot": "lerobot", "atif": "atif", "robomimic": "robomimic", "verifiers": "verifiers"},
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,7 +196,7 @@ def _each(place: Place, target: str, copy: Callable[[Place, str], Copied], *, le
     begun = {name for name in folders if not name.startswith(".")}  # hidden ones are left by killed copies
     known = {"own" if part.url == place.url else part.name for part in place.parts}
     if not {*files} <= _MARKS or not {"own", *place.rank_names, *known} >= begun:
-        raise _not_empty(target)
+        raise ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
     ranks = [part.name for part in place.parts[1:]] if place.mixed else []
     if ranks and not lenient:
         raise StoreError(mixed_sentence(place.url, ranks))
@@ -268,10 +268,6 @@ def _is_unfinished(target: Directory) -> bool:
     """Return whether a directory of an object store has only what an interrupted copy leaves there."""
     files, folders = target.listing()
     return not isinstance(target, LocalDirectory) and {*files, *folders} <= {INDEX_NAME, SHARDS_FOLDER}
-
-
-def _not_empty(target: str) -> ConfigurationError:
-    return ConfigurationError(f"{target}: is not empty, and not such a copy; copy to an empty directory")
 
 
 def _put_empty(rank: str, why: str, result: Copied) -> None:
@@ -413,18 +409,14 @@ def write_stores(
         _verified(target, result, progress)
     else:
         check_target(target, directories_above(target))
-        with written(f": {target.url} was not written"), _at_one_stroke(target, "" in parts) as made:
+        together: AbstractContextManager[Directory] = nullcontext(target)
+        if isinstance(target, LocalDirectory) and "" not in parts:  # a single store is atomic by itself
+            together = publish_folder(target.path, replace=False)
+        with written(f": {target.url} was not written"), together as made:
             for name, (snapshot, state) in parts.items():
                 to, converted = made.inner(name) if name else made, trajectory_format is not None
                 _publish(to, snapshot, state, result, progress, points_of, converted=converted, once=once)
     return result
-
-
-def _at_one_stroke(target: Directory, alone: bool) -> AbstractContextManager[Directory]:
-    """Return a directory for several stores that appear together; a single store is already atomic."""
-    if isinstance(target, LocalDirectory) and not alone:
-        return publish_folder(target.path, replace=False)
-    return nullcontext(target)
 
 
 def _hold(

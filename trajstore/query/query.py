@@ -505,10 +505,6 @@ def _answered(where: str, texts: Sequence[str], names: Sequence[str] | pl.LazyFr
         raise _refusal(where, ", ".join(texts), reason, names, unknown and (unknown[1] or unknown[2])) from None
 
 
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"
-
-
 def _refusal(
     where: str, text: str, reason: str, names: Sequence[str] | pl.LazyFrame, unknown: str | None
 ) -> ConfigurationError:
@@ -521,7 +517,8 @@ def _refusal(
         if close:
             reason += f"did you mean {close[0]!r}? A key of metadata would be metadata.{unknown}"
         elif f'"{unknown}"' in text:
-            reason += f"a text takes single quotes: {_quoted(unknown)}"
+            quoted = unknown.replace("'", "''")
+            reason += f"a text takes single quotes: '{quoted}'"
         else:
             if "trajectory_id" in names:
                 reason += f"a key of a rollout's metadata would be metadata.{unknown}; "

@@ -223,14 +223,10 @@ def checked_ids(where: str, text: str, run: bool | None) -> None:
             reason = f"{where}: {text!r}: {compared.value} is no id of"
             if run is False:
                 raise ConfigurationError(f"{reason} a single store, whose ids are numbers: {ID} = {SINGLE_EXAMPLE}")
-            better = _replaced(text, _suggested)
+            better = _replaced(text, lambda compared: compared.refusal(True) or compared.value)
             raise ConfigurationError(
                 f"{reason} a run directory, whose ids are rank and id in quotes; write {instead}: {better}"
             )
-
-
-def _suggested(compared: _Compared) -> str:
-    return compared.refusal(True) or compared.value
 
 
 def with_numbers(text: str) -> str:

@@ -43,7 +43,9 @@ def columns_of(table: pl.DataFrame) -> list[Answer]:
         {
             "name": name,
             "type": "id" if name == "trajectory_id" else _type(kind),
-            "note": FACTS.get(name) or pool_facts.get(name) or _note_of_others(name),
+            "note": FACTS.get(name)
+            or pool_facts.get(name)
+            or (f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "late value"),
             "known": table["kind"].n_unique() > 1 if name == "kind" else table[name].null_count() < len(table),
         }
         for name, kind in table.schema.items()
@@ -70,10 +72,6 @@ def keys_of(texts: Iterable[str]) -> list[Answer]:
         kind = shown.pop() if len(shown) == 1 else "text"
         columns.append({"name": name, "type": kind, "note": "in the rollout's metadata", "known": True})
     return columns
-
-
-def _note_of_others(name: str) -> str:
-    return f"{name.removeprefix(SCORE)} of the reward's metadata" if name.startswith(SCORE) else "late value"
 
 
 def _type(kind: pl.DataType) -> str:

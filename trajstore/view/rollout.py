@@ -183,11 +183,6 @@ class Pictures:
     rows: torch.Tensor
     scale: tuple[float, float] | None
 
-    @property
-    def scale_texts(self) -> list[str] | None:
-        """The values that are drawn black and white, as text for the page."""
-        return None if self.scale is None else [f"{value:.4g}" for value in self.scale]
-
     def frames(self, environment: int, steps: Sequence[int]) -> bytes:
         """Return pictures of an environment as bytes ``[n, height, width, channels]``; NaN is black."""
         rows = self.rows[list(steps), environment]
@@ -250,7 +245,8 @@ def _block(trajectory: Trajectory, around: Answer | None) -> bytes:
             continue
         description = {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         drawn = pictures.get(name)
-        size, scale = (None, None) if drawn is None else (list(drawn.rows.shape[2:]), drawn.scale_texts)
+        size = None if drawn is None else list(drawn.rows.shape[2:])
+        scale = None if drawn is None or drawn.scale is None else [f"{value:.4g}" for value in drawn.scale]
         others.append({**description, "pictures": size, "scale": scale})
     answer = {"kind": "step", "steps": steps, "batch": batch, "around": around, "columns": others}
     return body_of({**answer, "texts": {name: str(text) for name, text in block_texts(trajectory).items()}}, arrays)

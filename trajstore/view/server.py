@@ -162,7 +162,9 @@ class Service:
         async def answer(request: Request) -> Response:
             given = [parse(request, name) for name, parse in parameters.items()]
             result = await self._result(thread, partial(call, *given))
-            return _json(result) if isinstance(result, dict) else _binary(result)
+            if isinstance(result, bytes):
+                return Response(result, media_type="application/octet-stream")
+            return _json(result)
 
         return answer
 
@@ -265,19 +267,15 @@ def _parsed(name: str, text: str, least: int = 0) -> int:
     return whole(name, int(text), least)
 
 
-def _binary(value: bytes) -> Response:
-    return Response(value, media_type="application/octet-stream")
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type="application/json")
 
 
 async def _refused(_: Request, error: Exception) -> Response:
     """Return an error as a sentence."""
     asked_wrongly = isinstance(error, ConfigurationError | SchemaMismatchError)
     status = 400 if asked_wrongly else 404 if isinstance(error, TrajectoryUnavailableError) else 500
-    return Response(orjson.dumps({"error": str(error)}), status, media_type="application/json")
+    return _json({"error": str(error)}, status)
 
 
 class _Server(uvicorn.Server):
