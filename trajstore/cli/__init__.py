@@ -16,21 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any, cast
 
-from trajstore.cli import (
-    annotate,
-    audit,
-    completion,
-    convert,
-    copy,
-    inspect,
-    mend,
-    move,
-    query,
-    restore,
-    rollback,
-    verify,
-    view,
-)
+from trajstore.cli import annotate, audit, completion, convert, copy, inspect, mend, move, query, rollback, verify, view
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
 from trajstore.errors import CorruptStoreError, TrajstoreError
@@ -51,7 +37,7 @@ _BUILT_IN: tuple[Command, ...] = (
     audit.COMMAND,
     copy.COPY,
     copy.REPAIR,
-    restore.COMMAND,
+    copy.RESTORE,
     rollback.COMMAND,
     mend.PRUNE,
     mend.COMPACT,

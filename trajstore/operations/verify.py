@@ -54,7 +54,7 @@ from trajstore.errors import (
     listed,
     trajectories,
 )
-from trajstore.operations.foreign import MISSING
+from trajstore.operations.inspect import MISSING
 from trajstore.operations.late_values import waiting_in_words, waiting_values
 from trajstore.operations.opening import announced, is_absent, needed_files, needed_now, states_now
 from trajstore.operations.points import absent_ranks, incomplete_points
