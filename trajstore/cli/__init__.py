@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any, cast
 
-from trajstore.cli import annotate, audit, completion, convert, copy, inspect, mend, move, query, rollback, verify, view
+from trajstore.cli import annotate, completion, convert, copy, inspect, mend, query, verify, view
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
 from trajstore.errors import CorruptStoreError, TrajstoreError
@@ -33,16 +33,16 @@ _BUILT_IN: tuple[Command, ...] = (
     query.QUERY,
     annotate.COMMAND,
     view.COMMAND,
-    verify.COMMAND,
-    audit.COMMAND,
+    verify.VERIFY,
+    verify.AUDIT,
     copy.COPY,
     copy.REPAIR,
     copy.RESTORE,
-    rollback.COMMAND,
+    mend.ROLLBACK,
     mend.PRUNE,
     mend.COMPACT,
-    move.MERGE,
-    move.SPLIT,
+    copy.MERGE,
+    copy.SPLIT,
     convert.COMMAND,
     completion.COMMAND,
 )

@@ -6,8 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from trajstore.cli.command import FOREIGN, FORMATS, SOURCE, Command, add_target
-from trajstore.cli.copy import write_copied
-from trajstore.cli.move import LEFT_OUT
+from trajstore.cli.copy import LEFT_OUT, write_copied
 from trajstore.cli.output import Output, ProgressBar
 from trajstore.errors import ConfigurationError, counted, listed, trajectories
 
