@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trajstore.view.correcting import Correcting
-from trajstore.view.server import served
+from trajstore.view.server import Correcting, served
 from trajstore.view.shown import OfReader
 
 PATIENCE = 600

@@ -152,7 +152,7 @@ def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
 
 def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path) -> None:
     path = stored(tmp_path / "store", [witness(0), witness(1)])
-    command = [sys.executable, "-m", "trajstore.cli", "list", "--follow", "--limit", "1", path]
+    command = [sys.executable, "-m", "trajstore", "list", "--follow", "--limit", "1", path]
     with subprocess.Popen(command, cwd=project_root, stdout=subprocess.PIPE) as follower:
         assert follower.stdout is not None
         assert b"trajectory_id 1" in follower.stdout.readline()

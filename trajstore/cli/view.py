@@ -79,8 +79,7 @@ def _serve(options: Namespace, out: Output) -> int:
         raise ConfigurationError("view: --write: the values of a pin are fixed; leave out --pin to annotate")
     host, port = options.host or _HOST, _PORT if options.port is None else options.port
     try:
-        from trajstore.view.correcting import Correcting
-        from trajstore.view.server import listening, server_of
+        from trajstore.view.server import Correcting, listening, server_of
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise

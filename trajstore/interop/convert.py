@@ -31,7 +31,7 @@ from trajstore._core.columns.facts import GIVEN, RECORDED
 from trajstore._core.columns.portions import portions
 from trajstore._core.columns.steps import NothingToStoreError
 from trajstore._core.files.folders import hidden
-from trajstore._core.files.held import check_path
+from trajstore._core.files.held import HeldFolder, check_path
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore._core.formats import FORMATS as SHARD_FORMATS
@@ -474,22 +474,14 @@ def _staging(target: Path) -> Iterator[Path]:
         try:
             yield made
             if made.is_dir():
-                _sync(made)
+                HeldFolder(made).sync()
             _check_absent(target)
             made.rename(target)
-            _sync(target.parent)
+            HeldFolder(target.parent).sync()
         except KeyboardInterrupt as error:
             if target.exists():
                 raise KeyboardInterrupt(f"interrupted, but {target} is complete") from error
             raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- checking -----------------------------------------------------------------------------------------

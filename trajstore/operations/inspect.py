@@ -340,7 +340,6 @@ def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
     start = index.fact("response_start")
     lengths = np.where(response, index["extra"], np.where(tokens & (start >= 0), index["steps"] - start, -1))
     tasks, outcome, versioned = index.fact("task"), index.fact("outcome"), index["version_low"] != UNKNOWN_VERSION
-    sessions = index.fact("session")
     values = {
         "steps": index["steps"][of_steps],
         "batch": index["batch"][of_steps],
@@ -351,15 +350,13 @@ def _facts(catalog: Catalog, counted: npt.NDArray[np.bool_]) -> Facts:
         **{name: fact[agents & (fact >= 0)] for name in ("turns", "messages") for fact in [index.fact(name)]},
         **{name: index[name][counted & versioned] for name in ("version_low", "version_high")},
     }
-    return Facts(
-        values,
-        int(agents.sum()),
-        int((agents & (tasks < 0)).sum()),
-        int((counted & ~versioned).sum()),
-        {index.texts[number] for number in np.unique(tasks[agents & (tasks >= 0)]).tolist()},
-        {index.texts[number] for number in np.unique(sessions[agents & (sessions >= 0)]).tolist()},
-        {index.texts[number] for number in np.unique(index["weights"]).tolist()},
-    )
+    masks = {"rollouts": agents, "without_task": agents & (tasks < 0), "without_version": counted & ~versioned}
+    texts = {"tasks": tasks[agents], "sessions": index.fact("session")[agents], "weights": index["weights"]}
+    names = {
+        name: {index.texts[number] for number in np.unique(numbers).tolist() if number >= 0}
+        for name, numbers in texts.items()
+    }
+    return Facts(values, Counter({name: int(mask.sum()) for name, mask in masks.items()}), names)
 
 
 def _held(catalog: Catalog, readers: Sequence[Reader] | None, unneeded: Mapping[str, int]) -> list[Report]:
@@ -492,7 +489,7 @@ def _inspect_rlinf(directory: Directory, measure: int, progress: Progress | None
             },
             "max_episode_length": np.array([e.max_episode_length for e in entries if e.max_episode_length > 0]),
         },
-        weights={entry.model_weights_id for entry in source.entries},
+        names={"weights": {entry.model_weights_id for entry in source.entries}},
     )
     measured, columns = _measure(source, facts, measure, progress, problems)
     return {
@@ -548,7 +545,7 @@ def _measure(
 
         add_block(facts.rewards, source.entries[row].trajectory_id, flat.schema, flat.extent, blocks, rows)
         versions += [] if flat.versions is None else [flat.versions]
-    facts.without_version = measured - len(versions)
+    facts.counts["without_version"] = measured - len(versions)
     for name, side in (("version_low", 0), ("version_high", 1)):
         facts.values[name] = np.array([pair[side] for pair in versions], np.int64)
     return measured, columns_report(columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,22 +233,14 @@ class Facts:
     Attributes:
         values: by name, the known values of ``steps``, ``batch``, ``tokens``, ``response_tokens``,
             ``max_episode_length``, ``outcome``, ``turns``, ``messages``, ``version_low`` and ``version_high``.
-        rollouts: number of rollouts.
-        without_task: number of rollouts without a task.
-        without_version: number of trajectories without a policy version.
-        tasks: names of the tasks.
-        sessions: ids of the agent sessions.
-        weights: ids of the weights.
+        counts: numbers of ``rollouts``, of those ``without_task``, and of trajectories ``without_version``.
+        names: names of the ``tasks``, ids of the ``sessions`` of agents and of the ``weights``.
         rewards: rewards and episodes of the blocks that were read.
     """
 
     values: dict[str, npt.NDArray[Any]]
-    rollouts: int = 0
-    without_task: int = 0
-    without_version: int = 0
-    tasks: Collection[str] = ()
-    sessions: Collection[str] = ()
-    weights: Collection[str] = ()
+    counts: Counter[str] = field(default_factory=Counter)
+    names: dict[str, set[str]] = field(default_factory=dict)
     rewards: RewardStatistics = field(default_factory=RewardStatistics)
 
 
@@ -261,17 +253,20 @@ def figures(parts: Sequence[Facts]) -> dict[str, Any]:
     def known(name: str) -> npt.NDArray[Any]:
         return np.concatenate([np.zeros(0, np.int64), *(part.values[name] for part in parts if name in part.values)])
 
-    rollouts, outcomes = sum(part.rollouts for part in parts), known("outcome")
+    counts, outcomes = sum((part.counts for part in parts), Counter[str]()), known("outcome")
+    tasks, sessions, weights = (
+        set[str]().union(*(part.names.get(name, ()) for part in parts)) for name in ("tasks", "sessions", "weights")
+    )
     lows, highs = known("version_low"), known("version_high")
     rewards = [part.rewards for part in parts]
     ranges = ("steps", "batch", "tokens", "response_tokens", "max_episode_length")
     agents = {
-        "rollouts": rollouts,
-        "tasks": len(set().union(*(part.tasks for part in parts))),
-        "without_task": sum(part.without_task for part in parts),
-        "sessions": len(set().union(*(part.sessions for part in parts))),
+        "rollouts": counts["rollouts"],
+        "tasks": len(tasks),
+        "without_task": counts["without_task"],
+        "sessions": len(sessions),
         "outcomes": range_of(outcomes),
-        "without_outcome": rollouts - int(np.isfinite(outcomes).sum()),
+        "without_outcome": counts["rollouts"] - int(np.isfinite(outcomes).sum()),
         "turns": range_of(known("turns")),
         "with_messages": len(known("messages")),
     }
@@ -280,12 +275,12 @@ def figures(parts: Sequence[Facts]) -> dict[str, Any]:
         "response_tokens_known": len(known("response_tokens")),
         "rewards": rewards_report(rewards),
         "episodes": episodes_report(rewards),
-        "agents": agents if rollouts else None,
+        "agents": agents if counts["rollouts"] else None,
         "policy": {
             "versions": {"min": int(lows.min()), "max": int(highs.max())} if len(lows) else None,
             "ages": range_of(highs.max() - lows) if len(lows) else None,
-            "unknown": sum(part.without_version for part in parts),
-            "weights": len(set().union(*(part.weights for part in parts)) - {""}),
+            "unknown": counts["without_version"],
+            "weights": len(weights - {""}),
         },
     }
 

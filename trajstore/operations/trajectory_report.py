@@ -18,7 +18,6 @@ from trajstore._core.files.base import Directory
 from trajstore._core.reading.places import Place, find_place, is_of_rank, rank_of
 from trajstore._core.reading.shard_access import ShardAccess, damage_of
 from trajstore._core.store.catalog import Catalog
-from trajstore._core.store.notes import Note
 from trajstore._core.store.run_ids import ALONE, id_from, no_rank, own_id, rank_of_id, shown_id, written_id
 from trajstore._core.store.salvage import open_leniently
 from trajstore.errors import (
@@ -92,7 +91,10 @@ def inspect_trajectory(
         "shard": manifest.files[0].name,
         "model_weights_id": entry.model_weights_id or None,
         "versions": list(entry.versions) if entry.versions is not None else None,
-        "notes": [note_report(note) for note in catalog.notes.history(own_id(number))],
+        "notes": [
+            {name: getattr(note, name) for name in ("name", "value", "who", "time", "in_force")}
+            for note in catalog.notes.history(own_id(number))
+        ],
         "integrity": {"problems": [f"{text}; the rows of this one may be intact" for text in shard_damage]},
     }
     if isinstance(trajectory, AgentTrajectory):
@@ -268,7 +270,7 @@ def _agent_report(trajectory: AgentTrajectory, decode: Decode | None) -> Report:
     metadata = {name: value for name, value in trajectory.metadata.items() if name not in (GIVEN, RECORDED)}
     session, _ = path_of(trajectory, 0 if trajectory.input_ids is None else len(trajectory.input_ids))
     return {
-        **{name: _known(getattr(trajectory, name)) for name in WORDS},
+        **{name: None if (value := getattr(trajectory, name)) == "" else value for name in WORDS},
         "reward": None if trajectory.reward is None else asdict(trajectory.reward),
         "recorded": trajectory.metadata.get(RECORDED, {}),
         "tokens": None if trajectory.input_ids is None else len(trajectory.input_ids),
@@ -290,10 +292,6 @@ def _turns(trajectory: AgentTrajectory) -> int | None:
         return None
     ones = np.concatenate([[False], mask.ne(0).numpy()])
     return int(np.count_nonzero(ones[1:] & ~ones[:-1]))
-
-
-def _known(value: Any) -> Any:
-    return None if value == "" else value
 
 
 def token_parts(trajectory: AgentTrajectory) -> list[Report]:
@@ -363,11 +361,6 @@ def _tokens_by_column(
         if tensor.ndim == 1 and before + len(tensor) <= count:
             columns[name] = [None] * before + _value(tensor) + [None] * (count - before - len(tensor))
     return columns
-
-
-def note_report(note: Note) -> Report:
-    """Return a late value as JSON values."""
-    return {name: getattr(note, name) for name in ("name", "value", "who", "time", "in_force")}
 
 
 def _ids(trajectory: AgentTrajectory, first: int, end: int) -> list[int]:
