@@ -257,11 +257,8 @@ def _named(part_of: Callable[[Any], Any], step: Any, number: int) -> Any:
     Raises:
         ConfigurationError: it is no step; names it.
     """
-    try:
+    with unreadable(f"step {number}", kind=ConfigurationError):
         return part_of(step)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ConfigurationError(f"step {number}: {reason}") from error
 
 
 def _others(step: Mapping[str, Any]) -> Row:

@@ -143,7 +143,8 @@ def unreadable(what: str, *more: type[Exception], kind: type[TrajstoreError] = C
     except TrajstoreError:
         raise
     except errors as error:
-        raise kind(f"{what}: {error!r}") from error
+        reason = f"has no {error}" if isinstance(error, KeyError) else repr(error)
+        raise kind(f"{what}: {reason}") from error
 
 
 @dataclass(frozen=True, slots=True)

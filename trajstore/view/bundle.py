@@ -21,7 +21,7 @@ from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import local_target, nested, open_directory
 from trajstore.errors import ConfigurationError, TrajstoreError, trajectories, written
 from trajstore.operations.verification import Progress
-from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+from trajstore.trajectory import Trajectory
 from trajstore.view.answers import columns_of, named_rows
 from trajstore.view.living import Living, with_points
 from trajstore.view.overview import MEASURED
@@ -90,13 +90,7 @@ def write_bundle(
         raise ConfigurationError(
             f"bundle: {trajectories(len(table))}, must be at most {MOST:,}; select fewer with --where"
         )
-    about = {
-        **living.about(),
-        "columns": columns_of(table),
-        "training": False,
-        "state": "bundle",
-        "trajectories": len(table),
-    }
+    about = {"columns": columns_of(table), "training": False, "state": "bundle", "trajectories": len(table)}
     rows = named_rows(table)
     shown = [row["trajectory_id"] for row in rows]
     done = Bundled(str(target), trouble=living.state.trouble)
@@ -105,43 +99,48 @@ def write_bundle(
     with written(f": the bundle {target} was not written"), publish_folder(target) as folder:
         for path in sorted(STATIC.rglob("*")):
             if path.is_file() and path.name != "index.html":
-                _write(folder, done, [(f"static/{path.relative_to(STATIC)}", path.read_bytes())])
+                _write(folder, done, f"static/{path.relative_to(STATIC)}", path.read_bytes())
         for number, name in enumerate(shown):
+            progress(number, len(shown))
             try:
                 trajectory = living.get(name)
-                body, drawn = living.body(trajectory, name), _drawn(trajectory)
+                body = living.body(trajectory, name)
+                drawn = pictures_of(trajectory) if isinstance(trajectory, Trajectory) else {}
             except (TrajstoreError, OSError) as error:
                 done.problems[name] = str(error)
-                progress(number + 1, len(shown))
                 continue
-            _write(folder, done, [(f"data/{number}.bin", body)])
+            _write(folder, done, f"data/{number}.bin", body)
             if (given := living.notes_shown(name))["values"]:
                 late[name] = given
             if drawn:
-                pictures[name] = [_write_pictures(folder, done, f"data/{number}/{n}", *item) for n, item in drawn]
+                columns = enumerate(drawn.items())
+                pictures[name] = [_write_pictures(folder, done, f"data/{number}/{n}", *column) for n, column in columns]
             done.trajectories += 1
-            progress(number + 1, len(shown))
+        progress(len(shown), len(shown))
         sessions = {name: place for place, name in enumerate(table["session"].drop_nulls().unique(maintain_order=True))}
         for name, place in sessions.items():
             tree = orjson.dumps(living.session(name, among=set(shown)))
-            _write(folder, done, [(f"data/session-{place}.json", tree)])
-        contents = {"trajstore_bundle": 1, "about": about, "where": where, "written": round(time.time() * 1000)}
-        contents |= {
+            _write(folder, done, f"data/session-{place}.json", tree)
+        overview = living.overview(where)
+        runs = range(1 if overview["other"] is None else 2)
+        contents = {
+            "trajstore_bundle": 1,
+            "about": living.about() | about,
+            "where": where,
+            "written": round(time.time() * 1000),
             "rows": [list(row.values()) for row in rows],
-            "overview": (told := living.overview(where)),
+            "overview": overview,
             "problems": done.problems,
             "pictures": pictures,
             "sessions": sessions,
+            "late": late,
+            "sampled": {
+                name: {over: [_sampled(living, where, over, name, run) for run in runs] for over in ("version", "time")}
+                for name in MEASURED
+            },
         }
-        contents["late"] = late
-        contents["sampled"] = {
-            name: {
-                over: [_sampled(living, where, over, name, run) for run in range(1 if told["other"] is None else 2)]
-                for over in ("version", "time")
-            }
-            for name in MEASURED
-        }
-        _write(folder, done, [("bundle.json", orjson.dumps(contents)), ("index.html", bundled_index().encode())])
+        _write(folder, done, "bundle.json", orjson.dumps(contents))
+        _write(folder, done, "index.html", bundled_index().encode())
         _check_replaceable(target)
     return done
 
@@ -157,16 +156,11 @@ def _check_replaceable(target: Path) -> None:
     Raises:
         ConfigurationError: replacing the target would delete other files.
     """
-    if not target.exists():
-        return
-    names = set(os.listdir(target)) if target.is_dir() else {target.name}
-    if target.is_dir() and not names:
-        return
+    names = set(os.listdir(target)) if target.is_dir() else {target.name} if target.exists() else set()
     manifest = target / "bundle.json"
-    if manifest.is_file():
-        with manifest.open("rb") as file:
-            if file.read(len(_BEGINNING)) == _BEGINNING and names <= _NAMES:
-                return
+    is_bundle = names <= _NAMES and manifest.is_file() and manifest.read_bytes().startswith(_BEGINNING)
+    if not names or is_bundle:
+        return
     other = sorted(names - _NAMES)[:3] or ["bundle.json of something else"]
     raise ConfigurationError(
         f"bundle: {target} has files that no bundle has ({', '.join(other)}) and would be replaced; name a folder that "
@@ -174,18 +168,13 @@ def _check_replaceable(target: Path) -> None:
     )
 
 
-def _write(folder: LocalDirectory, done: Bundled, files: list[tuple[str, bytes]]) -> None:
-    done.bytes += sum(len(data) for _, data in files)
+def _write(folder: LocalDirectory, done: Bundled, name: str, data: bytes) -> None:
+    done.bytes += len(data)
     if done.bytes > MOST_BYTES:
         raise ConfigurationError(
             f"bundle: more than {MOST_BYTES:,} bytes after {trajectories(done.trajectories)}; select fewer with --where"
         )
-    folder.publish([EncodedFile(name, [data]) for name, data in files])
-
-
-def _drawn(trajectory: AnyTrajectory) -> list[tuple[int, tuple[str, Pictures]]]:
-    """Return the numbered picture columns of a block; a rollout has none."""
-    return [] if isinstance(trajectory, AgentTrajectory) else list(enumerate(pictures_of(trajectory).items()))
+    folder.publish([EncodedFile(name, [data])])
 
 
 def _write_pictures(
@@ -198,5 +187,5 @@ def _write_pictures(
     for environment in range(batch):
         for part, first in enumerate(range(0, steps, each)):
             data = pictures.frames(environment, range(first, min(first + each, steps)))
-            _write(folder, done, [(f"{place}-{environment}-{part}.bin", data)])
+            _write(folder, done, f"{place}-{environment}-{part}.bin", data)
     return {"name": column, "place": place, "each": each, "size": size}

@@ -60,17 +60,10 @@ def refusal(method: str, headers: Mapping[str, str], *, only_loopback: bool, wri
         return f"Origin {origin!r}: requests of other sites are refused"
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return "Sec-Fetch-Site: requests of other sites are refused"
-    if method == "POST":
-        return _not_of_the_page(headers)
-    return None
-
-
-def _not_of_the_page(headers: Mapping[str, str]) -> str | None:
-    """Return why a POST is not from the page itself; None if it is."""
-    if "origin" not in headers:
+    if method == "POST" and origin is None:
         return "POST without Origin: refused; scripts use `trajstore annotate`"
     kind = headers.get("content-type", "")
-    if kind.partition(";")[0].strip().lower() != "application/json":
+    if method == "POST" and kind.partition(";")[0].strip().lower() != "application/json":
         return f"Content-Type {kind!r}: must be application/json"
     return None
 
