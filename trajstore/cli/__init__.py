@@ -16,16 +16,36 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any, cast
 
-from trajstore.cli import annotate, completion, convert, copy, inspect, mend, query, verify, view
+from trajstore.cli import annotate, convert, copy, inspect, mend, query, verify, view
 from trajstore.cli.command import Command
 from trajstore.cli.output import Output, visible
-from trajstore.errors import CorruptStoreError, TrajstoreError
+from trajstore.errors import CorruptStoreError, MissingDependencyError, TrajstoreError
 
 DAMAGED = 1
 FAILED = 2
 INTERRUPTED = 130
 UNREAD = 141
 """As of a process that SIGPIPE ends."""
+
+
+def _complete(options: argparse.Namespace, out: Output) -> int:
+    try:
+        import shtab
+    except ImportError as error:
+        raise MissingDependencyError("shtab", "completion") from error
+    for line in shtab.complete(build_parser(), options.shell).splitlines():
+        out.line(line)
+    return 0
+
+
+_COMPLETION = Command(
+    "completion",
+    "print a script that completes this command line in a shell",
+    "Print a script that completes commands, options and choices in a shell. For bash: trajstore completion bash >"
+    " ~/.local/share/bash-completion/completions/trajstore. Needs shtab (extra 'completion').",
+    lambda parser: parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell"),
+    _complete,
+)
 
 _BUILT_IN: tuple[Command, ...] = (
     inspect.COMMAND,
@@ -44,7 +64,7 @@ _BUILT_IN: tuple[Command, ...] = (
     copy.MERGE,
     copy.SPLIT,
     convert.COMMAND,
-    completion.COMMAND,
+    _COMPLETION,
 )
 
 

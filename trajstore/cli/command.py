@@ -40,7 +40,7 @@ class Command:
     name: str
     summary: str
     description: str
-    configure: Callable[[ArgumentParser], None]
+    configure: Callable[[ArgumentParser], object]
     run: Callable[[Namespace, Output], int]
     continues: bool = False
 

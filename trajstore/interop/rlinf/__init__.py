@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from trajstore._core.feeding.datasets import PreloadReplayBufferDataset, ReplayBufferDataset, replay_buffer_collate_fn
 from trajstore.builder import EmbodiedRolloutResult
-from trajstore.interop.rlinf.buffer import TrajectoryReplayBuffer
-from trajstore.interop.rlinf.priority_store import PriorityStore
+from trajstore.interop.rlinf.buffer import PriorityStore, TrajectoryReplayBuffer
 from trajstore.interop.rlinf.trajectory import EmbodiedTrajectoryBuilder, Trajectory, convert_trajectories_to_batch
 from trajstore.trajectory import ChunkStepResult, get_model_weights_id
 
