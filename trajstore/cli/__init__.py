@@ -1,6 +1,6 @@
 """The command line: ``trajstore inspect``, ``verify``, ``copy``, ``repair``, ``restore``, ``rollback`` and others.
 
-Each command is a thin file over a function that can be called directly. Commands import their dependencies when they
+Commands are thin files over functions that can be called directly. Commands import their dependencies when they
 run, so that ``trajstore --help`` loads neither torch nor numpy.
 
 Exit codes: 0 = done, 1 = damage was found, 2 = failed (invalid call, no store at the path, full disk, missing package),

@@ -46,14 +46,12 @@ def _configure(parser: ArgumentParser) -> None:
 
 
 def _run(options: Namespace, out: Output) -> int:
-    without = ("host", "port", "write", "who") if options.bundle is not None else ("where",)
-    for name in without:
+    serves = options.bundle is None
+    why = "without --bundle: the page asks" if serves else "with --bundle: nothing is served"
+    for name in ("where",) if serves else ("host", "port", "write", "who"):
         if getattr(options, name) not in (None, False):
-            description = (
-                "with --bundle: nothing is served" if options.bundle is not None else "without --bundle: the page asks"
-            )
-            raise ConfigurationError(f"view: --{name} has no effect {description}")
-    return _serve(options, out) if options.bundle is None else _bundle(options, out)
+            raise ConfigurationError(f"view: --{name} has no effect {why}")
+    return _serve(options, out) if serves else _bundle(options, out)
 
 
 def _bundle(options: Namespace, out: Output) -> int:

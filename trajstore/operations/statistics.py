@@ -32,9 +32,10 @@ def ids_report(ids: npt.NDArray[np.int64], **more: int) -> dict[str, Any] | None
     """Return ``{"first", "last", "absent", "gaps"}`` of ids, plus ``more``; lists only the first gaps."""
     if not len(ids):
         return None
-    gaps = id_gaps(ids)
+    ordered = np.sort(ids)
+    gaps = [[int(ordered[i]) + 1, int(ordered[i + 1]) - 1] for i in np.flatnonzero(np.diff(ordered) > 1)]
     absent = sum(last - first + 1 for first, last in gaps)
-    return {"first": int(ids.min()), "last": int(ids.max()), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
+    return {"first": int(ordered[0]), "last": int(ordered[-1]), "absent": absent, "gaps": gaps[:_SHOWN_GAPS], **more}
 
 
 def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
@@ -43,13 +44,6 @@ def columns_report(totals: Mapping[tuple[str, str, tuple[int, ...]], int]) -> li
         {"name": name, "dtype": dtype, "row_shape": list(shape), "bytes": nbytes}
         for (name, dtype, shape), nbytes in totals.items()
     ]
-
-
-def id_gaps(ids: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Return the absent ids between the lowest and the highest, as inclusive ranges."""
-    ordered = np.sort(ids)
-    after = np.flatnonzero(np.diff(ordered) > 1)
-    return [[int(ordered[i]) + 1, int(ordered[i + 1]) - 1] for i in after]
 
 
 @dataclass

@@ -452,20 +452,16 @@ def path_of(trajectory: AgentTrajectory, total: int) -> tuple[Report | None, lis
 
 def _described(call: Mapping[str, Any]) -> Report:
     """Return the other values of a call in a row's metadata; None where one is absent."""
-    version, base, messages = call.get("policy_version"), call.get("base"), call.get("messages")
-    match messages:
+    match messages := call.get("messages"):
         case [int(first), int(end)] if 0 <= first <= end:
             pass
         case _:
             messages = None
+    texts = {"version": "policy_version", "base": "base", "retried": "retried", "finish": "finish_reason"}
     return {
-        "number": _number(call.get("number")),
-        "version": None if version is None else str(version),
+        **{name: _number(call.get(name)) for name in ("number", "shared")},
+        **{name: _text(call.get(recorded)) for name, recorded in texts.items()},
         "messages": messages,
-        "base": None if base is None else str(base),
-        "shared": _number(call.get("shared")),
-        "retried": _text(call.get("retried")),
-        "finish": _text(call.get("finish_reason")),
     }
 
 

@@ -13,6 +13,7 @@ from trajstore._core.sessions.folder import CallsFolder, Recorded, SessionInfo
 from trajstore._core.sessions.rows import described, path_rows
 from trajstore._core.sessions.tree import CallTree
 from trajstore.operations.trajectory_report import columns_of, gap_of, path_of, values_of
+from trajstore.query.documents import calls_in, name_of
 from trajstore.trajectory import AgentTrajectory
 from trajstore.view.answers import Answer, plain, plain_dict
 
@@ -188,9 +189,7 @@ def _beginning(message: Any) -> tuple[str, str]:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     text = " ".join(text[:_BEGINNING] for text in texts if isinstance(text, str)).strip()
-    if not text and isinstance(calls := message.get("tool_calls"), list):
-        names = [call.get("function", call) for call in calls if isinstance(call, Mapping)]
-        text = " ".join(f"calls {name.get('name')}" for name in names if isinstance(name, Mapping))
+    text = text or " ".join(f"calls {name_of(call)}" for call in calls_in(message))
     return str(message.get("role", ""))[:_BEGINNING], text[:_BEGINNING]
 
 
