@@ -522,8 +522,8 @@ def _damaged_documents(
                 if not known:
                     access.trajectory(index, position)
                 if schema.has_valid:
-                    count, counted_there = index.at("num_samples", position), access.columns(index, position, [VALID])
-                    if (valid := int(counted_there[VALID].sum())) != count:
+                    valid = int(access.columns(index, position, [VALID])[VALID].sum())
+                    if valid != (count := index.at("num_samples", position)):
                         raise CorruptStoreError(f"its field valid has {valid} valid steps, the index says {count}")
             except DescriptorLimitError:
                 raise
