@@ -40,14 +40,9 @@ def visible(text: str) -> str:
     """
     if text.isprintable():  # the common case
         return text
-    return "".join(c if c.isprintable() or category(c) not in _HIDDEN else _escaped(c) for c in text)
-
-
-def _escaped(character: str) -> str:
-    code = ord(character)
-    if code < 0x100:
-        return {"\n": "\\n", "\t": "\\t", "\r": "\\r"}.get(character, f"\\x{code:02x}")
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return "".join(
+        c if c.isprintable() or category(c) not in _HIDDEN else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def shortened(text: str, limit: int) -> str:
