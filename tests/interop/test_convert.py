@@ -141,7 +141,7 @@ def test_what_cannot_be_read_is_named_and_hides_no_other(tmp_path: Path, capsys:
 
 
 def convert_until_killed(store: Path, target: Path) -> None:
-    convert._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    convert.HeldFolder = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,misc]
     convert.convert_to(store, target, "parquet")
 
 

@@ -175,12 +175,11 @@ class Output:
 
 def _narrowed(widths: Sequence[int], room: int, right: Sequence[int]) -> list[int]:
     """Return widths whose sum fits, if possible: the widest, but those flush right, are as wide as the next ones."""
-    narrow, most = [*widths], max(widths)
-    while most > _NARROWEST:
+    narrow = [*widths]
+    for most in range(max(widths), _NARROWEST - 1, -1):
         narrow = [width if at in right else min(width, most) for at, width in enumerate(widths)]
         if sum(narrow) + 2 * len(narrow) <= room:
             break
-        most -= 1
     return narrow
 
 
