@@ -6,11 +6,13 @@ import importlib.util
 import math
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,11 @@ import torch
 
 from tests import rays
 from tests.stores import reader_of
+from tests.support.equality import same
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, annotate, notes_of
+from trajstore._core.columns.fields import unnest
 from trajstore._core.sampling.weighted import WeightedSampler
 from trajstore.errors import (
     ConfigurationError,
@@ -437,27 +441,17 @@ def test_a_draw_waits_for_the_only_store_that_has_something(cluster: Cluster, tm
     handle.stop()
 
 
-def test_rows_of_stores_elsewhere_come_in_pieces(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_stores_elsewhere_are_those_of_the_directory(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     handle = emptied(refresh_interval=3600.0)
     ids = [handle.add_trajectories([witness(key, scale=200)]).committed(120)[0] for key in range(8)]
     handle.refresh()
     near = handle.draw(3001)
     expected = handle.read(near)
-    asked: list[int] = []
-    submit = Stores.submit
-
-    def counted(*arguments: Any, pieces: int = 1) -> Any:
-        asked.append(pieces)
-        return submit(*arguments, pieces=pieces)
-
     monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
-    monkeypatch.setattr(Stores, "submit", counted)
     learner = DistributedReplayBuffer.connect("shared", refresh_interval=3600.0, patience=30.0)
-    for count in (3001, 3001, 17, 2000):  # the first rows determine the row size
+    for count in (3001, 17):
         batch = learner.read(near.at(slice(count)))
-        check_batch(batch)
-        assert torch.equal(batch["curr_obs"]["tag"], expected["curr_obs"]["tag"][:count])
-    assert max(asked) > 2
+        assert same(unnest(batch), {name: values[:count] for name, values in unnest(expected).items()})
     out = {"forward_inputs.mask": torch.zeros(3100, 2, dtype=torch.bfloat16)}
     for _ in range(2):
         batch = learner.read(near, columns=["forward_inputs.mask"], out=out)
@@ -465,11 +459,42 @@ def test_rows_of_stores_elsewhere_come_in_pieces(shared: Path, monkeypatch: pyte
         assert batch["forward_inputs"]["mask"].data_ptr() == out["forward_inputs.mask"].data_ptr()
     with pytest.raises(ConfigurationError, match="columns: 'rewards' is one text"):
         learner.read(near, columns="rewards")
+    address = learner._stores.call(0, "rows_at")
+    with socket.create_connection((address.host, address.port)) as stranger:
+        stranger.sendall(bytes(len(address.secret)) + b"more")
+        with suppress(ConnectionResetError):
+            assert not stranger.recv(1)
     learner.refresh()
     handle.evict(ids[:1])
     with pytest.raises(TrajectoryUnavailableError):
         learner.read(near)
     check_batch(learner.read(near.at(near.ids != ids[0])))
+
+
+def test_threads_read_while_actors_are_killed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "_open", lambda about: None)  # as on a machine that has none of the directories
+    with emptied(refresh_interval=3600.0) as handle, ThreadPoolExecutor(2) as pool:
+        for key in range(8):
+            handle.add_trajectories([witness(key, scale=200)]).committed(120)
+        handle.refresh()
+        drawn = handle.draw(3001)
+        assert set((drawn.ids % 1024).tolist()) == {0, 1}
+        expected, ended = handle.read(drawn), Event()
+
+        def read() -> int:
+            count = 0
+            while not ended.is_set():
+                assert same(handle.read(drawn), expected)
+                count += 1
+            return count
+
+        reading = [pool.submit(read) for _ in range(2)]
+        for rank in (0, 1, 0):
+            before = Stores("shared", "trajstore", 600.0).describe(rank).began
+            kill(rank)
+            wait_until(lambda rank=rank, before=before: handle._stores.call(rank, "describe").began != before)  # type: ignore[misc]
+        ended.set()
+        assert min(item.result(600) for item in reading)
 
 
 @pytest.mark.parametrize("how", ["frozen", pytest.param("gone", marks=pytest.mark.campaign)])
@@ -494,6 +519,7 @@ def test_rows_of_a_store_that_falls_silent_are_drawn_again_elsewhere(
         os.kill(pid, signal.SIGSTOP)
     else:
         lose("shared", 1)
+        wait_until(lambda: not Path(f"/proc/{pid}").exists())  # until then it answers on connections
     try:
         with ThreadPoolExecutor(3) as pool:  # each waits for its own patience
             rows = pool.submit(learner.sample, 64)

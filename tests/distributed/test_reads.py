@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,30 +21,50 @@ from trajstore import WriterOptions
 from trajstore._core.columns.fields import nest
 from trajstore._core.sampling.base import Drawn
 from trajstore._core.sampling.draws import Draws
-from trajstore.distributed.read_request import Part, pack, pieces_of, request, requested, united
+from trajstore.distributed.read_request import Part, failure, pack, packed_error, request, requested, united
 from trajstore.distributed.reads import Reads
 from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import ServedStore, StoreServer
-from trajstore.errors import ConfigurationError, SchemaMismatchError, StoreError, TrajectoryUnavailableError
+from trajstore.errors import (
+    ConfigurationError,
+    SchemaMismatchError,
+    StoreError,
+    StoreUnreachableError,
+    TrajectoryUnavailableError,
+)
 
 
 class Here:
-    """Local stores queried without Ray; counts the requested rows."""
+    """Local stores queried without Ray; rows over TCP. Counts the requested rows."""
+
+    name, deadline = "here", 60.0
 
     def __init__(self, *servers: StoreServer) -> None:
-        self.servers = servers
+        self.servers = [*servers]
         self.asked = 0
         self.path = ""
+        for store in servers:
+            store._rows._read = partial(self._read, store)
+
+    def _read(self, store: StoreServer, drawn: Drawn, columns: Sequence[str] | None) -> Any:
+        self.asked += len(drawn)
+        return store.read(drawn, columns)
 
     def describe(self, rank: int, deadline: float | None = None) -> ServedStore:
         about = self.servers[rank].describe()
         return replace(about, host=socket.gethostname(), path=self.path or about.path)
 
-    def ask(
-        self, arguments: Any, method: str, seconds: float, pieces: Any = None
-    ) -> tuple[dict[int, Any], dict[int, Exception]]:
-        self.asked += sum(len(requested(given[0])[0]) for given in arguments.values())
+    def ask(self, arguments: Any, method: str, seconds: float) -> tuple[dict[int, Any], dict[int, Exception]]:
         return {rank: getattr(self.servers[rank], method)(*given) for rank, given in arguments.items()}, {}
+
+    def answered(self, rank: int) -> None:
+        """Do nothing."""
+
+    def silent(self, rank: int, error: Exception) -> None:
+        """Do nothing."""
+
+    def unreachable(self, rank: int, seconds: float, error: BaseException) -> StoreUnreachableError:
+        return StoreUnreachableError(f"rank_{rank}: {error}")
 
 
 def look(index: RunIndex, *servers: StoreServer) -> RunIndex:
@@ -173,8 +195,7 @@ def rows(count: int, salt: int = 0) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("count", [1, 29, 1000])
-@pytest.mark.parametrize("pieces", [1, 2, 13])
-def test_rows_of_three_stores_are_put_where_they_belong(count: int, pieces: int) -> None:
+def test_rows_of_three_stores_are_put_where_they_belong(count: int) -> None:
     order = np.random.default_rng(count).permutation(3 * count)
     places = [np.sort(order[number * count : (number + 1) * count]) for number in range(3)]
     given = [rows(count, salt) for salt in range(3)]
@@ -187,7 +208,7 @@ def test_rows_of_three_stores_are_put_where_they_belong(count: int, pieces: int)
                 wide = expected[name].reshape(3 * count, -1).view(torch.uint8)
                 wide[torch.from_numpy(at)] = values.reshape(count, -1).view(torch.uint8)
     turned = dict(reversed(given[1].items()))
-    parts = [Part.unpacked(pack(given[0], pieces)), Part.unpacked(pack(turned, pieces)), Part.of(given[2])]
+    parts = [Part.unpacked(pack(given[0])), Part.unpacked(pack(turned)), Part.of(given[2])]
     assert same(united(parts, places, None), expected)
     out = {name: torch.ones_like(values).repeat(2, *[1] * (values.dim() - 1)) for name, values in expected.items()}
     batch = united(parts, places, out)
@@ -206,18 +227,40 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"out\['half'\]"):
         united([first, first], at, {**rows(8), "half": torch.zeros(8, 3)})
     with pytest.raises(StoreError, match=r"3 of 4 rows.*same trajstore"):
-        united([Part.unpacked(pack(rows(3), 2)), first], at, None)
+        united([Part.unpacked(pack(rows(3))), first], at, None)
+    with pytest.raises(StoreError, match="an answer has"):
+        Part.unpacked(pack(rows(3))[:-1])
 
 
 def test_a_request_says_what_was_drawn() -> None:
     ids, samples = np.arange(10, dtype=np.int32)[::2], np.arange(5)[::-1] + 2**40
-    drawn, columns, pieces = requested(request(Drawn(ids, samples, names=-samples), ["é.b", "c"], 7))
+    drawn, columns, seconds = requested(request(Drawn(ids, samples, names=-samples), ["é.b", "c"], 7.0))
     assert (drawn.ids.tolist(), drawn.samples.tolist()) == (ids.tolist(), samples.tolist())
     assert drawn.names is not None
     assert drawn.names.tolist() == (-samples).tolist()
-    assert (columns, pieces) == (["é.b", "c"], 7)
-    assert requested(request(Drawn(ids, samples), None, 1))[0].names is None
+    assert (columns, seconds) == (["é.b", "c"], 7.0)
+    whole = request(Drawn(ids, samples), None, 1.0)
+    assert requested(whole)[0].names is None
+    for damaged in (b"", whole[:20], whole[:-1], whole[:-8], whole + bytes(8), whole.replace(b"null", b"1234")):
+        with pytest.raises(ConfigurationError, match="no request of this version"):
+            requested(damaged)
 
 
-def test_only_what_is_not_much_larger_than_a_reply_is_cut() -> None:
-    assert [pieces_of(size) for size in (0, 90_000, 100_000, 3_000_000, 4_000_000)] == [1, 1, 2, 31, 1]
+def test_too_large_a_request_is_refused_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trajstore.distributed.read_request.MOST_REQUEST", 320)
+    with pytest.raises(ConfigurationError, match="11 rows of one store: read at most 10 at once"):
+        request(Drawn(np.arange(11), np.arange(11)), None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (TrajectoryUnavailableError("gone"), TrajectoryUnavailableError, "gone"),
+        (SchemaMismatchError("é"), SchemaMismatchError, "é"),
+        (KeyError("x"), StoreError, "KeyError: 'x'"),
+    ],
+)
+def test_an_error_of_the_store_is_raised_by_its_name(error: Exception, kind: type[Exception], message: str) -> None:
+    raised = failure(np.frombuffer(packed_error(error), np.uint8))
+    assert (type(raised), str(raised)) == (kind, message)
+    assert failure(pack(rows(3))) is None

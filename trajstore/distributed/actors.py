@@ -7,8 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +22,8 @@ from trajstore.errors import (
     listed,
 )
 
-_PAUSE = 0.1  # seconds before the first retry; doubles
-_LONGEST_PAUSE = 2.0
+PAUSE = 0.1  # seconds before the first retry; doubles
+LONGEST_PAUSE = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -33,16 +32,11 @@ class _Call:
 
     rank: int
     arguments: Sequence[Any]
-    pieces: int
     due: float = 0.0
     """Time of the next attempt."""
-    pause: float = _PAUSE
-    sent: list[Any] = field(default_factory=list)
-    """References of the answer; empty until the call is sent."""
-
-    def value(self, answers: Sequence[Any]) -> Any:
-        """Return the answer: one value, or the list of its pieces."""
-        return answers[0] if self.pieces == 1 else list(answers)
+    pause: float = PAUSE
+    sent: Any = None
+    """Reference of the answer; None until the call is sent."""
 
 
 class Round:
@@ -52,25 +46,17 @@ class Round:
         stores: the actors.
         method: name of the method.
         arguments: arguments of the call, by rank.
-        pieces: number of pieces of each answer, by rank; 1 where absent.
         seconds: time limit of the retries.
     """
 
-    def __init__(
-        self,
-        stores: Stores,
-        method: str,
-        arguments: Mapping[int, Sequence[Any]],
-        pieces: Mapping[int, int],
-        seconds: float,
-    ) -> None:
+    def __init__(self, stores: Stores, method: str, arguments: Mapping[int, Sequence[Any]], seconds: float) -> None:
         self._stores = stores
         self._ray = ray()
         self._away: tuple[type[Exception], ...] = (StoreUnreachableError, *away())
         self._method = method
         self._seconds = seconds
         self._until = time.monotonic() + seconds
-        self._calls = [_Call(rank, given, pieces.get(rank, 1)) for rank, given in arguments.items()]
+        self._calls = [_Call(rank, given) for rank, given in arguments.items()]
         """Calls neither answered nor given up."""
         self.found: dict[int, Any] = {}
         """Answers by rank."""
@@ -80,20 +66,19 @@ class Round:
     def run(self) -> None:
         """Run until every store has answered, raised or timed out."""
         while self._calls:
-            self._each(self._send, [call for call in self._calls if not call.sent and call.due <= time.monotonic()])
-            sent = [call for call in self._calls if call.sent]
+            self._each(self._send, [call for call in self._calls if call.sent is None and call.due <= time.monotonic()])
+            sent = [call for call in self._calls if call.sent is not None]
             if sent and len(sent) == len(self._calls) and self._take_all(sent):
                 return
-            pause = max(
-                0.001, min([self._until, *(call.due for call in self._calls if not call.sent)]) - time.monotonic()
-            )
+            due = [call.due for call in self._calls if call.sent is None]
+            pause = max(0.001, min([self._until, *due]) - time.monotonic())
             if sent:
-                references = [call.sent[0] for call in sent]
+                references = [call.sent for call in sent]
                 self._ray.wait(references, num_returns=1, timeout=pause)
                 arrived = set(self._ray.wait(references, num_returns=len(references), timeout=0)[0])
-                self._each(self._take, [call for call in sent if call.sent[0] in arrived])
+                self._each(self._take, [call for call in sent if call.sent in arrived])
                 if time.monotonic() >= self._until:
-                    self._each(self._give_up, [call for call in self._calls if call.sent])
+                    self._each(self._give_up, [call for call in self._calls if call.sent is not None])
             elif self._calls:
                 time.sleep(pause)
 
@@ -107,22 +92,20 @@ class Round:
                 self._end(call, failed=_own(error))
 
     def _send(self, call: _Call) -> None:
-        sent = self._stores.submit(call.rank, self._method, *call.arguments, pieces=call.pieces)
-        call.sent = [sent] if call.pieces == 1 else sent
+        call.sent = self._stores.submit(call.rank, self._method, *call.arguments)
 
     def _take(self, call: _Call) -> None:
-        answers = self._ray.get(call.sent, timeout=max(0.001, self._until - time.monotonic()))
-        self._answered(call, answers)
+        self._answered(call, self._ray.get(call.sent, timeout=max(0.001, self._until - time.monotonic())))
 
     def _take_all(self, calls: Sequence[_Call]) -> bool:
         """Take all answers with one faster ``ray.get``; False on an error or a timeout."""
-        references = [reference for call in calls for reference in call.sent]
+        references = [call.sent for call in calls]
         try:
-            answers = iter(self._ray.get(references, timeout=max(0.001, self._until - time.monotonic())))
+            answers = self._ray.get(references, timeout=max(0.001, self._until - time.monotonic()))
         except Exception:  # taking each answer separately shows which store failed
             return False
-        for call in calls:
-            self._answered(call, list(islice(answers, len(call.sent))))
+        for call, answer in zip(calls, answers, strict=True):
+            self._answered(call, answer)
         return True
 
     def _give_up(self, call: _Call) -> None:
@@ -132,16 +115,16 @@ class Round:
     def _again(self, call: _Call, error: Exception) -> None:
         """Schedule a retry after a pause, if time is left."""
         self._stores.forget(call.rank)
-        call.sent, call.due = [], time.monotonic() + call.pause
-        call.pause = min(2 * call.pause, _LONGEST_PAUSE)
+        call.sent, call.due = None, time.monotonic() + call.pause
+        call.pause = min(2 * call.pause, LONGEST_PAUSE)
         if call.due >= self._until:
             self._end(call, failed=self._stores.unreachable(call.rank, self._seconds, error))
         else:
             self._stores.silent(call.rank, error)
 
-    def _answered(self, call: _Call, answers: Sequence[Any]) -> None:
+    def _answered(self, call: _Call, answer: Any) -> None:
         self._stores.answered(call.rank)
-        self.found[call.rank] = call.value(answers)
+        self.found[call.rank] = answer
         self._calls.remove(call)
 
     def _end(self, call: _Call, failed: Exception) -> None:
@@ -328,8 +311,8 @@ class Stores:
         """Record that ids below ``next_id`` are taken."""
         self.clock = max(self.clock, next_id)
 
-    def submit(self, rank: int, method: str, *arguments: Any, pieces: int = 1) -> Any:
-        """Start a call; return its reference, or a list of references if ``pieces`` is above 1.
+    def submit(self, rank: int, method: str, *arguments: Any) -> Any:
+        """Start a call; return its reference.
 
         Raises:
             StoreUnreachableError: the store has no actor at present.
@@ -337,8 +320,7 @@ class Stores:
         actor = self._find(rank)
         if actor is None:
             raise StoreUnreachableError(f"{self._named(rank)} is lost; create() restarts it")
-        begun = getattr(actor, method)
-        return (begun if pieces == 1 else begun.options(num_returns=pieces)).remote(*arguments)
+        return getattr(actor, method).remote(*arguments)
 
     def call(self, rank: int, method: str, *arguments: Any, deadline: float | None = None) -> Any:
         """Call a store and return its answer; retries until ``deadline``.
@@ -352,11 +334,7 @@ class Stores:
         return answers[rank]
 
     def ask(
-        self,
-        arguments: Mapping[int, Sequence[Any]],
-        method: str,
-        seconds: float,
-        pieces: Mapping[int, int] | None = None,
+        self, arguments: Mapping[int, Sequence[Any]], method: str, seconds: float
     ) -> tuple[dict[int, Any], dict[int, Exception]]:
         """Call several stores in parallel, with retries.
 
@@ -364,12 +342,11 @@ class Stores:
             arguments: arguments of the call, by rank.
             method: name of the method.
             seconds: time limit of the retries.
-            pieces: number of pieces of each answer, by rank; 1 where absent. An answer in pieces is a list.
 
         Returns:
             Answers by rank, and errors by rank: exceptions of the stores, or StoreUnreachableError.
         """
-        asking = Round(self, method, arguments, pieces or {}, seconds)
+        asking = Round(self, method, arguments, seconds)
         asking.run()
         return asking.found, asking.failed
 

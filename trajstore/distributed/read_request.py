@@ -1,8 +1,6 @@
-"""Requests and rows as bytes, which Ray passes on unchanged. Pure; no I/O.
+"""Requests, rows and errors as frames. Pure; no I/O.
 
-Rows are packed column by column into one block. Ray inlines an answer below 100 KB in its reply. A larger one goes
-through the object store of its node, and fetching it takes longer than all other work on a batch. So moderately larger
-answers are split into pieces, which are all inlined.
+Rows are packed column by column into one block.
 """
 
 from __future__ import annotations
@@ -24,52 +22,89 @@ from trajstore._core.columns.schema import ColumnSpec
 from trajstore._core.reading.column_interner import ColumnSet
 from trajstore._core.reading.plan import allocate
 from trajstore._core.sampling.base import Drawn
-from trajstore.errors import SchemaMismatchError, StoreError, counted
-
-Block = bytes | npt.NDArray[np.uint8]
-
-_PIECE_BYTES = 96 << 10
-_MOST_PIECES = 32
-"""Above this the object store is faster, as inlined answers are copied more often."""
+from trajstore.distributed.frames import FRAME
+from trajstore.errors import (
+    ConfigurationError,
+    CorruptStoreError,
+    DescriptorLimitError,
+    SchemaMismatchError,
+    StoreClosedError,
+    StoreError,
+    TrajectoryUnavailableError,
+    TrajstoreError,
+    counted,
+)
 
 _PLACES = ""
 """Column of an answer that lacks rows: the place of each row in the request. No other column has this name."""
 
-_BEGIN = struct.Struct("<qq")  # bytes of the head, number of rows
+READ, ROWS, ERROR = b"tsread1\n", b"tsrows1\n", b"tserror\n"
+"""Kinds of frames: a request, and both of its answers."""
+
+_BEGIN = struct.Struct(FRAME.format + "qq")  # then bytes of the head, number of rows
+
+MOST_REQUEST, MOST_ANSWER = 256 << 20, 1 << 40
+"""Bytes of a request, of which a row takes 24; of an answer."""
 
 
-def pieces_of(nbytes: int) -> int:
-    """Return the number of pieces for an answer of about ``nbytes``."""
-    count = -(-nbytes // _PIECE_BYTES)
-    return count if 0 < count <= _MOST_PIECES else 1
-
-
-def request(drawn: Drawn, columns: Sequence[str] | None, pieces: int) -> bytes:
-    """Return a request for columns of drawn rows (None = all columns), answered in ``pieces`` pieces."""
-    arrays = [part for part in (drawn.ids, drawn.samples, drawn.names) if part is not None]
-    head = orjson.dumps([columns, pieces, len(arrays)])
-    return b"".join(
-        [_BEGIN.pack(len(head), len(drawn)), head, *(np.asarray(part, np.int64).tobytes() for part in arrays)]
+_ERRORS = {
+    kind.__name__: kind
+    for kind in (
+        ConfigurationError,
+        SchemaMismatchError,
+        TrajectoryUnavailableError,
+        DescriptorLimitError,
+        StoreClosedError,
+        CorruptStoreError,
     )
+}
+"""Errors that a read raises elsewhere as at the store; any other is a StoreError there."""
 
 
-def requested(asked: bytes) -> tuple[Drawn, Sequence[str] | None, int]:
-    """Return the arguments given to :func:`request`."""
-    length, count = _BEGIN.unpack_from(asked)
-    start = _BEGIN.size + length
-    columns, pieces, parts = orjson.loads(asked[_BEGIN.size : start])
-    arrays = np.frombuffer(asked, np.int64, parts * count, start).reshape(parts, count)
-    return Drawn(arrays[0], arrays[1], names=arrays[2] if parts > 2 else None), columns, pieces
+def request(drawn: Drawn, columns: Sequence[str] | None, seconds: float) -> bytes:
+    """Return a request for columns of drawn rows (None = all columns), whose answer is waited for ``seconds``.
+
+    Raises:
+        ConfigurationError: too many rows.
+    """
+    if len(drawn) > MOST_REQUEST // 32:
+        raise ConfigurationError(f"{len(drawn)} rows of one store: read at most {MOST_REQUEST // 32} at once")
+    arrays = [part for part in (drawn.ids, drawn.samples, drawn.names) if part is not None]
+    head = orjson.dumps([columns, seconds, len(arrays)])
+    parts = [head, *(np.asarray(part, np.int64).tobytes() for part in arrays)]
+    return b"".join([_BEGIN.pack(READ, _BEGIN.size + sum(map(len, parts)), len(head), len(drawn)), *parts])
 
 
-def pack(
-    rows: Mapping[str, torch.Tensor], pieces: int, places: npt.NDArray[np.intp] | None = None
-) -> tuple[Block, ...]:
-    """Return rows as ``pieces`` pieces of about equal size.
+def requested(asked: bytes | memoryview) -> tuple[Drawn, Sequence[str] | None, float]:
+    """Return the arguments given to :func:`request`.
+
+    Raises:
+        ConfigurationError: the bytes are no request.
+    """
+    try:
+        _, _, length, count = _BEGIN.unpack_from(asked)
+        start = _BEGIN.size + length
+        columns, seconds, parts = orjson.loads(asked[_BEGIN.size : start])
+        arrays = np.frombuffer(asked, np.int64, -1, start).reshape(parts, count)
+        named = columns is None or all(isinstance(name, str) for name in columns)
+        if length < 0 or not named or not seconds > 0 or parts not in (2, 3):
+            raise ValueError("a value is out of range")
+    except (struct.error, TypeError, ValueError) as error:
+        raise ConfigurationError(f"no request of this version of trajstore: {error}") from error
+    return Drawn(arrays[0], arrays[1], names=arrays[2] if parts > 2 else None), columns, seconds
+
+
+def packed_error(error: Exception) -> bytes:
+    """Return an error of a store as a frame."""
+    content = orjson.dumps([type(error).__name__, str(error)])
+    return FRAME.pack(ERROR, FRAME.size + len(content)) + content
+
+
+def pack(rows: Mapping[str, torch.Tensor], places: npt.NDArray[np.intp] | None = None) -> npt.NDArray[np.uint8]:
+    """Return rows as one block.
 
     Args:
         rows: tensors by dotted column name, contiguous ``[n, ...]``, all with the same n.
-        pieces: number of pieces. A single piece is an array, which Ray's object store shares without a copy.
         places: places of the rows in the request, ``[n]``; None if no row is missing.
     """
     if places is not None:
@@ -79,16 +114,21 @@ def pack(
     sizes = [tensor.nbytes for tensor in tensors]
     starts = _starts(head, sizes)
     block = np.empty(starts[-1], np.uint8)
-    begin = _BEGIN.pack(len(head), len(tensors[0]) if tensors else 0) + head
+    begin = _BEGIN.pack(ROWS, len(block), len(head), len(tensors[0]) if tensors else 0) + head
     block[: len(begin)] = np.frombuffer(begin, np.uint8)
     targets = np.array(starts[:-1], np.int64) + block.ctypes.data
     kernels.copy_blocks(
         targets, np.array([tensor.data_ptr() for tensor in tensors], np.int64), np.array(sizes, np.int64)
     )
-    if pieces == 1:
-        return (block,)
-    size = aligned(-(-len(block) // pieces))
-    return tuple(block[number * size : (number + 1) * size].tobytes() for number in range(pieces))
+    return block
+
+
+def failure(answer: npt.NDArray[np.uint8]) -> TrajstoreError | None:
+    """Return the error given to :func:`packed_error`, as a StoreError if a read raises no such; None of rows."""
+    if FRAME.unpack_from(answer.data)[0] == ROWS:
+        return None
+    name, message = orjson.loads(answer.data[FRAME.size :])
+    return _ERRORS[name](message) if name in _ERRORS else StoreError(f"{name}: {message}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +152,20 @@ class Part:
     places: npt.NDArray[np.intp] | None = None
 
     @classmethod
-    def unpacked(cls, pieces: Sequence[Block]) -> Part:
-        """Return the rows packed by :func:`pack`."""
-        parts = [np.frombuffer(piece, np.uint8) for piece in pieces]
-        block = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        length, count = _BEGIN.unpack_from(block.data)
+    def unpacked(cls, block: npt.NDArray[np.uint8]) -> Part:
+        """Return the rows packed by :func:`pack`.
+
+        Raises:
+            StoreError: the block is not as large as its head says.
+        """
+        _, _, length, count = _BEGIN.unpack_from(block.data)
         head = block[_BEGIN.size : _BEGIN.size + length].tobytes()
         specs = _specs(head)
         starts = _starts(head, [count * spec.row_nbytes for spec in specs])
-        addresses = [block.ctypes.data + start for start in starts[:-1]]
+        if starts[-1] != len(block):
+            raise StoreError(f"an answer has {len(block)} of {starts[-1]} bytes: all machines must have one trajstore")
+        first = block.ctypes.data
+        addresses = [first + start for start in starts[:-1]]
         if not specs or specs[0].name != _PLACES:
             return cls(specs, count, addresses, len(block), block)
         places = np.frombuffer(block, np.intp, count, starts[0])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,8 @@ from trajstore._core.columns.fields import nest, unnest
 from trajstore._core.sampling.base import Drawn
 from trajstore.distributed.actors import SilentStoresError, Stores
 from trajstore.distributed.compact_table import CompactTable
-from trajstore.distributed.read_request import Part, pieces_of, request, united
+from trajstore.distributed.read_request import Part, united
+from trajstore.distributed.row_client import RowClient
 from trajstore.distributed.server import MOST_STORES, ServedStore
 from trajstore.errors import StoreError, StoreUnreachableError, TrajectoryUnavailableError, listed
 from trajstore.trajectory import AnyTrajectory
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 Columns = dict[str, torch.Tensor]
 
+T = TypeVar("T")
 
 _SOON = 0.05  # seconds until the first check for newly committed trajectories; doubles
 
@@ -126,8 +128,7 @@ class Reads:
         self._last = _Last()
         self._mine = _Mine()
         self._due = False
-        self._row_nbytes: dict[tuple[str, ...] | None, float] = {}
-        """Bytes per row of the last answers, by column names."""
+        self._rows = RowClient(stores)
 
     def placed(
         self,
@@ -211,7 +212,8 @@ class Reads:
             else:
                 parts.append(Part.of(columns_here))
                 places.append(at)
-        for rank, part in self._of_stores(lacking, columns, seconds).items() if lacking else ():
+        for rank, block in self._answers(*self._rows.ask(lacking, columns, seconds)).items():
+            part = Part.unpacked(block)
             if part.count:
                 parts.append(part)
                 places.append(of_ranks[rank] if part.places is None else of_ranks[rank][part.places])
@@ -230,31 +232,13 @@ class Reads:
         kept = self._mine.kept
         return np.zeros(len(drawn), np.bool_) if kept is None else kept.find(drawn) >= 0
 
-    def _of_stores(self, drawn: Mapping[int, Drawn], columns: Sequence[str] | None, seconds: float) -> dict[int, Part]:
-        """Request rows from stores; the number of pieces is estimated from the last rows of these columns."""
-        named = None if columns is None else tuple(columns)
-        of_row = self._row_nbytes.get(named, 0.0)
-        pieces = {rank: pieces_of(round(of_row * len(mine))) for rank, mine in drawn.items()}
-        arguments = {rank: (request(mine, columns, pieces[rank]),) for rank, mine in drawn.items()}
-        answers = self._asked(arguments, "read", seconds, pieces)
-        parts = {rank: Part.unpacked(answer) for rank, answer in answers.items()}
-        self._row_nbytes[named] = max(part.nbytes / len(drawn[rank]) for rank, part in parts.items())
-        return parts
-
-    def _asked(
-        self,
-        arguments: Mapping[int, Sequence[Any]],
-        method: str,
-        seconds: float,
-        pieces: Mapping[int, int] | None = None,
-    ) -> dict[int, Any]:
-        """Call stores in parallel and return their answers.
+    def _answers(self, answers: dict[int, T], failed: Mapping[int, Exception]) -> dict[int, T]:
+        """Return the answers of stores, if all have answered.
 
         Raises:
             SilentStoresError: stores do not answer.
             StoreError: raised by a store; among others SchemaMismatchError.
         """
-        answers, failed = self._stores.ask(arguments, method, seconds, pieces)
         for error in failed.values():
             if not isinstance(error, StoreUnreachableError):
                 raise error
@@ -298,7 +282,8 @@ class Reads:
         for number in ids:
             if number not in read:
                 mine.setdefault(number % MOST_STORES, []).append(number)
-        answers = self._asked({rank: (part,) for rank, part in mine.items()}, "trajectories", seconds)
+        asked = {rank: (part,) for rank, part in mine.items()}
+        answers = self._answers(*self._stores.ask(asked, "trajectories", seconds))
         for rank, part in mine.items():
             answered = zip(part, answers[rank], strict=True)
             read.update((number, trajectory) for number, trajectory in answered if trajectory is not None)
@@ -346,7 +331,8 @@ class Reads:
                     reader.refresh()
 
     def close(self) -> None:
-        """Close the readers."""
+        """Close readers and connections."""
+        self._rows.close()
         with self._lock:
             for reader in self._readers.values():
                 if reader is not None:

@@ -22,7 +22,7 @@ from trajstore._core.columns.limits import MAX_ID
 from trajstore._core.files.folders import hidden, put_in_place
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import directories_above, open_directory
-from trajstore._core.sampling.base import Additions
+from trajstore._core.sampling.base import Additions, Drawn
 from trajstore._core.sessions.records import encode_call, frames
 from trajstore._core.sessions.session import Session
 from trajstore._core.store.late_values import LateValues
@@ -34,7 +34,8 @@ from trajstore._core.store.saved_points import SavedPoint
 from trajstore.distributed.add_request import AddRequest, unpack, uuids_of
 from trajstore.distributed.change_log import ChangeLog, Changes
 from trajstore.distributed.hold import Hold
-from trajstore.distributed.read_request import Block, pack, requested
+from trajstore.distributed.read_request import pack
+from trajstore.distributed.row_server import RowAddress, RowServer
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
@@ -125,13 +126,16 @@ class StoreServer:
         rank: rank of the store.
         options: options of its :class:`TrajectoryReplayBuffer`, except those that the server sets.
         about: host, node and start, for :meth:`describe`.
+        ip: address of this node, for :meth:`rows_at`.
 
     Raises:
         ConfigurationError: an option is set by the server.
         StoreLockedError: another process owns the store.
     """
 
-    def __init__(self, path: str, rank: int, options: Mapping[str, Any], about: tuple[str, str, str]) -> None:
+    def __init__(
+        self, path: str, rank: int, options: Mapping[str, Any], about: tuple[str, str, str], ip: str = "127.0.0.1"
+    ) -> None:
         decided = sorted(_GIVEN & options.keys())
         if decided:
             raise ConfigurationError(f"{', '.join(decided)}: set by the handle or the server, not by an option")
@@ -158,6 +162,7 @@ class StoreServer:
         self._adding = locks.lock("StoreServer._adding")
         self._changes = ChangeLog(self._about.began)
         self._following = locks.lock("StoreServer._following")
+        self._rows = RowServer(self.read, ip)
         self._recall()
 
     def _recall(self) -> None:
@@ -317,25 +322,28 @@ class StoreServer:
         """
         return self._buffer._sampling.described(ids, tasks)
 
-    def read(self, asked: bytes) -> tuple[Block, ...]:
-        """Return drawn rows as pieces of :mod:`.read_request`. Rows of evicted trajectories are absent.
+    def rows_at(self) -> RowAddress:
+        """Return the address at which :meth:`read` is called over TCP, by requests of :mod:`.read_request`."""
+        return self._rows.address()
+
+    def read(self, drawn: Drawn, columns: Sequence[str] | None) -> npt.NDArray[np.uint8]:
+        """Return drawn rows as a block of :mod:`.read_request`. Rows of evicted trajectories are absent.
 
         Raises:
             TrajectoryUnavailableError: the id of a trajectory now names a shorter one.
         """
-        drawn, columns, pieces = requested(asked)
         places: npt.NDArray[np.intp] | None = None
         while True:
             try:
                 rows = self._buffer.read(drawn if places is None else drawn.at(places), columns=columns)
-                return pack(unnest(rows), pieces, places)
+                return pack(unnest(rows), places)
             except TrajectoryUnavailableError:
                 left = np.flatnonzero(self._buffer._sampling.readable(drawn))
                 if len(left) == len(drawn if places is None else places):  # not because of an eviction
                     raise
                 places = left
             if not len(places):
-                return pack({}, pieces, places)
+                return pack({}, places)
 
     def trajectories(self, ids: Sequence[int]) -> list[AnyTrajectory | None]:
         """Return whole trajectories; None for absent ones."""
@@ -533,7 +541,8 @@ class StoreServer:
         return self._buffer.mirror.wait(ids, timeout)
 
     def close(self) -> None:
-        """Flush and release the directory."""
+        """Flush and release the directory; rows are answered no more."""
+        self._rows.close()
         self._buffer.close()
 
 

@@ -32,7 +32,7 @@ _METHODS = {
     "add": ("add", "disown"),
     "wait": ("flush", "wait_mirrored", "evict", "clear", "check_values", "annotate", "release", "session"),
     "read": (
-        *("read", "trajectories", "extents", "facts", "rows", "late_rows", "changes", "described", "stats"),
+        *("rows_at", "trajectories", "extents", "facts", "rows", "late_rows", "changes", "described", "stats"),
         *("tick", "mirror_state", "history", "snapshots", "state_at", "changes_to", "commits"),
     ),
     "save": (
@@ -304,7 +304,8 @@ def _actor_class() -> Any:
 
         def __init__(self, path: str, rank: int, options: Mapping[str, Any]) -> None:
             node = module.get_runtime_context().get_node_id()
-            super().__init__(path, rank, options, (socket.gethostname(), node, uuid.uuid4().hex))
+            about = (socket.gethostname(), node, uuid.uuid4().hex)
+            super().__init__(path, rank, options, about, module.util.get_node_ip_address())
 
     for group, names in _METHODS.items():
         for name in names:
