@@ -18,7 +18,7 @@ def forged(file: Path, name: str) -> Iterator[Any]:
     """Yield a sealed file's values and reseal it with the changes."""
     value = unseal(name, file.read_bytes(), "")
     yield value
-    file.write_bytes(seal(name, orjson.dumps(value)))
+    file.write_bytes(seal(name, orjson.dumps(value, default=lambda view: bytes(view).decode())))  # of a long array
 
 
 @contextmanager

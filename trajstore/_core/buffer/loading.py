@@ -138,7 +138,15 @@ class _Opened:
     @cached_property
     def index(self) -> TrajectoryIndex:
         """The entries, with ids of the run."""
-        index = self.entries.index if isinstance(self.entries, ReadersCatalog) else self.entries
+        return self._in_run(self.entries.index if isinstance(self.entries, ReadersCatalog) else self.entries)
+
+    def part(self, first: int, end: int) -> TrajectoryIndex:
+        """Return the entries ``first <= i < end``, with ids of the run."""
+        if isinstance(self.entries, ReadersCatalog):
+            return self._in_run(self.entries.part(first, end))
+        return self.index.slice(first, end)
+
+    def _in_run(self, index: TrajectoryIndex) -> TrajectoryIndex:
         if self.rank != ALONE and len(index):
             index = index.slice(0, len(index))
             index.renumber(in_run(self.rank, index["trajectory_id"]))
@@ -395,7 +403,7 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
     for item in found:
         count = len(item)
         low, high = (min(max(edge - before, 0), count) for edge in (start, stop))
-        part = item.index.slice(low, high) if high > low or share is None else TrajectoryIndex()
+        part = item.part(low, high) if high > low or share is None else TrajectoryIndex()
         loaded.parts.append((item.source, part))  # also without entries: a later commit may add some
         loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
         loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)

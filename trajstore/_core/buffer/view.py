@@ -219,8 +219,7 @@ class View(CommitListener):
         for source, part in loaded.parts:
             contents.show(contents.attach(source), part)
         if request.share is not None or len(loaded.parts) > 1:
-            order = np.arange(len(contents.index)) if loaded.order is None else loaded.order
-            contents.index.adopt(contents.index.take(order))  # copies, so that those of whole stores are freed
+            contents.index.rearrange(loaded.order)  # and so free the entries of whole stores
             for source, _ in loaded.parts:
                 if isinstance(source, StoreSource):
                     source.catalog.forget_entries()

@@ -22,7 +22,7 @@ from trajstore._core.files.base import Directory, version_in
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.index_file import index_from_json
+from trajstore._core.store.index_file import index_from_json, part_from_json
 from trajstore._core.store.json_arrays import array_from_json, declared_rows
 from trajstore._core.store.log_records import (
     LOG_FOLDER,
@@ -498,6 +498,18 @@ class ReadersCatalog(Catalog):
 
     def _take_live(self, value: Any, source: str) -> None:
         self._live, self._unread = None, value
+
+    def part(self, first: int, end: int) -> TrajectoryIndex:
+        """Return the live trajectories ``first <= i < end``, counted from the oldest.
+
+        Raises:
+            CorruptStoreError: any of them is damaged; names the file.
+        """
+        if self._live is None and not len(self.notes):
+            part = part_from_json(self._unread, len(self.shards), first, end, self._row_checks())
+            if part is not None:
+                return part
+        return self.index.slice(first, end)
 
     def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
         news = list(news)

@@ -25,6 +25,7 @@ from trajstore._core.store.entry_checks import (
     Columns,
     EntryGate,
     Fault,
+    FaultsIn,
     check_lengths,
     in_blocks,
     range_faults,
@@ -143,18 +144,23 @@ class Committed:
 
     def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
         """Refuse entries with rows outside their shard, which would be read out of bounds."""
-        columns = index.unpacked(slice(index.first, index.end))
-        kinds = np.stack([self.shards.of_steps(), self.shards.with_valid()])
-        limits = [self.shards.rows_on(axes) for axes in _AXES]
+        sound: Columns = index.unpacked(slice(index.first, index.end))
         try:
-            sound = self._gate.admit(
-                columns, in_blocks(columns, lambda block: shape_faults(block, *kinds[:, block["shard"]]))
-            )
-            sound = self._gate.admit(sound, in_blocks(sound, lambda block: _row_faults(block, limits)))
+            for faults in self._row_checks():
+                sound = self._gate.admit(sound, in_blocks(sound, faults))
             if len(sound["trajectory_id"]) < len(index):
                 index.adopt(sound)
         except CorruptStoreError as error:
             raise CorruptStoreError(f"{source}: {error}") from error
+
+    def _row_checks(self) -> tuple[FaultsIn, ...]:
+        """Return checks of entries whose numbers are in range; each applies to entries that the one before admits."""
+        of_steps, with_valid = self.shards.of_steps(), self.shards.with_valid()
+        limits = [self.shards.rows_on(axes) for axes in _AXES]
+        return (
+            lambda columns: shape_faults(columns, of_steps[columns["shard"]], with_valid[columns["shard"]]),
+            lambda columns: _row_faults(columns, limits),
+        )
 
     # -- applying ---------------------------------------------------------------------------------
 

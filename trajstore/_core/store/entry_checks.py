@@ -19,6 +19,10 @@ Fault = tuple[str, npt.NDArray[np.bool_]]
 """Description of a fault, and a mask of the entries that have it."""
 
 
+FaultsIn = Callable[[Columns], Iterator[Fault]]
+"""Yields the faults of entries."""
+
+
 _BLOCK = 1 << 16
 """Number of entries whose columns fit into a processor's cache."""
 
@@ -57,7 +61,7 @@ class EntryGate:
         return columns if wrong is None else {name: array[~wrong] for name, array in columns.items()}
 
 
-def in_blocks(columns: Columns, faults: Callable[[Columns], Iterator[Fault]]) -> Iterator[Fault]:
+def in_blocks(columns: Columns, faults: FaultsIn) -> Iterator[Fault]:
     """Yield faults of entries checked block by block, which limits memory to one block."""
     count = len(columns["trajectory_id"])
     masks: dict[str, npt.NDArray[np.bool_]] = {}

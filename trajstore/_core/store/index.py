@@ -606,6 +606,11 @@ class TrajectoryIndex:
         """Return the UUID of the trajectory at a position."""
         return str(uuid.UUID(bytes=self.at("uuid", position).tobytes()))
 
+    def rearrange(self, order: npt.NDArray[np.intp] | None = None) -> None:
+        """Move the kept entries to arrays of their own size, in this order or unchanged."""
+        columns = self.take(slice(self.first, self.end) if order is None else self.first + order)
+        self.adopt({name: column.copy() if _is_part(column) else column for name, column in columns.items()})
+
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace all entries by these, without copying the arrays; the texts stay.
 
@@ -635,6 +640,11 @@ def renumbered(
         name: target.extend(source, column) if name == "weights" or is_text(name) else column
         for name, column in columns.items()
     }
+
+
+def _is_part(array: npt.NDArray[Any]) -> bool:
+    """Return whether an array keeps a larger one in memory."""
+    return array.base is not None and getattr(array.base, "nbytes", array.nbytes + 1) > array.nbytes
 
 
 def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from trajstore._core.store.entry_checks import EntryGate, check_lengths, fact_ranges, out_of_range, range_faults
+from trajstore._core.store.entry_checks import (
+    EntryGate,
+    FaultsIn,
+    check_lengths,
+    fact_ranges,
+    out_of_range,
+    range_faults,
+)
 from trajstore._core.store.facts import MOST_SCORES, fact_dtype, is_fact
-from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.json_arrays import StringTable, array_from_json, array_to_json, declared_rows
+from trajstore._core.store.index import COLUMNS, SAMPLES, TrajectoryIndex
+from trajstore._core.store.json_arrays import (
+    UNPACKING_ERRORS,
+    StringTable,
+    array_from_json,
+    array_to_json,
+    blocks_from_json,
+    declared_rows,
+)
 from trajstore._core.store.sealed import FROM_A_COPY, OR_WHAT_IS_WHOLE
 from trajstore._core.store.waiting import LazyColumn
 from trajstore.errors import CorruptStoreError
@@ -49,13 +64,10 @@ def index_from_json(
     """
     index = TrajectoryIndex()
     try:
-        packed = value["columns"]
-        facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
-        _check_declared(packed, facts)
-        packed_columns = {**packed, **facts}
-        dtypes = {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
-        waiting = {name: dtypes.pop(name) for name in ("uuid", *facts)} if later is not None else {}
-        columns = _unpacked(packed_columns, dtypes)
+        packed, dtypes = _packed_columns(value)
+        lazy = [name for name in dtypes if name == "uuid" or is_fact(name)] if later is not None else []
+        waiting = {name: dtypes.pop(name) for name in lazy}
+        columns = _unpacked(packed, dtypes)
         index.texts = StringTable.from_json(value["weights"])
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CorruptStoreError(f"not an index: {error}") from error
@@ -64,11 +76,72 @@ def index_from_json(
     ids, texts = columns["trajectory_id"], len(index.texts)
     index.wait_for(
         {
-            name: LazyColumn(partial(_unpacked_later, name, packed_columns[name], dtype, ids, texts, f"{later}"))
+            name: LazyColumn(partial(_unpacked_later, name, _own(packed[name]), dtype, ids, texts, f"{later}"))
             for name, dtype in waiting.items()
         }
     )
     return index
+
+
+def _own(packed: Any) -> Any:
+    """Return a packed array whose data is no view of the whole file, which would stay in memory with it."""
+    is_view = isinstance(packed, dict) and isinstance(packed.get("data"), memoryview)
+    return {**packed, "data": bytes(packed["data"])} if is_view else packed
+
+
+def part_from_json(value: Any, shards: int, first: int, end: int, checks: Sequence[FaultsIn]) -> TrajectoryIndex | None:
+    """Return the entries ``first <= i < end`` of those described by :func:`index_to_json`.
+
+    All entries are unpacked and checked, a block at a time, so that only those returned take memory. UUIDs, all of
+    which are valid, are unpacked up to the last one returned.
+
+    Args:
+        value: the JSON values.
+        shards: number of shards in the table that the entries refer to.
+        first: of the entries.
+        end: of the entries.
+        checks: of entries whose numbers are in range; each applies to entries that the one before admits.
+
+    Returns:
+        None if an entry is invalid: :func:`index_from_json` then describes the damage.
+    """
+    index, begin, samples = TrajectoryIndex(), 0, 0.0
+    try:
+        packed, dtypes = _packed_columns(value)
+        index.texts = StringTable.from_json(value["weights"])
+        checks = (lambda block: range_faults(block, shards, len(index.texts)), *checks)
+        columns = {name: np.empty(end - first, dtype) for name, dtype in dtypes.items()}
+        for block in blocks_from_json(packed, {name: dtypes[name] for name in dtypes if name != "uuid"}):
+            for name, rows in block.items():
+                _put(columns[name], rows, begin - first)
+            begin += len(block[SAMPLES])
+            samples += float(block[SAMPLES].sum(dtype=np.float64))
+            # Equal rows are checked as one.
+            checked = {name: rows if rows.strides[0] else rows[:1] for name, rows in block.items()}
+            if any(next(faults(checked), None) is not None for faults in checks):
+                return None
+        begin = 0
+        for block in blocks_from_json(packed, {"uuid": dtypes["uuid"]}):
+            _put(columns["uuid"], block["uuid"], begin - first)
+            begin += len(block["uuid"])
+            if begin >= end:
+                break
+    except (*UNPACKING_ERRORS, IndexError, AttributeError, CorruptStoreError):
+        return None
+    if samples > _MANY_SAMPLES:
+        return None
+    index.adopt(columns)
+    return index
+
+
+def _put(column: npt.NDArray[Any], rows: npt.NDArray[Any], place: int) -> None:
+    """Copy the rows that fall into a column if the first of them has this place in it, which may be negative."""
+    target = column[max(place, 0) : max(place + len(rows), 0)]
+    target[:] = rows[max(-place, 0) :][: len(target)]
+
+
+_MANY_SAMPLES = float(1 << 61)
+"""Half of the samples that an index may have."""
 
 
 def _unpacked_later(
@@ -118,6 +191,18 @@ _LONG = 1 << 18
 _LEAST_NBYTES = 2  # of an entry in a file: its UUID; many UUIDs may have equal beginnings
 
 _MOST_FACTS = MOST_SCORES + 16
+
+
+def _packed_columns(value: Any) -> tuple[Mapping[str, Any], dict[str, npt.DTypeLike]]:
+    """Return the packed columns of an index, facts included, and the dtype of each.
+
+    Raises:
+        CorruptStoreError: they claim more entries than they can hold.
+        KeyError, TypeError, ValueError, AttributeError: they are not packed arrays.
+    """
+    facts = {name: column for name, column in value["facts"].items() if is_fact(name)}
+    _check_declared(value["columns"], facts)
+    return {**value["columns"], **facts}, {**COLUMNS, **{name: fact_dtype(name) for name in facts}}
 
 
 def _check_declared(packed: Mapping[str, Any], facts: Mapping[str, Any]) -> None:

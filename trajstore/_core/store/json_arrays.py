@@ -9,21 +9,32 @@ from __future__ import annotations
 import base64
 import binascii
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import orjson
 
 from trajstore._core.base import locks
 from trajstore.errors import CorruptStoreError
 
 _MAX_INFLATION = 1100  # deflate's maximum ratio; larger claims are forged
 
+BLOCK_ROWS = 1 << 16
+"""Rows inflated at a time: fresh memory for a whole long column costs more than inflating it."""
+
 _PIECE = 1 << 19
-"""Bytes inflated at a time: fresh memory for a whole long column costs more than inflating it."""
+"""The same, in bytes, of arrays of several dimensions."""
+
+_LETTERS = 1 << 19
+"""Letters of base64 decoded at a time."""
+
+_DATA = b'"data":"'
+_LONG_DATA = 1 << 20
+"""Least length of the data of an array that is not copied when it is parsed."""
 
 _SHORT = 1 << 10
 """Most differences that are summed sooner than looked at."""
@@ -56,71 +67,158 @@ def array_from_json(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> np
     Raises:
         CorruptStoreError: it is not an array of this dtype and number of dimensions.
     """
-    wanted = np.dtype(dtype)
+    end = 0
     try:
-        shape = tuple(map(int, value["shape"]))
-        if value["dtype"] != wanted.str or len(shape) != dimensions or min(shape, default=0) < 0:
-            raise ValueError(f"dtype {value['dtype']!r}, shape {shape}")
-        integers = wanted.kind in "iu"
-        size = prod(shape) * (8 if integers else wanted.itemsize)
-        packed = binascii.a2b_base64(value["data"], strict_mode=True)
-        if size > len(packed) * _MAX_INFLATION + 64:
-            raise ValueError(f"claims {size} bytes in {len(packed)}")
-        return (_summed if integers else _joined)(_inflated(packed, size), shape, wanted)
-    except (KeyError, TypeError, ValueError, binascii.Error, zlib.error) as error:
+        wanted = np.dtype(dtype)
+        shape, row = _shape(value, wanted, dimensions)
+        array = np.empty(shape, wanted)
+        for rows in _blocks(value["data"], shape, row, wanted):
+            begin, end = end, end + len(rows)
+            array[begin:end] = rows
+    except UNPACKING_ERRORS as error:
         raise CorruptStoreError(f"a packed array is damaged: {error}") from error
+    return array
 
 
-def _inflated(packed: bytes, size: int) -> Iterator[bytes]:
-    """Yield the first ``size`` bytes of a zlib stream in pieces.
+def blocks_from_json(
+    packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]
+) -> Iterator[dict[str, npt.NDArray[Any]]]:
+    """Yield the rows of one-dimensional arrays of the same length, ``BLOCK_ROWS`` of each at a time.
+
+    Integers have 64 bits, as before their conversion to their dtype. Those with the same data are unpacked once.
+
+    Raises:
+        UNPACKING_ERRORS: one is not such an array.
+    """
+    streams: dict[Any, Iterator[npt.NDArray[Any]]] = {}
+    place: dict[str, int] = {}
+    for name in dtypes:
+        dtype = np.dtype(dtypes[name])
+        (shape, row), data = _shape(packed[name], dtype, 1), packed[name]["data"]
+        key = (data, shape) if dtype.kind in "iu" else name
+        streams.setdefault(key, _blocks(data, shape, row, dtype))
+        place[name] = list(streams).index(key)
+    for blocks in zip(*streams.values(), strict=True):
+        yield {name: blocks[at] for name, at in place.items()}
+
+
+UNPACKING_ERRORS = (KeyError, TypeError, ValueError, zlib.error)
+"""Errors raised by damaged packed arrays."""
+
+
+def _shape(value: Any, dtype: np.dtype[Any], dimensions: int) -> tuple[tuple[int, ...], int]:
+    """Return the shape of a packed array, and the bytes of a row as it is packed.
+
+    Raises:
+        UNPACKING_ERRORS: it has another dtype or number of dimensions, or claims more than its bytes can hold.
+    """
+    shape = tuple(map(int, value["shape"]))
+    if value["dtype"] != dtype.str or len(shape) != dimensions or min(shape, default=0) < 0:
+        raise ValueError(f"dtype {value['dtype']!r}, shape {shape}")
+    row = prod(shape[1:]) * (8 if dtype.kind in "iu" else dtype.itemsize)  # integers: differences of 64 bits
+    most = len(value["data"]) // 4 * 3
+    if shape[0] * row > most * _MAX_INFLATION + 64:
+        raise ValueError(f"claims {shape[0] * row} bytes in {most}")
+    return shape, row
+
+
+def _blocks(
+    data: str | bytes | memoryview, shape: tuple[int, ...], row: int, dtype: np.dtype[Any]
+) -> Iterator[npt.NDArray[Any]]:
+    """Yield the rows of a packed array in order, see :func:`blocks_from_json`; ``row`` as :func:`_shape` returns it."""
+    rows = BLOCK_ROWS if len(shape) == 1 else max(_PIECE // max(row, 1), 1)
+    integers = dtype.kind in "iu"
+    last = np.zeros((1, *shape[1:]), np.int64)
+    for piece in _inflated(_decoded(data), shape[0] * row, rows * row):
+        block = np.frombuffer(piece, np.int64 if integers else dtype).reshape(-1, *shape[1:])
+        if not integers:
+            yield block
+        elif len(block) > _SHORT and not block[1:].any():  # common for similar trajectories; cheaper than sums
+            last = last + block[:1]
+            yield np.broadcast_to(last, block.shape)
+        else:
+            summed = block.cumsum(axis=0)
+            summed += last
+            last = summed[-1:]
+            yield summed
+
+
+def _decoded(text: str | bytes | memoryview) -> Iterable[bytes]:
+    """Return the bytes of a base64 text, those of a long one in pieces.
+
+    Raises:
+        ValueError, TypeError: it is not base64; of a long one, on iteration.
+    """
+    if len(text) <= _LETTERS:
+        return (binascii.a2b_base64(text, strict_mode=True),)
+    return _decoded_pieces(text)
+
+
+def _decoded_pieces(text: str | bytes | memoryview) -> Iterator[bytes]:
+    for start in range(0, len(text), _LETTERS):
+        piece = binascii.a2b_base64(text[start : start + _LETTERS], strict_mode=True)
+        if start + _LETTERS < len(text) and len(piece) < _LETTERS // 4 * 3:
+            raise ValueError("padding within base64")
+        yield piece
+
+
+def _inflated(packed: Iterable[bytes], size: int, block: int) -> Iterator[bytes]:
+    """Yield the first ``size`` bytes of a zlib stream, ``block`` at a time.
 
     Raises:
         ValueError, zlib.error: it has fewer bytes, or is not a zlib stream.
     """
     inflater = zlib.decompressobj()
-    left = size
-    for start in range(0, len(packed), _PIECE):
-        tail = packed[start : start + _PIECE]
+    left, lacking = size, min(block, size)
+    parts: list[bytes] = []
+    for tail in packed:
         while left:
-            piece = inflater.decompress(tail, min(_PIECE, left))
-            if not piece:
+            part = inflater.decompress(tail, lacking)
+            if not part:
                 break
             tail = inflater.unconsumed_tail
-            left -= len(piece)
-            yield piece
+            left, lacking = left - len(part), lacking - len(part)
+            parts.append(part)
+            if not lacking:
+                yield b"".join(parts)
+                lacking, parts = min(block, left), []
     if left:
         raise ValueError(f"holds {size - left} bytes, not {size}")
 
 
-def _joined(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array of concatenated raw bytes."""
-    joined = np.empty(prod(shape) * dtype.itemsize, np.uint8)
-    end = 0
-    for piece in pieces:
-        begin, end = end, end + len(piece)
-        joined[begin:end] = np.frombuffer(piece, np.uint8)
-    return joined.view(dtype).reshape(shape)
+def parsed_arrays(text: bytes, begin: int, end: int) -> Any:
+    """Return the JSON value in ``text[begin:end]``, in which the data of long packed arrays are views of ``text``.
 
+    Most of an index are UUIDs, which the parser would copy.
 
-def _summed(pieces: Iterable[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return the array from its 64-bit differences along the first axis."""
-    summed = np.empty(shape, dtype)
-    row, end, rest = prod(shape[1:]) * 8, 0, b""
-    last = np.zeros((1, *shape[1:]), np.int64)
-    for piece in pieces:
-        data = rest + piece if rest else piece
-        begin, end = end, end + len(data) // row
-        rest = data[(end - begin) * row :]
-        steps = np.frombuffer(data, np.int64, (end - begin) * row // 8).reshape(-1, *shape[1:])
-        if len(steps) > _SHORT and not steps[1:].any():  # common for similar trajectories; cheaper than sums
-            last = last + steps[:1]
-            summed[begin:end] = last
-        elif end > begin:
-            rows = steps.cumsum(axis=0)
-            rows += last
-            summed[begin:end] = rows
-            last = rows[-1:]
-    return summed
+    Raises:
+        orjson.JSONDecodeError: it is not JSON.
+    """
+    whole, done, at = memoryview(text)[begin:end], begin, begin
+    views: list[memoryview] = []
+    parts: list[bytes] = []
+    while end - at > _LONG_DATA and (at := text.find(_DATA, at, end)) >= 0:
+        first = at + len(_DATA)
+        at = text.find(b'"', first, end)
+        if at < 0:
+            break
+        if at - first > _LONG_DATA and text.find(b"\\", first, at) < 0:
+            parts += text[done : first - 1], b"%d" % len(views)  # a number in its place
+            views.append(memoryview(text)[first:at])
+            done = at = at + 1
+    value = orjson.loads(b"".join([*parts, text[done:end]]) if views else whole)
+    arrays: list[dict[str, Any]] = []
+    rest = [value] if views else []
+    while rest:
+        item = rest.pop()
+        if isinstance(item, dict) and type(item.get("data")) is int:
+            arrays.append(item)
+        rest += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+    if sorted(array["data"] for array in arrays) != list(range(len(views))):  # numbers of its own
+        return orjson.loads(whole)
+    for array in arrays:
+        array["data"] = views[array["data"]]
+    return value
 
 
 def declared_rows(value: Any) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from trajstore._core.columns.document import decode_document
+from trajstore._core.store.json_arrays import parsed_arrays
 from trajstore.errors import CorruptStoreError, UnsupportedVersionError
 
 METADATA_NAME = "metadata.json"
@@ -78,18 +79,19 @@ def check_owner(value: Any, store_id: str | None, source: str) -> None:
 
 
 def unseal(name: str, data: bytes, source: str) -> Any:
-    """Return the parsed body of a sealed file.
+    """Return the parsed body of a sealed file; long packed arrays of a snapshot are views of ``data``.
 
     Raises:
         CorruptStoreError: it is not a sealed file, or its checksum does not match.
     """
     if not begins_sealed(name, data) or data[-1:] != b"}":
         raise CorruptStoreError(f"{source}: not a file that trajstore wrote, or cut short")
-    body = memoryview(data)[18 + len(_between(name)) : -1]
+    begin = 18 + len(_between(name))
+    body = memoryview(data)[begin:-1]
     if data[10:18] != b"%08x" % zlib.crc32(body):
         raise CorruptStoreError(f"{source}: the checksum does not fit the content{FROM_A_COPY}")
     try:
-        return orjson.loads(body)
+        return parsed_arrays(data, begin, len(data) - 1) if name == "snapshot" else orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise CorruptStoreError(f"{source}: {error}") from error
 
