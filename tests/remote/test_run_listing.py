@@ -25,13 +25,13 @@ RANKS = 8
 
 @pytest.fixture
 def requests(s3_options: dict[str, Any]) -> Iterator[list[str]]:
-    """Yield the kinds of all requests from now on, without those of writers from time to time."""
+    """Yield the kinds of the requests of readers from now on, without leases."""
     from aiobotocore.client import AioBaseClient
 
     send, sent = AioBaseClient._make_api_call, []
 
     def counted(client: object, kind: str, given: dict[str, Any]) -> object:
-        if kind != "PutObject" and not str(given.get("Prefix")).endswith(("/inbox/", "/readers/")):
+        if client.meta.config.user_agent_extra == "reader" and kind != "PutObject":  # type: ignore[attr-defined]
             sent.append(kind)
         return send(client, kind, given)
 
@@ -42,19 +42,24 @@ def requests(s3_options: dict[str, Any]) -> Iterator[list[str]]:
 @pytest.fixture
 def writers(s3_url: str, s3_options: dict[str, Any]) -> Iterator[list[TrajectoryReplayBuffer]]:
     """Yield the writers of a run, each with one commit."""
-    opened = [writer_to(f"{s3_url}/rank_{rank}", storage_options=s3_options) for rank in range(RANKS)]
-    for rank, writer in enumerate(opened):
+    begun = [writer_to(f"{s3_url}/rank_{rank}", storage_options=s3_options) for rank in range(RANKS)]
+    for rank, writer in enumerate(begun):
         add_each(writer, [rank])
-    yield opened
-    for writer in opened:
+    yield begun
+    for writer in begun:
         writer.close()
 
 
 def settled(url: str, options: dict[str, Any]) -> Reader:
     """Return a reader of a run that has seen it idle once."""
-    reader = Reader.open(url, storage_options=options)
+    reader = opened(url, options)
     assert not reader.refresh()
     return reader
+
+
+def opened(url: str, options: dict[str, Any]) -> Reader:
+    """Return a reader of a run, whose client differs from those of the writers."""
+    return Reader.open(url, storage_options=options | {"config_kwargs": {"user_agent_extra": "reader"}})
 
 
 def shown(reader: Reader) -> list[int]:
@@ -101,11 +106,11 @@ def test_the_ranks_of_a_run_are_opened_at_once(
 ) -> None:
     together, open_one = Barrier(RANKS, timeout=60.0), ReadersCatalog.open
 
-    def opened(directory: Directory) -> Catalog:
+    def open_together(directory: Directory) -> Catalog:
         together.wait()
         return open_one(directory)
 
-    with patch.object(ReadersCatalog, "open", opened), Reader.open(s3_url, storage_options=s3_options) as reader:
+    with patch.object(ReadersCatalog, "open", open_together), Reader.open(s3_url, storage_options=s3_options) as reader:
         assert shown(reader) == list(range(RANKS))
 
 
@@ -133,7 +138,7 @@ def test_a_run_of_many_files_is_asked_rank_by_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", str(page))
-    with Reader.open(s3_url, storage_options=s3_options) as reader:
+    with opened(s3_url, s3_options) as reader:
         reader.refresh()
         reader._live._ask_each = False
         assert len(idle_costs(reader, requests)) == costs
