@@ -328,7 +328,7 @@ class CommitLog:
         records = catalog.generation - catalog.snapshot_generation
         long = records > max(_MAX_RECORDS, len(catalog.index) // 16)  # reading a record costs more than its bytes
         long = long or catalog.log_bytes > max(LOG_BYTES, 2 * catalog.snapshot_bytes)
-        if long or too_many_segments(self._segments, catalog.snapshot_bytes):
+        if long or (self._segments and too_many_segments(self._segments, catalog.snapshot_bytes)):
             self._begin_segment()
         self.must_keep_house = False
 
