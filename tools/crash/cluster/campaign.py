@@ -18,12 +18,12 @@ from typing import Any
 
 from tests.support.witness import WitnessError, check_trajectory
 from tools.campaigns import Result
-from tools.crash.cluster.clients import CLIENTS, DEADLINE, NAME, PATIENCE, STOP, Notes, notes_of, value_of
+from tools.crash.cluster.clients import CLIENTS, DEADLINE, NAME, PATIENCE, STOP, Notes, acknowledged, notes_of, value_of
 from tools.crash.cluster.network import ADDRESS, ENVIRONMENT, HEAD, Node, machines
 from tools.crash.cluster.timeline import Rollback, Span, presence
 from trajstore import TrajectoryReplayBuffer
-from trajstore._core.store.run_ids import own_id
 from trajstore.distributed import DistributedReplayBuffer
+from trajstore.distributed.server import MOST_STORES
 from trajstore.errors import StoreUnreachableError, TrajstoreError
 from trajstore.operations.verify import verify
 
@@ -211,18 +211,18 @@ def _judge(folder: Path, result: Result) -> None:
     end = Span(time.monotonic(), time.monotonic())
     with TrajectoryReplayBuffer(sample_window_size=0) as buffer:
         buffer.load_checkpoint(whole)
-        table = [row | {"number": own_id(row["trajectory_id"])} for row in buffer.query().rows()]
-        keys: dict[int, int] = {}
-        for row in table:
+        shown: dict[int, dict[str, Any]] = {}
+        for row in buffer.query().rows():
+            number = row["trajectory_id"]
             try:
-                key = check_trajectory(buffer.get(row["trajectory_id"]))
+                key = check_trajectory(buffer.get(number))
             except WitnessError as error:
-                result.problems.append(f"trajectory {row['id']}: {error}")
+                result.problems.append(f"trajectory {number}: {error}")
                 continue
-            if key in keys:
-                result.problems.append(f"key {key} is stored twice, as {keys[key]} and {row['id']}")
-            keys[key] = row["number"]
-    result.counts["stored"] = len(table)
+            if key in shown:
+                result.problems.append(f"key {key} is stored twice, as {shown[key]['trajectory_id']} and {number}")
+            shown[key] = row
+    result.counts["stored"] = len(shown)
     added = {
         key: Span(note["begin"], note["end"])
         for note in notes_of(folder, "producer-*")
@@ -232,10 +232,10 @@ def _judge(folder: Path, result: Result) -> None:
     begun = {
         key: Span(note["begin"], math.inf) for note in notes_of(folder, "producer-*") for key in note.get("begun", ())
     }
-    _compare("key", keys, begun | added, end, backs, result)
+    _compare("key", shown, begun | added, end, backs, result)
     for judge in range(sum(1 for _ in folder.glob("judge-*.notes"))):
         name, client = f"score_{judge}", f"judge-{judge}"
-        given = {row["number"]: row[name] for row in table if row.get(name) is not None}
+        given = {key: row[name] for key, row in shown.items() if row.get(name) is not None}
         result.problems += [
             f"{name} of {one} is {value}" for one, value in given.items() if value != value_of(one, judge)
         ]
@@ -245,7 +245,6 @@ def _judge(folder: Path, result: Result) -> None:
         told = {
             one: Span(note["begin"], note["end"]) for note in notes_of(folder, client) for one in note.get("told", ())
         }
-        shown = {row["number"] for row in table}
         _compare(
             f"{name} of", given, {one: span for one, span in (tried | told).items() if one in shown}, end, backs, result
         )
@@ -269,12 +268,7 @@ def _compare(
 
 def _clients(folder: Path, added: dict[int, Span], backs: Sequence[Rollback], result: Result) -> None:
     """Look at what the clients saw, and how long they waited."""
-    key_of = {
-        one: key
-        for note in notes_of(folder, "producer-*")
-        if "ids" in note
-        for one, key in zip(note["ids"], note["keys"], strict=True)
-    }
+    known = acknowledged(folder)
     longest: dict[str, float] = defaultdict(float)
     for note in notes_of(folder, "*"):
         if "problem" in note:
@@ -285,9 +279,9 @@ def _clients(folder: Path, added: dict[int, Span], backs: Sequence[Rollback], re
         if "looked" in note:
             look = Span(note["begin"], note["end"])
             overlapped = any(back.call.begin <= look.end and look.begin <= back.call.end for back in backs)
-            for one in [] if overlapped else note["lacking"]:
-                if one % 1024 not in note["absent"] and presence(added[key_of[one]], look, backs) == "must":
-                    result.problems.append(f"trajectory {one} was acknowledged, and not shown after a refresh")
+            for key in [] if overlapped else note["lacking"]:
+                if known[key][0] % MOST_STORES not in note["absent"] and presence(added[key], look, backs) == "must":
+                    result.problems.append(f"key {key} was acknowledged, and not shown after a refresh")
             result.counts["looks for acknowledged trajectories"] += 1
         result.counts["batches drawn"] += "drawn" in note
     for call, taken in sorted(longest.items()):

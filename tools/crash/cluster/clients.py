@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import numpy as np
-
 from tests.support.witness import WitnessError, check_batch, witness
 from tools.crash.cluster.timeline import Span
 from trajstore import annotate
@@ -61,9 +59,19 @@ def notes_of(folder: Path, clients: str) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
-def value_of(number: int, judge: int) -> float:
-    """Return the only value that a judge gives to a trajectory."""
-    return float((number * 31 + judge) % 1009)
+def value_of(key: int, judge: int) -> float:
+    """Return the only value that a judge gives to the trajectory of a key."""
+    return float((key * 31 + judge) % 1009)
+
+
+def acknowledged(folder: Path) -> dict[int, tuple[int, float]]:
+    """Return id and time of each acknowledged trajectory, by key, in the order of the files."""
+    return {
+        key: (number, note["end"])
+        for note in notes_of(folder, "producer-*")
+        if "ids" in note
+        for key, number in zip(note["keys"], note["ids"], strict=True)
+    }
 
 
 def _connected() -> DistributedReplayBuffer:
@@ -103,15 +111,15 @@ def judge(number: int, folder: Path) -> None:
     with _connected() as handle:
         while not (folder / STOP).exists():
             time.sleep(chance.uniform(0.5, 2.0))
-            ids = [one for note in notes_of(folder, "producer-*") for one in note.get("ids", ())]
-            fresh = [one for one in ids[-2000:] if one not in told]
+            known = acknowledged(folder)
+            fresh = [key for key in [*known][-2000:] if key not in told]
             if not fresh:
                 continue
             chosen = chance.sample(fresh, min(len(fresh), chance.randint(1, 4)))
             told.update(chosen)
-            values = {f"score_{number}": [value_of(one, number) for one in chosen]}
+            ids, values = [known[key][0] for key in chosen], [value_of(key, number) for key in chosen]
             notes.write(begun=chosen, begin=time.monotonic())
-            span, _ = notes.timed("annotate", partial(annotate, handle, chosen, values))
+            span, _ = notes.timed("annotate", partial(annotate, handle, ids, {f"score_{number}": values}))
             if span.end < math.inf:
                 notes.write(told=chosen, begin=span.begin, end=span.end)
 
@@ -131,22 +139,25 @@ def draw(number: int, folder: Path) -> None:
                     notes.write(problem=f"a drawn row: {error}")
                 notes.write(drawn=1)
             if chance.random() < 0.2:
-                known = {one: note["end"] for note in notes_of(folder, "producer-*") for one in note.get("ids", ())}
-                span, _ = notes.timed("refresh", handle.refresh)
-                shown, absent = handle.trajectory_ids, handle.absent
-                lacking = [
-                    one for one in np.setdiff1d(np.array([*known], np.int64), shown).tolist() if known[one] < span.begin
-                ]
-                if span.end < math.inf:
-                    notes.write(
-                        looked=len(known), lacking=lacking, absent=absent, begin=span.begin, end=time.monotonic()
-                    )
-            if chance.random() < 0.1:
-                asked = handle.query().where("score_0 is not null").select("trajectory_id", "score_0")
-                _, table = notes.timed("query", asked.rows)
-                for row in table or ():
-                    if row["score_0"] != value_of(row["trajectory_id"], 0):
-                        notes.write(problem=f"trajectory {row['id']}: score_0 is {row['score_0']}")
+                _look(handle, folder, notes)
+
+
+def _look(handle: DistributedReplayBuffer, folder: Path, notes: Notes) -> None:
+    """Note which acknowledged trajectories a refreshed handle does not show; check the values of the others.
+
+    They are known by their keys, not their ids: of one that was sent again, and is in two stores, either may be shown.
+    """
+    known = acknowledged(folder)
+    span, _ = notes.timed("refresh", handle.refresh)
+    _, table = notes.timed("query", handle.query().rows)
+    if table is None or span.end == math.inf:
+        return
+    shown = {row["version_low"]: row for row in table}
+    lacking = [key for key, (_, end) in known.items() if end < span.begin and key not in shown]
+    notes.write(looked=len(known), lacking=lacking, absent=handle.absent, begin=span.begin, end=time.monotonic())
+    for key, row in shown.items():
+        if row.get("score_0") not in (None, value_of(key, 0)):
+            notes.write(problem=f"key {key}: score_0 is {row['score_0']}")
 
 
 CLIENTS: dict[str, Callable[[int, Path], None]] = {"producer": produce, "judge": judge, "learner": draw}
