@@ -171,3 +171,15 @@ def test_nan_loses_no_row_and_large_integers_are_not_rounded(tmp_path: Path, for
     assert (found["seed"], found.get("score"), one.messages[0]["content"]) == (2**64 - 1, None, "NaN?")
     (reason,) = done.problems.values()
     assert reason.endswith("1180591620717411303425 needs more than 64 bits")
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "data" / "metadata.json").write_text("{}")
+
+    def denied(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    with pytest.raises(PermissionError, match=r"metadata\.json"):
+        convert_from(tmp_path / "set", tmp_path / "store", "minari")

@@ -135,12 +135,12 @@ def unreadable(what: str, *more: type[Exception], kind: type[TrajstoreError] = C
     Args:
         what: beginning of the message, followed by the error.
         more: further errors.
-        kind: of the error that is raised; those of trajstore are raised as they are.
+        kind: of the error that is raised; those of trajstore, and a PermissionError, are raised as they are.
     """
     errors: tuple[type[Exception], ...] = (*UNREADABLE, *more)
     try:
         yield
-    except TrajstoreError:
+    except (TrajstoreError, PermissionError):
         raise
     except errors as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else repr(error)

@@ -220,10 +220,8 @@ def _read(path: Path) -> Source:
     data = path / "data" if (path / "data").is_dir() else path
     if not (data / "metadata.json").is_file():
         raise StoreNotFoundError(f"{path}: has no data/metadata.json: it is no data set of Minari")
-    with unreadable(
-        f"{data / 'metadata.json'}: is no metadata of Minari"
-    ):  # bounds of spaces are Infinity, which orjson refuses
-        metadata = json.loads((data / "metadata.json").read_bytes())
+    with unreadable(f"{data / 'metadata.json'}: is no metadata of Minari"):
+        metadata = json.loads((data / "metadata.json").read_bytes())  # has Infinity, which orjson refuses
         count, form = int(metadata["total_episodes"]), metadata.get("data_format", "hdf5")
         spaces = [json.loads(metadata.get(name) or "{}") for name in ("observation_space", "action_space")]
     if form not in ("hdf5", "arrow", "parquet"):
