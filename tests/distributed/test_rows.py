@@ -38,6 +38,8 @@ from trajstore.distributed.server import StoreServer
 from trajstore.errors import SchemaMismatchError, StoreClosedError, StoreError, StoreUnreachableError
 
 SECONDS = 300.0
+MOMENT = 4.0
+"""Seconds that tests wait for a silent store, in which the others answer on a busy machine too."""
 
 
 @pytest.fixture
@@ -234,7 +236,7 @@ def test_a_store_that_does_not_answer_costs_only_itself(
             silent.close()
         why = "Connection refused" if how == "refused" else "no answer"
         with pytest.raises(SilentStoresError, match=rf"rank_1: 127.0.0.1:{address.port}: .*{why}") as raised:
-            reads.rows(drawn, None, None, 1.0)
+            reads.rows(drawn, None, None, MOMENT)
         assert [*raised.value.failed] == [1]
         assert {rank: len(kept) for rank, kept in reads._rows._idle.items() if kept} == {0: 1}
 
@@ -251,7 +253,7 @@ def test_a_store_that_ray_does_not_reach_costs_only_itself(
     monkeypatch.setattr(here, "ask", ask)
     with closing(Reads(here)) as reads:  # type: ignore[arg-type]
         with pytest.raises(SilentStoresError) as raised:
-            reads.rows(drawn_of(*stores), None, None, 0.5)
+            reads.rows(drawn_of(*stores), None, None, MOMENT)
         assert [*raised.value.failed] == [1]
 
 
@@ -324,4 +326,4 @@ def test_with_tls_both_sides_show_their_certificates(
         wait_until(lambda: caplog.text.count("is closed: [SSL") == 2)
         monkeypatch.setenv("RAY_TLS_CA_CERT", other["RAY_TLS_CA_CERT"])
         with pytest.raises(SilentStoresError, match="certificate verify failed"):
-            reads.rows(drawn, None, None, 1.0)
+            reads.rows(drawn, None, None, MOMENT)
