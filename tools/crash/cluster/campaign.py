@@ -1,4 +1,4 @@
-"""Faults of nodes of a run on Ray, while clients add, judge and draw, and the run is saved and goes back."""
+"""Faults of nodes of a run on Ray, while clients add, judge and draw, and the run is saved and rolled back."""
 
 from __future__ import annotations
 
@@ -256,13 +256,13 @@ def _compare(
     what: str, there: dict[int, Any], changes: dict[int, Span], end: Span, backs: Sequence[Rollback], result: Result
 ) -> None:
     for one in there.keys() - changes.keys():
-        result.problems.append(f"{what} {one} is there, and nobody gave it")
+        result.problems.append(f"{what} {one} is there, but was never added")
     for one, change in changes.items():
         wanted = presence(change, end, backs)
         if wanted == "must" and one not in there:
             result.problems.append(f"{what} {one} was acknowledged, and is lost")
         if wanted == "not" and one in there:
-            result.problems.append(f"{what} {one} is there, though the run went back before it")
+            result.problems.append(f"{what} {one} is there, although the run was rolled back to a point before it")
     result.counts[f"{what.split()[0]}s compared".replace("score_", "values of judge ")] += len(changes)
 
 

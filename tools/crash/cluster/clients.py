@@ -27,7 +27,7 @@ _OPEN = 8  # receipts that a producer waits for together
 
 
 class Notes:
-    """A file of lines, each complete once written: what a client did, told to those that judge it."""
+    """A log of a client's calls and results, one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("a", buffering=1, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run must have at a moment, from when each call began and returned, and when the run went back. Pure."""
+"""Contents that a run must have at a moment, from the times of calls and rollbacks. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Span(NamedTuple):
 
 
 class Rollback(NamedTuple):
-    """A change of the run back to a saved point, and the call that saved it."""
+    """A rollback to a saved point, and the call that saved the point."""
 
     call: Span
     saved: Span
