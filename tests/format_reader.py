@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import pickle
 import struct
 import zipfile
@@ -134,11 +135,24 @@ def _compare(checksum: str, data: bytes, what: str) -> None:
 
 def unpack(value: dict[str, Any]) -> np.ndarray[Any, Any]:
     """Return a packed array."""
-    dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-    data = zlib.decompress(base64.b64decode(value["data"]))
-    if dtype.kind in "Vf" or not shape[0]:
-        return np.frombuffer(data, dtype).reshape(shape)
-    return np.cumsum(np.frombuffer(data, "<i8").reshape(shape), axis=0).astype(dtype)
+    dtype, (count, *row) = np.dtype(value["dtype"]), value["shape"]
+    streams = value["data"] if isinstance(value["data"], list) else [value["data"]]
+    counts = [65536] * (len(streams) - 1)
+    counts.append(count - sum(counts))
+    return np.concatenate([_unpack_stream(*each, row, dtype) for each in zip(streams, counts, strict=True)])
+
+
+def _unpack_stream(stream: str, count: int, row: list[int], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    data = zlib.decompress(base64.b64decode(stream))
+    if dtype.kind in "Vf" or not count * math.prod(row):
+        return np.frombuffer(data, dtype).reshape(count, *row)
+    begin = 8 * math.prod(row)
+    rows = np.frombuffer(data[:begin], "<i8").reshape(1, *row)
+    if count > 1:
+        width = (len(data) - begin) // ((count - 1) * math.prod(row))
+        steps = np.frombuffer(data[begin:], f"<i{width}").reshape(count - 1, *row)
+        rows = np.cumsum(np.concatenate([rows, steps], dtype=np.int64), axis=0)
+    return rows.astype(dtype)
 
 
 def unpack_texts(value: dict[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, Sessions, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.columns.conversion import flatten
 from trajstore._core.formats import FORMATS
+from trajstore._core.store.json_arrays import array_to_json
 
 
 def agree(store: format_reader.Store, entry: format_reader.Entry, trajectory: Trajectory | AgentTrajectory) -> None:
@@ -163,6 +165,15 @@ def test_the_worked_log_rows_and_array_decode_as_the_page_says(example: str) -> 
     assert torch.frombuffer(data[0x5C8:0x5D0], dtype=torch.float32).tolist() == [2.0, 2.5]
     assert list(data[0x643:0x646]) == [0, 0, 1]
     assert format_reader.unpack(json.loads(blocks(example, "json")[0])).tolist() == [4, 5, 6, 9]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 65_536, 65_537, 200_000])
+def test_the_page_is_enough_to_read_long_arrays(rows: int) -> None:
+    random = np.random.default_rng(rows)
+    steps = random.integers(-(1 << 40), 1 << 40, (rows, 2)) >> np.arange(rows)[:, None] // 65_536 * 16
+    for array in (np.cumsum(steps, axis=0), steps[:, 0].astype(np.int32), random.bytes(16 * rows)):
+        stored = np.frombuffer(array, "V16") if isinstance(array, bytes) else array
+        assert np.array_equal(format_reader.unpack(array_to_json(stored)), stored)
 
 
 def test_trajstore_writes_the_worked_example(example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import base64
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -20,19 +22,22 @@ from trajstore._core.store.catalog import ReadersCatalog
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
 from trajstore._core.store.json_arrays import array_from_json, array_to_json, parsed_arrays
 from trajstore.errors import CorruptStoreError, StoreError
+from trajstore.operations.verify import verify
 
 COUNT = 40
 
 
-@pytest.fixture(autouse=True)
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let short arrays have several blocks, and be parsed as long ones."""
-    for name, value in {"BLOCK_ROWS": 8, "_SHORT": 2, "_LETTERS": 64, "_LONG_DATA": 40}.items():
-        monkeypatch.setattr(json_arrays, name, value)
+@pytest.fixture(scope="module", autouse=True)
+def short_streams() -> Iterator[None]:
+    """Let short arrays have several streams, and be parsed as long ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"BLOCK_ROWS": 8, "_SHORT": 2, "_LONG_DATA": 40}.items():
+            patch.setattr(json_arrays, name, value)
+        yield
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory: pytest.TempPathFactory, short_streams: None) -> Path:
     """Return a store of rollouts and steps, some of them evicted, with an empty log."""
     path = tmp_path_factory.mktemp("written") / "store"
     with writer_to(path) as writer:
@@ -60,10 +65,13 @@ def whole_unpacked(catalog: ReadersCatalog, first: int, end: int) -> TrajectoryI
 def shown(path: Path, rank: int, ranks: int) -> dict[str, Any]:
     """Return what a share shows, or why it is refused."""
     try:
-        reader = TrajectoryReplayBuffer.open(path, share=(rank, ranks), seed=rank)
+        return _shown(path, rank, ranks)
     except StoreError as error:
         return {"error": repr(error)}
-    with reader:
+
+
+def _shown(path: Path, rank: int, ranks: int) -> dict[str, Any]:
+    with TrajectoryReplayBuffer.open(path, share=(rank, ranks), seed=rank) as reader:
         index = reader._live.contents.index
         ids = reader.trajectory_ids.tolist()
         return {
@@ -87,7 +95,7 @@ def shown_both_ways(path: Path, rank: int, ranks: int) -> list[dict[str, Any]]:
         return [*found, shown(path, rank, ranks)]
 
 
-def refuse_to_unpack(*_: object) -> None:
+def refuse_to_unpack(*_: object, **__: object) -> None:
     raise AssertionError("the whole index is unpacked")
 
 
@@ -101,7 +109,7 @@ def test_a_share_is_the_part_of_the_whole(store: Path, ranks: int, monkeypatch: 
     with TrajectoryReplayBuffer.open(store) as reader:
         assert ids == reader.trajectory_ids.tolist()
         assert len(ids) > 4 * json_arrays.BLOCK_ROWS
-    monkeypatch.setattr(ReadersCatalog, "_live_from", refuse_to_unpack)
+    monkeypatch.setattr(ReadersCatalog, "index", property(refuse_to_unpack, lambda *_: None, lambda _: None))
     assert shown(store, ranks - 1, ranks) == alone
 
 
@@ -163,13 +171,14 @@ def _packed(name: str, **changes: Any) -> Callable[[Any], None]:
         ("agent", 30, 7),
     ],
 )
-def test_an_entry_that_is_wrong_is_refused_in_every_share(store: Path, name: str, at: int, to: int) -> None:
+def test_an_entry_that_is_wrong_is_refused_in_the_share_that_has_it(store: Path, name: str, at: int, to: int) -> None:
+    with_it = int(at in (-1, 30))
+    before = shown(store, 1 - with_it, 2)
     with forged_index(store) as body:
         _changed(name, at, to)(body)
-    for rank in range(2):
-        alone, of_whole = shown_both_ways(store, rank, 2)
-        assert alone == of_whole
-        assert "trajectory_index.json" in alone["error"]
+    assert "trajectory_index.json" in shown(store, with_it, 2)["error"]
+    assert shown(store, 1 - with_it, 2) == before
+    assert not verify(store).sound
 
 
 @pytest.mark.parametrize(
@@ -190,17 +199,15 @@ def test_an_index_that_is_damaged_is_refused_in_every_share(store: Path, forge: 
     with forged_index(store) as body:
         forge(body)
     for rank in range(2):
-        alone, of_whole = shown_both_ways(store, rank, 2)
-        assert alone == of_whole
-        assert "trajectory_index.json" in alone["error"]
+        assert "trajectory_index.json" in shown(store, rank, 2)["error"]
 
 
 # -- packed arrays ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 9, 16, 100])
-@pytest.mark.parametrize("dtype", ["<i8", "<i4", "|i1", "<f8", "|V16"])
-def test_arrays_of_several_blocks(rows: int, dtype: str) -> None:
+@pytest.mark.parametrize("dtype", ["<i8", "<i4", "|i1", "<u8", "<f8", "|V16"])
+def test_arrays_of_several_streams(rows: int, dtype: str) -> None:
     random = np.random.default_rng(rows)
     array = random.integers(-100, 100, rows * 4).astype("<i8").view("u1")[: rows * np.dtype(dtype).itemsize].view(dtype)
     for values in (array, np.zeros(rows, dtype)):
@@ -209,10 +216,30 @@ def test_arrays_of_several_blocks(rows: int, dtype: str) -> None:
         assert again.flags.writeable
 
 
+@pytest.mark.parametrize("step", [0, 1, -128, 127, 128, -(1 << 15), 1 << 15, 1 << 31, -(1 << 62)])
+def test_differences_of_any_width(step: int) -> None:
+    values = np.array([[0, 1 << 62], [step, -step], [(1 << 63) - 1, -5]] * 9, np.int64)
+    assert np.array_equal(array_from_json(array_to_json(values), "<i8", 2), values)
+
+
+def one_stream(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Return a packed array of one stream, with differences of 64 bits."""
+    data = np.diff(array, prepend=0).astype(np.int64).tobytes() if array.dtype.kind == "i" else array.tobytes()
+    return {**array_to_json(array), "data": base64.b64encode(zlib.compress(data)).decode()}
+
+
+def test_arrays_of_one_stream(store: Path) -> None:
+    before = [shown(store, rank, 3) for rank in range(3)]
+    with forged_index(store) as body:
+        for columns in (body["live"]["columns"], body["live"]["facts"]):
+            columns |= {name: one_stream(array_from_json(value, value["dtype"])) for name, value in columns.items()}
+    assert [shown(store, rank, 3) for rank in range(3)] == before
+
+
 def test_padding_within_base64_is_refused() -> None:
-    value = array_to_json(np.random.default_rng(0).integers(0, 1 << 62, 100))
+    value = array_to_json(np.random.default_rng(0).integers(0, 1 << 62, 8))
     text = value["data"]
-    for data in (text[:60] + "QQ==" + text[64:], text[:64] + "QQ==" + text[64:], text + "QQ==", text[:-1]):
+    for data in (text[:60] + "QQ==" + text[64:], text[:64] + "QQ==" + text[64:], text + "QQ==", text[:-1], [text] * 2):
         with pytest.raises(CorruptStoreError, match="packed array"):
             array_from_json({**value, "data": data}, "<i8")
 
@@ -231,6 +258,9 @@ LONG = "A" * 100
 @pytest.mark.parametrize(
     ("text", "views"),
     [
+        (f'{{"a":{{"data":["{LONG}","{LONG}B","short"]}},"b":{{"data":["short","{LONG}"],"c":[1,{{}},"x"]}}}}', 3),
+        (f'{{"a":{{"data":["{LONG}",1,0]}}}}', 0),
+        (f'{{"a":{{"data":["{LONG}","{LONG}\\"\\/"]}},"data":{{}}}}', 1),
         (f'{{"a":{{"data":"{LONG}"}},"b":[{{"data":"{LONG}B","data2":1}}]}}', 2),
         (f'{{"data":"{LONG}","c":{{"data":"short"}},"d":{{"data":""}}}}', 1),
         ('{"data":"short"}', 0),
@@ -250,7 +280,10 @@ def test_long_arrays_are_parsed_without_a_copy(text: str, views: int) -> None:
     assert str(value).count("<memory at") == views
 
 
-@pytest.mark.parametrize("text", [f'{{"data":"{LONG}', f'{{"data":"{LONG}"', f'{{"data":"A"data":"{LONG}"}}', "", LONG])
+@pytest.mark.parametrize(
+    "text",
+    [f'{{"data":"{LONG}', f'{{"data":"{LONG}"', f'{{"data":"A"data":"{LONG}"}}', f'{{"data":["{LONG}",}}', "", LONG],
+)
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(orjson.JSONDecodeError):
         parsed_arrays(text.encode(), 0, len(text))

@@ -27,7 +27,9 @@ def rollout(number: int) -> AgentTrajectory:
 
 
 def test_a_part_of_a_column_has_its_rows() -> None:
-    column = Waiting(LazyColumn(lambda: np.arange(6)), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
+    column = (
+        Waiting(LazyColumn(lambda: np.arange(6), 6), 1, 6).followed_by(np.arange(6, 8)).followed_by(np.arange(8, 10))
+    )
     for start, stop in itertools.combinations(range(10), 2):
         assert column.part(start, stop).column().tolist() == list(range(1 + start, 1 + stop))
 
@@ -39,7 +41,7 @@ def test_two_threads_may_ask_first_at_once() -> None:
         together.wait(600)  # both threads must be able to unpack at once
         return np.arange(5)
 
-    packed = LazyColumn(unpack)
+    packed = LazyColumn(unpack, 5)
     columns: list[Any] = []
     threads = [threading.Thread(target=lambda: columns.append(packed.column())) for _ in range(2)]
     for thread in threads:

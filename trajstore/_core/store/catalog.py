@@ -22,7 +22,7 @@ from trajstore._core.files.base import Directory, version_in
 from trajstore._core.formats.base import SHARDS_FOLDER
 from trajstore._core.store.committed import NONSENSE, Change, Committed
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
-from trajstore._core.store.index_file import index_from_json, part_from_json
+from trajstore._core.store.index_file import index_from_json
 from trajstore._core.store.json_arrays import array_from_json, declared_rows
 from trajstore._core.store.log_records import (
     LOG_FOLDER,
@@ -309,28 +309,28 @@ class Catalog(Committed):
             if declared_rows(value["shards"]["numbers"]) > entries:
                 raise CorruptStoreError("there are more shards than trajectories, and values of them")
             self.shards = ShardTable.from_json(value.pop("shards"))
-            self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._gate)
+            self.pinned = index_from_json(value.pop("pinned"), len(self.shards), self._row_checks(), self._gate)
             self.notes = Notes.from_json(value.pop("notes"), len(self.shards))
         except (*NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
-        self._check_rows(self.pinned, source)
         self._schemas = list(self.shards.schemas)
         self._take_live(value.pop("live"), source)
 
     def _take_live(self, value: Any, source: str) -> None:
         self.index = self._live_from(value, source)
 
-    def _live_from(self, value: Any, source: str, later: str | None = None) -> TrajectoryIndex:
+    def _live_from(
+        self, value: Any, source: str, *, rows: tuple[int, int] | None = None, later: str | None = None
+    ) -> TrajectoryIndex:
         """Return the live entries of the index file, with their late values; arguments as in :func:`index_from_json`.
 
         Raises:
             CorruptStoreError: they are inconsistent; names the file.
         """
         try:
-            index = index_from_json(value, len(self.shards), self._gate, later)
+            index = index_from_json(value, len(self.shards), self._row_checks(), self._gate, rows=rows, later=later)
         except (*NONSENSE, CorruptStoreError) as error:
             raise CorruptStoreError(f"{source}: {error}") from error
-        self._check_rows(index, source)
         self.notes.lay_over(index)
         self._check_given_rows(self.notes, (index,), source)
         return index
@@ -470,7 +470,7 @@ class Catalog(Committed):
 
 
 class ReadersCatalog(Catalog):
-    """Catalog for readers: entries are decoded on first use, UUIDs and facts later, on theirs.
+    """Catalog for readers: entries are decoded on first use, columns that few calls need later, on theirs.
 
     Invalid values behind a valid checksum are detected at that time; :class:`CorruptStoreError` names the file.
     """
@@ -483,8 +483,7 @@ class ReadersCatalog(Catalog):
     def index(self) -> TrajectoryIndex:
         """The live trajectories, oldest first."""
         if self._live is None:
-            source = f"{self.directory.url}/{INDEX_NAME}"
-            self._live = self._live_from(self._unread, source, source)
+            self._live = self._unread_rows()
             self._unread = None
         return self._live
 
@@ -506,10 +505,12 @@ class ReadersCatalog(Catalog):
             CorruptStoreError: any of them is damaged; names the file.
         """
         if self._live is None and not len(self.notes):
-            part = part_from_json(self._unread, len(self.shards), first, end, self._row_checks())
-            if part is not None:
-                return part
+            return self._unread_rows((first, end))
         return self.index.slice(first, end)
+
+    def _unread_rows(self, rows: tuple[int, int] | None = None) -> TrajectoryIndex:
+        source = f"{self.directory.url}/{INDEX_NAME}"
+        return self._live_from(self._unread, source, rows=rows, later=source)
 
     def changes(self, news: Iterable[tuple[str, LogTail]]) -> Iterator[Change]:
         news = list(news)

@@ -27,7 +27,6 @@ from trajstore._core.store.entry_checks import (
     Fault,
     FaultsIn,
     check_lengths,
-    in_blocks,
     range_faults,
     shape_faults,
 )
@@ -141,17 +140,6 @@ class Committed:
     def left_out(self) -> Mapping[int, str]:
         """The fault of each omitted entry, by trajectory id."""
         return self._gate.left_out
-
-    def _check_rows(self, index: TrajectoryIndex, source: str) -> None:
-        """Refuse entries with rows outside their shard, which would be read out of bounds."""
-        sound: Columns = index.unpacked(slice(index.first, index.end))
-        try:
-            for faults in self._row_checks():
-                sound = self._gate.admit(sound, in_blocks(sound, faults))
-            if len(sound["trajectory_id"]) < len(index):
-                index.adopt(sound)
-        except CorruptStoreError as error:
-            raise CorruptStoreError(f"{source}: {error}") from error
 
     def _row_checks(self) -> tuple[FaultsIn, ...]:
         """Return checks of entries whose numbers are in range; each applies to entries that the one before admits."""
@@ -591,7 +579,7 @@ def _row_faults(columns: Columns, limits: Sequence[npt.NDArray[np.int64]]) -> It
         columns: of the entries; none is out of range.
         limits: for each of ``_AXES``, the rows of each shard of the shard table.
     """
-    steps, batch, extra, document = (columns[name].astype(np.int64) for name in Extent._fields)
+    steps, batch, extra, document = (columns[name].astype(np.int64, copy=False) for name in Extent._fields)
     begins = (columns[name] for name in ("start_samples", "start_extra", "start_extra", "start_document"))
     counted = (steps * batch, (steps + extra) * batch, extra, document)
     for begin, rows, limit in zip(begins, counted, limits, strict=True):

@@ -23,10 +23,6 @@ FaultsIn = Callable[[Columns], Iterator[Fault]]
 """Yields the faults of entries."""
 
 
-_BLOCK = 1 << 16
-"""Number of entries whose columns fit into a processor's cache."""
-
-
 class EntryGate:
     """Refuses or omits entries that have a fault.
 
@@ -61,17 +57,6 @@ class EntryGate:
         return columns if wrong is None else {name: array[~wrong] for name, array in columns.items()}
 
 
-def in_blocks(columns: Columns, faults: FaultsIn) -> Iterator[Fault]:
-    """Yield faults of entries checked block by block, which limits memory to one block."""
-    count = len(columns["trajectory_id"])
-    masks: dict[str, npt.NDArray[np.bool_]] = {}
-    for start in range(0, count, _BLOCK):
-        block = slice(start, start + _BLOCK)
-        for fault, wrong in faults({name: array[block] for name, array in columns.items()}):
-            masks.setdefault(fault, np.zeros(count, np.bool_))[block] |= wrong
-    yield from masks.items()
-
-
 def check_lengths(columns: Columns) -> None:
     """Refuse columns of different lengths.
 
@@ -88,7 +73,7 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
     """Yield the numbers out of range.
 
     Args:
-        columns: of the entries.
+        columns: of the entries, some or all of them.
         shards: number of shards in their table.
         texts: number of texts in their table.
     """
@@ -96,6 +81,8 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
         return
     ranges = {**RANGES, **fact_ranges(texts), "shard": (0, shards - 1), "weights": (0, texts - 1)}
     yield from out_of_range(columns, ranges)
+    if "version_low" not in columns:
+        return
     first, last = columns["version_low"], columns["version_high"]
     wrong = (first > last) | ((first == UNKNOWN_VERSION) != (last == UNKNOWN_VERSION))
     if wrong.any():
@@ -126,7 +113,7 @@ def shape_faults(columns: Columns, of_steps: npt.ArrayLike, with_valid: npt.Arra
         with_valid: likewise, whether they have a field ``valid``, and so perhaps fewer samples than T·B.
     """
     kind = np.asarray(of_steps)
-    steps, batch, extra = (columns[name].astype(np.int64) for name in ("steps", "batch", "extra"))
+    steps, batch, extra = (columns[name].astype(np.int64, copy=False) for name in ("steps", "batch", "extra"))
     wrong = kind & (extra > 0) & ((steps == 0) | (steps % np.maximum(extra, 1) != 0))
     if wrong.any():
         yield "the steps of a trajectory cannot be split into its epochs", wrong

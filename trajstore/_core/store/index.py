@@ -82,6 +82,9 @@ _FEW_TEXTS = 4096
 """Number of unused texts that an index keeps in any case."""
 
 
+_BLOCK = 1 << 16
+"""Number of entries whose columns fit into a processor's cache."""
+
 SAMPLES = "num_samples"
 """Column without an array: the differences of the running total."""
 
@@ -387,7 +390,7 @@ class TrajectoryIndex:
     def fill(self, positions: Positions, **values: IntArray | int) -> None:
         """Set columns of trajectories that were unknown when they were added: of RLinf's index, or commit times."""
         for name, value in values.items():
-            self._arrays[name][positions] = value
+            self._array(name)[positions] = value
 
     def fill_extent(self, positions: Positions, extent: Extent) -> None:
         """Set the extra rows and the document of a trajectory, which RLinf's index lacks."""
@@ -518,7 +521,7 @@ class TrajectoryIndex:
         else:
             others = remainder.index
             for name in (self.table, *_HOMES, "committed"):  # changed in place, perhaps since
-                others._arrays[name][: len(others)] = self._arrays[name][remainder.kept]
+                others._arrays[name][: len(others)] = self._array(name)[remainder.kept]
             others.append(self.take(slice(remainder.end, self.end)))
             vars(self).update(vars(others) | {"revision": self.revision + 1})
             self._shed_texts()
@@ -608,8 +611,14 @@ class TrajectoryIndex:
 
     def rearrange(self, order: npt.NDArray[np.intp] | None = None) -> None:
         """Move the kept entries to arrays of their own size, in this order or unchanged."""
-        columns = self.take(slice(self.first, self.end) if order is None else self.first + order)
+        waiting = {name: column.part(self.first, self.end) for name, column in self._waiting.items()}
+        for name, column in waiting.items():
+            if order is not None or column.is_part:
+                self._array(name)
+        columns = self.unpacked(slice(self.first, self.end) if order is None else self.first + order)
+        waiting = {name: column for name, column in waiting.items() if name not in columns}
         self.adopt({name: column.copy() if _is_part(column) else column for name, column in columns.items()})
+        self._waiting = waiting
 
     def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
         """Replace all entries by these, without copying the arrays; the texts stay.
@@ -648,9 +657,12 @@ def _is_part(array: npt.NDArray[Any]) -> bool:
 
 
 def _are_partial(columns: Mapping[str, npt.ArrayLike]) -> bool:
-    """Return whether an entry has fewer samples than T·B."""
-    samples, steps, batch = (np.asarray(columns[name]).astype(np.int64) for name in ("num_samples", "steps", "batch"))
-    return bool(np.sum(samples) != np.vdot(steps, batch))  # none has more
+    """Return whether an entry has fewer samples than T·B; none has more."""
+    samples, steps, batch = (np.atleast_1d(columns[name]) for name in (SAMPLES, "steps", "batch"))
+    return any(
+        int(samples[block].sum()) != int(np.vdot(steps[block].astype(np.int64), batch[block].astype(np.int64)))
+        for block in (slice(first, first + _BLOCK) for first in range(0, len(samples), _BLOCK))
+    )
 
 
 def _may_be_lent(name: str) -> bool:

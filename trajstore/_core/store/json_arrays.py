@@ -1,4 +1,4 @@
-"""Arrays and string tables as JSON values: little-endian bytes, delta-encoded, deflated, base64. Pure.
+"""Arrays and string tables as JSON values: streams of differences, deflated, base64. Pure.
 
 A million-entry index is parsed at memory speed this way; plain JSON numbers would take seconds and several times the
 memory. The format specification describes the encoding.
@@ -6,10 +6,9 @@ memory. The format specification describes the encoding.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -24,17 +23,14 @@ from trajstore.errors import CorruptStoreError
 _MAX_INFLATION = 1100  # deflate's maximum ratio; larger claims are forged
 
 BLOCK_ROWS = 1 << 16
-"""Rows inflated at a time: fresh memory for a whole long column costs more than inflating it."""
+"""Rows of a stream, of which any can be unpacked alone: their 64-bit numbers fit into a processor's cache."""
 
-_PIECE = 1 << 19
-"""The same, in bytes, of arrays of several dimensions."""
+_WIDTHS = (np.dtype("<i1"), np.dtype("<i2"), np.dtype("<i4"), np.dtype("<i8"))
+"""Integers that differences are stored as."""
 
-_LETTERS = 1 << 19
-"""Letters of base64 decoded at a time."""
-
-_DATA = b'"data":"'
+_DATA = b'"data":'
 _LONG_DATA = 1 << 20
-"""Least length of the data of an array that is not copied when it is parsed."""
+"""Least length of a stream that is not copied when it is parsed."""
 
 _SHORT = 1 << 10
 """Most differences that are summed sooner than looked at."""
@@ -47,6 +43,9 @@ _FEW_BYTES, _FEW_STRINGS = 1 << 20, 1 << 16
 _RECENT = 1024
 """Number of recent strings that are deduplicated."""
 
+Stream = str | bytes | memoryview
+"""Packed rows, in base64."""
+
 
 def array_to_json(array: npt.NDArray[Any]) -> dict[str, Any]:
     """Return an array of integers or raw bytes as JSON values.
@@ -54,11 +53,21 @@ def array_to_json(array: npt.NDArray[Any]) -> dict[str, Any]:
     Integers are delta-encoded along the first axis, which makes ids and offsets small.
     """
     array = np.ascontiguousarray(array)
-    values = array
-    if array.dtype.kind in "iu" and len(array):
-        values = np.diff(array.astype(np.int64), axis=0, prepend=np.zeros((1, *array.shape[1:]), np.int64))
-    data = base64.b64encode(zlib.compress(values.tobytes(), 1)).decode()
+    streams = [_packed(array[first : first + BLOCK_ROWS]) for first in range(0, max(len(array), 1), BLOCK_ROWS)]
+    data = streams if len(streams) > 1 else streams[0]
     return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
+
+
+def _packed(rows: npt.NDArray[Any]) -> str:
+    data = rows.tobytes()
+    if rows.dtype.kind in "iu" and len(rows):
+        numbers = rows.astype(np.int64)
+        steps = np.diff(numbers, axis=0)
+        low, high = steps.min(initial=0), steps.max(initial=0)
+        width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
+        data = numbers[:1].tobytes() + steps.astype(width).tobytes()
+    level = 0 if rows.dtype == "V16" else 1  # UUIDs are random
+    return binascii.b2a_base64(zlib.compress(data, level), newline=False).decode()
 
 
 def array_from_json(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
@@ -67,127 +76,128 @@ def array_from_json(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> np
     Raises:
         CorruptStoreError: it is not an array of this dtype and number of dimensions.
     """
-    end = 0
+    wanted = np.dtype(dtype)
     try:
-        wanted = np.dtype(dtype)
-        shape, row = _shape(value, wanted, dimensions)
+        shape, streams = _streams(value, wanted, dimensions)
         array = np.empty(shape, wanted)
-        for rows in _blocks(value["data"], shape, row, wanted):
-            begin, end = end, end + len(rows)
-            array[begin:end] = rows
+        for first, rows, stream in streams:
+            array[first : first + rows] = _unpacked(stream, (rows, *shape[1:]), wanted)
     except UNPACKING_ERRORS as error:
         raise CorruptStoreError(f"a packed array is damaged: {error}") from error
     return array
 
 
 def blocks_from_json(
-    packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike]
+    packed: Mapping[str, Any], dtypes: Mapping[str, npt.DTypeLike], first: int, end: int
 ) -> Iterator[dict[str, npt.NDArray[Any]]]:
-    """Yield the rows of one-dimensional arrays of the same length, ``BLOCK_ROWS`` of each at a time.
+    """Yield the rows ``first <= i < end`` of one-dimensional arrays of the same length, a stream of each at a time.
 
     Integers have 64 bits, as before their conversion to their dtype. Those with the same data are unpacked once.
 
     Raises:
         UNPACKING_ERRORS: one is not such an array.
     """
-    streams: dict[Any, Iterator[npt.NDArray[Any]]] = {}
-    place: dict[str, int] = {}
-    for name in dtypes:
-        dtype = np.dtype(dtypes[name])
-        (shape, row), data = _shape(packed[name], dtype, 1), packed[name]["data"]
-        key = (data, shape) if dtype.kind in "iu" else name
-        streams.setdefault(key, _blocks(data, shape, row, dtype))
-        place[name] = list(streams).index(key)
-    for blocks in zip(*streams.values(), strict=True):
-        yield {name: blocks[at] for name, at in place.items()}
+    wanted = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+    streams = {name: _streams(packed[name], dtype, 1)[1] for name, dtype in wanted.items()}
+    whole: dict[Any, npt.NDArray[Any]] = {}
+    for begin in range(first // BLOCK_ROWS * BLOCK_ROWS, end, BLOCK_ROWS):
+        block: dict[Any, npt.NDArray[Any]] = {}
+        columns: dict[str, npt.NDArray[Any]] = {}
+        for name, dtype in wanted.items():
+            several = len(streams[name]) > 1
+            start, rows, stream = streams[name][begin // BLOCK_ROWS if several else 0]
+            known, key = block if several else whole, stream if dtype.kind in "iu" else name
+            if key not in known:
+                known[key] = _unpacked(stream, (rows,), dtype)
+            columns[name] = known[key][max(begin, first) - start : min(begin + BLOCK_ROWS, end) - start]
+        yield columns
+
+
+def packed_length(value: Any) -> int:
+    """Return the letters of a packed array's data.
+
+    Raises:
+        KeyError, TypeError: it is not a packed array.
+    """
+    data = value["data"]
+    return sum(map(len, data)) if isinstance(data, list) else len(data)
+
+
+def rows_of(value: Any, first: int, end: int) -> tuple[Any, int]:
+    """Return an array with those streams of another that have some of the rows ``first <= i < end``, and its first row.
+
+    It keeps no other data in memory.
+
+    Raises:
+        UNPACKING_ERRORS: it is not a packed array.
+    """
+    _, streams = _streams(value, np.dtype(value["dtype"]), 1)
+    kept = [block for block in streams if block[0] < end and block[0] + block[1] > first] or streams[:1]
+    data = [bytes(stream) if isinstance(stream, memoryview) else stream for *_, stream in kept]
+    shape = [sum(rows for _, rows, _ in kept)]
+    return {**value, "shape": shape, "data": data if isinstance(value["data"], list) else data[0]}, kept[0][0]
 
 
 UNPACKING_ERRORS = (KeyError, TypeError, ValueError, zlib.error)
 """Errors raised by damaged packed arrays."""
 
 
-def _shape(value: Any, dtype: np.dtype[Any], dimensions: int) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a packed array, and the bytes of a row as it is packed.
+def _streams(
+    value: Any, dtype: np.dtype[Any], dimensions: int
+) -> tuple[tuple[int, ...], Sequence[tuple[int, int, Stream]]]:
+    """Return the shape of a packed array, and its streams, each with the first of its rows and their number.
 
     Raises:
         UNPACKING_ERRORS: it has another dtype or number of dimensions, or claims more than its bytes can hold.
     """
-    shape = tuple(map(int, value["shape"]))
+    shape, data = tuple(map(int, value["shape"])), value["data"]
     if value["dtype"] != dtype.str or len(shape) != dimensions or min(shape, default=0) < 0:
         raise ValueError(f"dtype {value['dtype']!r}, shape {shape}")
-    row = prod(shape[1:]) * (8 if dtype.kind in "iu" else dtype.itemsize)  # integers: differences of 64 bits
-    most = len(value["data"]) // 4 * 3
-    if shape[0] * row > most * _MAX_INFLATION + 64:
-        raise ValueError(f"claims {shape[0] * row} bytes in {most}")
-    return shape, row
+    streams: Sequence[Stream] = data if isinstance(data, list) else [data]
+    most = packed_length(value) // 4 * 3
+    least = prod(shape) * (1 if dtype.kind in "iu" else dtype.itemsize)
+    if least > most * _MAX_INFLATION + 64:
+        raise ValueError(f"claims {least} bytes in {most}")
+    if len(streams) != max(-(-shape[0] // BLOCK_ROWS), 1) and isinstance(data, list):
+        raise ValueError(f"{len(streams)} streams of {shape[0]} rows")
+    rows = BLOCK_ROWS if isinstance(data, list) else shape[0]
+    return shape, [(rows * at, min(rows, shape[0] - rows * at), stream) for at, stream in enumerate(streams)]
 
 
-def _blocks(
-    data: str | bytes | memoryview, shape: tuple[int, ...], row: int, dtype: np.dtype[Any]
-) -> Iterator[npt.NDArray[Any]]:
-    """Yield the rows of a packed array in order, see :func:`blocks_from_json`; ``row`` as :func:`_shape` returns it."""
-    rows = BLOCK_ROWS if len(shape) == 1 else max(_PIECE // max(row, 1), 1)
-    integers = dtype.kind in "iu"
-    last = np.zeros((1, *shape[1:]), np.int64)
-    for piece in _inflated(_decoded(data), shape[0] * row, rows * row):
-        block = np.frombuffer(piece, np.int64 if integers else dtype).reshape(-1, *shape[1:])
-        if not integers:
-            yield block
-        elif len(block) > _SHORT and not block[1:].any():  # common for similar trajectories; cheaper than sums
-            last = last + block[:1]
-            yield np.broadcast_to(last, block.shape)
-        else:
-            summed = block.cumsum(axis=0)
-            summed += last
-            last = summed[-1:]
-            yield summed
-
-
-def _decoded(text: str | bytes | memoryview) -> Iterable[bytes]:
-    """Return the bytes of a base64 text, those of a long one in pieces.
+def _unpacked(stream: Stream, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return the rows of a stream, integers with 64 bits; those of equal rows share their memory.
 
     Raises:
-        ValueError, TypeError: it is not base64; of a long one, on iteration.
+        UNPACKING_ERRORS: it is damaged, or has another number of rows.
     """
-    if len(text) <= _LETTERS:
-        return (binascii.a2b_base64(text, strict_mode=True),)
-    return _decoded_pieces(text)
-
-
-def _decoded_pieces(text: str | bytes | memoryview) -> Iterator[bytes]:
-    for start in range(0, len(text), _LETTERS):
-        piece = binascii.a2b_base64(text[start : start + _LETTERS], strict_mode=True)
-        if start + _LETTERS < len(text) and len(piece) < _LETTERS // 4 * 3:
-            raise ValueError("padding within base64")
-        yield piece
-
-
-def _inflated(packed: Iterable[bytes], size: int, block: int) -> Iterator[bytes]:
-    """Yield the first ``size`` bytes of a zlib stream, ``block`` at a time.
-
-    Raises:
-        ValueError, zlib.error: it has fewer bytes, or is not a zlib stream.
-    """
+    integers, count = dtype.kind in "iu", prod(shape[1:])
+    most = prod(shape) * (8 if integers else dtype.itemsize)
     inflater = zlib.decompressobj()
-    left, lacking = size, min(block, size)
-    parts: list[bytes] = []
-    for tail in packed:
-        while left:
-            part = inflater.decompress(tail, lacking)
-            if not part:
-                break
-            tail = inflater.unconsumed_tail
-            left, lacking = left - len(part), lacking - len(part)
-            parts.append(part)
-            if not lacking:
-                yield b"".join(parts)
-                lacking, parts = min(block, left), []
-    if left:
-        raise ValueError(f"holds {size - left} bytes, not {size}")
+    data = inflater.decompress(binascii.a2b_base64(stream, strict_mode=True), most + 1)
+    wrong = ValueError(f"a stream is not {shape[0]} rows")
+    if not inflater.eof or inflater.unused_data:
+        raise wrong
+    if not integers or not most:
+        if len(data) != most:
+            raise wrong
+        return np.frombuffer(data, dtype).reshape(shape)
+    first = np.frombuffer(data, "<i8", count).reshape(1, *shape[1:])
+    number = (shape[0] - 1) * count
+    width = next((width for width in _WIDTHS if len(data) == 8 * count + number * width.itemsize), None)
+    if width is None:
+        raise wrong
+    steps = np.frombuffer(data, width, offset=8 * count).reshape(-1, *shape[1:])
+    if len(steps) > _SHORT and not steps.any():  # common for similar trajectories; cheaper than sums
+        return np.broadcast_to(first, shape)
+    numbers = np.empty(shape, np.int64)
+    numbers[:1] = first
+    np.cumsum(steps, axis=0, dtype=np.int64, out=numbers[1:])
+    numbers[1:] += first
+    return numbers
 
 
 def parsed_arrays(text: bytes, begin: int, end: int) -> Any:
-    """Return the JSON value in ``text[begin:end]``, in which the data of long packed arrays are views of ``text``.
+    """Return the JSON value in ``text[begin:end]``, in which long streams of packed arrays are views of ``text``.
 
     Most of an index are UUIDs, which the parser would copy.
 
@@ -198,26 +208,30 @@ def parsed_arrays(text: bytes, begin: int, end: int) -> Any:
     views: list[memoryview] = []
     parts: list[bytes] = []
     while end - at > _LONG_DATA and (at := text.find(_DATA, at, end)) >= 0:
-        first = at + len(_DATA)
-        at = text.find(b'"', first, end)
-        if at < 0:
-            break
-        if at - first > _LONG_DATA and text.find(b"\\", first, at) < 0:
-            parts += text[done : first - 1], b"%d" % len(views)  # a number in its place
-            views.append(memoryview(text)[first:at])
-            done = at = at + 1
-    value = orjson.loads(b"".join([*parts, text[done:end]]) if views else whole)
-    arrays: list[dict[str, Any]] = []
-    rest = [value] if views else []
-    while rest:
-        item = rest.pop()
-        if isinstance(item, dict) and type(item.get("data")) is int:
-            arrays.append(item)
-        rest += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-    if sorted(array["data"] for array in arrays) != list(range(len(views))):  # numbers of its own
+        at += len(_DATA)
+        at += text[at : at + 1] == b"["
+        while text[at : at + 1] == b'"' and (close := text.find(b'"', at + 1, end)) >= 0:
+            if close - at > _LONG_DATA and text.find(b"\\", at, close) < 0:
+                parts += text[done:at], b"%d" % len(views)  # a number in its place
+                views.append(memoryview(text)[at + 1 : close])
+                done = close + 1
+            at = close + 1 + (text[close + 1 : close + 2] == b",")  # the next stream of a list
+    if not views:
         return orjson.loads(whole)
-    for array in arrays:
-        array["data"] = views[array["data"]]
+    value = orjson.loads(b"".join([*parts, text[done:end]]))
+    places: list[tuple[Any, Any]] = []
+    rest: list[tuple[Any, bool]] = [(value, False)]
+    while rest:
+        item, is_data = rest.pop()
+        for key, child in item.items() if isinstance(item, dict) else enumerate(item):
+            if type(child) is int and (is_data or key == "data"):
+                places.append((item, key))
+            elif isinstance(child, dict | list):
+                rest.append((child, key == "data"))
+    if sorted(of[key] for of, key in places) != list(range(len(views))):  # numbers of its own
+        return orjson.loads(whole)
+    for of, key in places:
+        of[key] = views[of[key]]
     return value
 
 
@@ -329,7 +343,7 @@ class StringTable:
         table = StringTable()
         try:
             blob, ends = value["bytes"], value["ends"]
-            if declared_rows(blob) > len(blob["data"]) * _MAX_TEXT_INFLATION + _FEW_BYTES:
+            if declared_rows(blob) > packed_length(blob) * _MAX_TEXT_INFLATION + _FEW_BYTES:
                 raise ValueError("claims more text than its bytes can hold")
             if declared_rows(ends) > 2 * declared_rows(blob) + _FEW_STRINGS:  # only the empty string has no bytes
                 raise ValueError("claims more strings than its text has")

@@ -1,6 +1,6 @@
 """Index columns that are unpacked on first use. Pure; no I/O.
 
-Showing and sampling a store needs neither UUIDs nor facts; UUIDs are most of an index and do not compress.
+Showing and sampling a store needs half of the columns; UUIDs are most of an index and do not compress.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ class LazyColumn:
 
     Args:
         unpack: returns the column; raises :class:`CorruptStoreError` on every call if it is damaged.
+        rows: number of its rows.
     """
 
-    def __init__(self, unpack: Callable[[], Column]) -> None:
+    def __init__(self, unpack: Callable[[], Column], rows: int) -> None:
         self._unpack: Callable[[], Column] | None = unpack
+        self.rows = rows
         self._column: Column = np.zeros(0)
 
     def column(self) -> Column:
@@ -57,6 +59,11 @@ class Waiting:
         """
         rows = self.lazy.column()[self.low : self.high]
         return np.concatenate([rows, *self.added]) if self.added else rows
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it keeps other rows in memory, too."""
+        return self.high - self.low < self.lazy.rows
 
     def followed_by(self, rows: Column) -> Waiting:
         """Return the column with more rows."""
