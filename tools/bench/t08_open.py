@@ -40,7 +40,7 @@ from trajstore._core.store.shard_table import shard_name
 from trajstore._core.writing.groups import random_uuids
 
 RANKS = 8
-CASES = ((1_000_000, 100, 2.0, 0.5), (1_000_000, 1, 2.0, 0.5), (10_000_000, 100, 4.0, 1.0))
+CASES = ((1_000_000, 100, 2.0, 0.5), (1_000_000, 1, 2.0, 0.5), (10_000_000, 100, 2.0, 0.5))
 """Trajectories, how many of them are in a shard, and the most seconds that opening may take, and a rank's."""
 
 Facts = Callable[[int, StringTable], dict[str, npt.NDArray[Any]]]
