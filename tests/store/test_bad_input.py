@@ -174,7 +174,12 @@ def test_a_shard_of_a_format_that_does_not_exist(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [METADATA_NAME, "pins/kept.json"])
 @pytest.mark.parametrize(
-    "value", [{"seed": []}, {"rng_state": 7}, *({"trajectory_format": form} for form in ("tape", [[]], 1 << 62))]
+    "value",
+    [
+        *({"seed": seed} for seed in ([], 1e30)),
+        {"rng_state": 7},
+        *({"trajectory_format": form} for form in ("tape", [[]], 1 << 62)),
+    ],
 )
 def test_a_state_that_no_buffer_can_take_up(store: Path, name: str, value: dict[str, Any]) -> None:
     with forged_metadata(store) if name == METADATA_NAME else forged(store / name, "pin") as values:

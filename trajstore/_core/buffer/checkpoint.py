@@ -91,6 +91,8 @@ class CheckpointState:
         try:
             seed, rng, counter = values.get("seed"), values.get("rng_state"), values.get("trajectory_counter", 0)
             state = None
+            if seed is not None:
+                torch.Generator().manual_seed(int(seed))
             if rng is not None:
                 state = torch.frombuffer(bytearray(base64.b64decode(rng, validate=True)), dtype=torch.uint8)
                 torch.Generator().set_state(state)
