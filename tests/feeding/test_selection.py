@@ -200,3 +200,27 @@ def test_a_loader_of_an_empty_store_refuses_conditions_that_can_never_match(
             next(loader)
         with make(writer, 8, where="outcome = 0", timeout=0.5) as loader, pytest.raises(TimeoutError):
             next(loader)
+
+
+def test_a_condition_on_a_late_value_matches_nothing_after_a_rollback_to_before_it(tmp_path: Path) -> None:
+    wanted = "judge >= 0"
+    with writer_to(tmp_path / "store") as writer, TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
+        ids = writer.add_trajectories([rollout(number) for number in range(4)])
+        writer.points.save(1)
+        with pytest.raises(ConfigurationError, match="no column 'judge'"):
+            writer.sample_trajectories(2, where=wanted)
+        annotate(writer, ids, {"judge": 1.0})
+        with loader_of(writer, where=wanted, timeout=60) as loader:
+            next(loader)
+            reader.refresh()
+            for shown in (writer, reader):
+                assert shown.query().where(wanted).ids().tolist() == ids
+            writer.points.rollback(1)
+            reader.refresh()
+            for shown in (writer, reader):
+                assert shown.query().where(wanted).count() == 0
+                assert shown.query().where("judge is null").ids().tolist() == ids
+                with pytest.raises(EmptyBufferError, match="none match"):
+                    shown.sample_trajectories(2, where=wanted)
+            annotate(writer, ids, {"judge": "good"})
+            assert writer.query().where("judge = 'good'").ids().tolist() == ids

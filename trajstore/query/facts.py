@@ -47,6 +47,8 @@ class Facts:
         """The last table and the entries it covers."""
         self._texts: tuple[weakref.ref[StringTable], pl.Series] | None = None
         """The index's string table as a series."""
+        self._known: dict[str, pl.DataType] = {}
+        """Columns shown so far: a name stays one, so that no condition fails after a rollback to before its values."""
 
     def table(self) -> pl.DataFrame:
         """Return all facts, oldest trajectory first.
@@ -103,6 +105,10 @@ class Facts:
                 candidates = [column_part.cast(pl.String) for column_part in candidates]
             columns[plain] = candidates[0].fill_null(candidates[-1])
         columns["terminated"] = columns["terminated"].cast(pl.Boolean)
+        for name, dtype in self._known.items():
+            if name not in columns:
+                columns[name] = pl.repeat(None, len(ids), dtype=dtype, eager=True)
+        self._known = {name: column.dtype for name, column in columns.items()}
         columns["readable"] = pl.Series(readable)
         return _entries_of(index), pl.DataFrame(columns)
 
