@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,10 +27,8 @@ from trainer_hooks.replay.rules import PoolRules
 from trainer_hooks.replay.selection import eligible
 from trainer_hooks.replay.store import RECORDED, PoolRecords, entries_of
 from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError
+from trajstore.query.engine import pl
 from trajstore.trajectory import AgentTrajectory
-
-if TYPE_CHECKING:
-    from polars import DataFrame
 
 logger = logging.getLogger(__name__)
 
@@ -329,7 +327,7 @@ POOL_FACTS: Mapping[str, str] = {
 """Names and meanings of the facts."""
 
 
-def with_pool_facts(facts: DataFrame, state: PoolState, *, every: bool = False) -> DataFrame:
+def with_pool_facts(facts: pl.DataFrame, state: PoolState, *, every: bool = False) -> pl.DataFrame:
     """Return the facts of the trajectories in a pool, with :data:`POOL_FACTS`.
 
     Args:
@@ -337,9 +335,6 @@ def with_pool_facts(facts: DataFrame, state: PoolState, *, every: bool = False) 
         state: of the pool.
         every: keep trajectories outside the pool, whose facts of it are null.
     """
-    from trajstore.query.engine import polars  # a pool in memory does not need polars
-
-    pl = polars()
     entries = list(state.all_entries())
     known = pl.DataFrame(
         {
@@ -358,5 +353,5 @@ def with_pool_facts(facts: DataFrame, state: PoolState, *, every: bool = False) 
     )
     others = facts.drop(known.columns[1:], strict=False)
     how: Literal["left", "inner"] = "left" if every else "inner"
-    joined: DataFrame = others.join(known, on="trajectory_id", how=how, maintain_order="left")
+    joined: pl.DataFrame = others.join(known, on="trajectory_id", how=how, maintain_order="left")
     return joined

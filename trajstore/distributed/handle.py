@@ -35,14 +35,13 @@ from trajstore.distributed.sessions import RemoteSession
 from trajstore.distributed.starting import everywhere, start_stores
 from trajstore.errors import StoreNotFoundError, StoreUnreachableError, TrajectoryUnavailableError, listed, trajectories
 from trajstore.query import RELATIONS, Query
-from trajstore.query.engine import polars
+from trajstore.query.engine import pl
 from trajstore.query.relations import TRAJECTORIES, Asked, Found, scan
 from trajstore.remote.mirror.options import MirrorState
 from trajstore.trajectory import AnyTrajectory
 
 if TYPE_CHECKING:
     import torch
-    from polars import DataFrame
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +235,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
     def _matching(self, where: str) -> IntArray:
         return Query(self._facts, partial(scan, self._rows, self._late_rows)).where(where).ids()
 
-    def _asked_facts(self) -> DataFrame:
+    def _asked_facts(self) -> pl.DataFrame:
         """Return :meth:`_facts`; warn of stores that are left out."""
         facts = self._facts()
         if absent := self.absent:
@@ -245,7 +244,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
             )
         return facts
 
-    def _facts(self) -> DataFrame:
+    def _facts(self) -> pl.DataFrame:
         """Return the facts of all trajectories, oldest first, without duplicates in other stores.
 
         Raises:
@@ -258,8 +257,7 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         with self._lock:
             copies = self._sync.index.hidden.ids.tolist()
         tables = [answers[rank] for rank in sorted(answers)]
-        pl = polars()
-        facts: DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
+        facts: pl.DataFrame = pl.concat(tables, how="diagonal_relaxed").sort("committed", maintain_order=True)
         return facts.filter(~pl.col("trajectory_id").is_in(copies)) if copies else facts
 
     def _late_rows(self, relation: str) -> dict[str, bool]:
@@ -275,7 +273,6 @@ class DistributedReplayBuffer(RestorableHandle, OpensSessions[RemoteSession], Cl
         Those of a store that falls silent meanwhile are reported like unreadable ones.
         """
         self._check_open()
-        pl = polars()
         placed = asked.facts.with_row_index(_PLACE)
         parts = placed.group_by(pl.col("trajectory_id") % MOST_STORES)
         wanted = [*asked.wanted, _PLACE]

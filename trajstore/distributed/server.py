@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +37,10 @@ from trajstore.distributed.hold import Hold
 from trajstore.distributed.read_request import pack
 from trajstore.distributed.row_server import RowAddress, RowServer
 from trajstore.errors import ConfigurationError, SessionFinishedError, TrajectoryUnavailableError, written
+from trajstore.query.engine import pl
 from trajstore.query.relations import Asked, Found, late_columns, read_rows
 from trajstore.remote.mirror.options import MirrorState, as_mirror
 from trajstore.trajectory import AnyTrajectory
-
-if TYPE_CHECKING:
-    from polars import DataFrame
 
 MOST_STORES = 1024
 """Store r assigns ids that equal r modulo this number, so an id identifies its store."""
@@ -355,15 +353,13 @@ class StoreServer:
         except TrajectoryUnavailableError:
             return None
 
-    def facts(self) -> DataFrame:
+    def facts(self) -> pl.DataFrame:
         """Return the facts of this store's trajectories; see :meth:`TrajectoryReplayBuffer.query`.
 
         Raises:
             MissingDependencyError: Polars is not installed on this node.
         """
-        from trajstore.query.engine import polars
-
-        rank = polars().lit(self._about.rank, polars().Int64).alias("rank")
+        rank = pl.lit(self._about.rank, pl.Int64).alias("rank")
         return self._buffer.query().table().with_columns(rank)
 
     def commits(self) -> tuple[str, int, int]:
