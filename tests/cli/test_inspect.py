@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.cli.stores import ENVIRONMENTS, STEPS, Run, write_store
-from tests.stores import add_each, in_memory, opened, overwrite_by_rlinf, stored
+from tests.stores import add_each, flip, in_memory, opened, overwrite_by_rlinf, stored
 from trajstore import Trajectory, TrajectoryReplayBuffer
 from trajstore._core.formats import FORMATS
 from trajstore.cli import DAMAGED
@@ -255,9 +256,16 @@ def test_another_number_of_ranks_is_a_problem_if_asked(run: Run, tmp_path: Path)
         for wanted in ("1", "3"):
             code, out, _ = run(command, tmp_path, "--ranks", wanted)
             assert (code, f"{tmp_path}: has 2 ranks, not {wanted}" in " ".join(out.split())) == (DAMAGED, True)
-        assert "has 0 ranks, not 2" in run(command, tmp_path / "rank_0", "--ranks", "2")[1]
-    assert inspect(tmp_path, ranks=3)["integrity"]["problems"] == [f"{tmp_path}: has 2 ranks, not 3"]
-    assert [problem.message for problem in verify(tmp_path, ranks=3).problems] == [f"{tmp_path}: has 2 ranks, not 3"]
+        assert "is no run of 2 ranks" in run(command, tmp_path / "rank_0", "--ranks", "2")[1]
+    text = f"{tmp_path}: has 2 ranks, not 4: rank_2 to rank_3 are absent"
+    assert inspect(tmp_path, ranks=4)["integrity"]["problems"] == [text]
+    assert [problem.message for problem in verify(tmp_path, ranks=4).problems] == [text]
+    for wanted, verdict in (("1", "TOO MANY RANKS"), ("2", "sound"), ("4", "INCOMPLETE")):
+        assert f"{tmp_path}: {verdict}: 2 trajectories" in run("verify", tmp_path, "--ranks", wanted)[1]
+    shutil.rmtree(tmp_path / "rank_0")
+    assert f"{tmp_path}: INCOMPLETE: 1 trajectory" in run.out("verify", tmp_path, code=DAMAGED)
+    flip(next((tmp_path / "rank_1" / "shards").iterdir()))
+    assert f"{tmp_path}: DAMAGED: " in run.out("verify", tmp_path, code=DAMAGED)
     assert "without --trajectory" in run.err("inspect", tmp_path, "--ranks", "2", "--trajectory", "0/0")
 
 

@@ -50,10 +50,9 @@ def _write(result: Verification, out: Output) -> None:
     out.problems([_said(result.path, problem) for problem in problems], f"{result.path}: ")
     for note in result.notes:
         out.line(f"{result.path}: note: {note}")
-    verdict = "sound" if result.sound else "DAMAGED"
     kept = f" ({result.pinned:,} of them evicted or set aside, kept by pins)" if result.pinned else ""
     files = f"{counted(result.files, 'file')}, {format_bytes(result.nbytes)}"
-    out.line(f"{result.path}: {verdict}: {trajectories(result.trajectories)}{kept}, {files} checked")
+    out.line(f"{result.path}: {result.verdict}: {trajectories(result.trajectories)}{kept}, {files} checked")
 
 
 VERIFY = Command(
@@ -64,7 +63,7 @@ VERIFY = Command(
         "files of shards and of saved points' states, and the trajectories with evicted ones that pins keep. A "
         "writer may be running: its evictions are not damage. Writes nothing but a reader's lease while a writer has "
         "the "
-        "store open. Exit code 0 = sound, 1 = damaged, 2 = no store there."
+        "store open. Exit code 0 = sound, 1 = damaged, INCOMPLETE (a rank is missing, all others are sound) or with too many ranks, 2 = no store there."
     ),
     configure=_configure,
     run=_run,

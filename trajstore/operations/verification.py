@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trajstore._core.files.base import Directory
 from trajstore._core.store.lost_records import Damage
@@ -13,9 +13,13 @@ Progress = Callable[[int, int], None]
 """Called with (done, total) shards, files or trajectories."""
 
 
+VERDICTS = {"damage": "DAMAGED", "absent rank": "INCOMPLETE", "surplus rank": "TOO MANY RANKS"}
+"""Verdict by kind of problem, the worst first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One piece of damage.
+    """One piece of damage, or a wrong number of ranks.
 
     Attributes:
         file: the file or directory; relative to the run directory in a run.
@@ -23,12 +27,14 @@ class Problem:
         lost: ids of the trajectories that it makes unreadable, as inclusive ranges. Empty if there are none or they are
             unknown. For a damaged log, the ids between two readable records; some may never have been assigned.
         uncounted: whether more may be lost than ``lost`` lists.
+        kind: what is wrong, see :data:`VERDICTS`.
     """
 
     file: str
     message: str
     lost: tuple[tuple[int, int], ...] = ()
     uncounted: bool = False
+    kind: Literal["damage", "absent rank", "surplus rank"] = "damage"
 
 
 def problem_of(damage: Damage, directory: Directory) -> Problem:
@@ -51,7 +57,7 @@ class Verification:
     Attributes:
         path: the verified path.
         kind: ``"store"``, ``"rlinf"`` or ``"run"``.
-        problems: damage; for a run, including that of its parts.
+        problems: damage, missing ranks; for a run, including that of its parts.
         notes: remarks other than damage: leftovers of an interrupted writer, foreign files.
         trajectories: number of trajectories whose data was checked.
         pinned: number of these that were evicted or set aside, and are kept by pins.
@@ -72,8 +78,14 @@ class Verification:
 
     @property
     def sound(self) -> bool:
-        """Whether neither the directory nor any part has damage."""
+        """Whether neither the directory nor any part has damage, and no rank is missing or too many."""
         return not self.problems
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on the worst problem, see :data:`VERDICTS`; ``"sound"`` if there is none."""
+        kinds = {problem.kind for problem in self.problems}
+        return next((verdict for kind, verdict in VERDICTS.items() if kind in kinds), "sound")
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON values."""

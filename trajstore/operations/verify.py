@@ -84,7 +84,10 @@ def verify(path: str | Path, progress: Progress | None = None, *, ranks: int | N
     """
     place = find_place(path)
     result = verify_place(place, progress)
-    result.problems[:0] = [Problem("", text) for text in place.other_than(ranks)]
+    result.problems[:0] = [
+        Problem("", text, kind="absent rank" if (ranks or 0) > len(place.rank_names) else "surplus rank")
+        for text in place.other_than(ranks)
+    ]
     return result
 
 
@@ -95,7 +98,7 @@ def verify_place(place: Place, progress: Progress | None) -> Verification:
         if place.mixed:
             result.problems.append(Problem("", mixed_sentence(place.url, [part.name for part in place.parts[1:]])))
         absent = (*place.lacking, *absent_ranks(place))
-        result.problems += [Problem(text.split()[0], text, uncounted=True) for text in absent]
+        result.problems += [Problem(text.split()[0], text, uncounted=True, kind="absent rank") for text in absent]
         result.parts = [verify_place(part, progress) for part in place.parts]
         for part, verification in zip(place.parts, result.parts, strict=True):
             name = "" if part.url == place.url else part.name + "/"

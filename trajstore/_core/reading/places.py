@@ -85,7 +85,12 @@ class Place:
     def other_than(self, ranks: int | None) -> list[str]:
         """Return a sentence if a run has not this number of ranks, missing ones that are known included."""
         count = len(self.rank_names)
-        return [] if ranks in (None, count) else [f"{self.url}: has {counted(count, 'rank')}, not {ranks}"]
+        if ranks in (None, count):
+            return []
+        above = ranks_above(self.rank_names, [ranks])
+        absent = f": {_are_absent(above)}" if above else ""
+        has = f"has {counted(count, 'rank')}, not {ranks}" if self.kind == "run" else f"is no run of {ranks} ranks"
+        return [f"{self.url}: {has}{absent}"]
 
     @property
     def beside(self) -> list[str]:
@@ -247,10 +252,11 @@ def absent_above(names: Iterable[str], ranks: Iterable[int | None]) -> list[str]
         ranks: number of ranks that saved each store's newest point, or shares, together; None if unknown.
     """
     above = ranks_above(names, ranks)
-    if not above:
-        return []
-    names_in_words = f"rank_{above[0]} is" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are"
-    return [f"{names_in_words} absent: {counted(above.stop, 'rank')} saved together"]
+    return [f"{_are_absent(above)}: {counted(above.stop, 'rank')} saved together"] if above else []
+
+
+def _are_absent(above: range) -> str:
+    return f"rank_{above[0]} is absent" if len(above) == 1 else f"rank_{above[0]} to rank_{above[-1]} are absent"
 
 
 def ranks_above(names: Iterable[str], ranks: Iterable[int | None]) -> range:
