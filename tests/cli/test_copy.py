@@ -254,7 +254,12 @@ def test_the_copy_of_a_damaged_run_is_no_run(run: Run, tmp_path: Path, remote: b
     for path in (to, f"{to}/rank_0"):
         with pytest.raises(TrajstoreError):
             keys_at(path)
-    flip(shard)
+    other = tmp_path / "run" / "rank_1" / "shards" / "shard_00000000.pt"
+    flip(other)
+    both = run.err("copy", tmp_path / "run", f"{to}2", code=DAMAGED)
+    assert re.search("rank_0: nothing .*shard_00000002.*; .*rank_1: nothing .*shard_00000000", both)
+    for file in (shard, other):
+        flip(file)
     out = run.out("copy", tmp_path / "run", to)
     assert "rank_0: 2 trajectories" in out
     assert out.count("everything already") == 1, "rank_1 was sound"

@@ -227,13 +227,16 @@ def _marked(target: Directory, source: str) -> Iterator[None]:
 
 
 def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copied], *, lenient: bool) -> None:
-    target = result.target
+    target, damaged = result.target, list[str]()
     for part in reversed(place.parts):  # rank_0 last
         name = "own" if part.url == place.url else part.name
         to = f"{target}/{name}"
         try:
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
+            if not lenient and isinstance(error, CorruptStoreError):  # the others may be damaged, too
+                damaged.append(str(error))
+                continue
             if not lenient or isinstance(error, UnsupportedVersionError):  # a newer trajstore reads all of it
                 raise
             result.left_out += 1
@@ -247,6 +250,8 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
         result.parts.insert(0, copied)
         result.trajectories += copied.trajectories
         result.nbytes += copied.nbytes
+    if damaged:
+        raise CorruptStoreError("; ".join(reversed(damaged)))
 
 
 def _holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:
