@@ -6,8 +6,10 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -178,3 +180,27 @@ def test_a_key_that_no_batch_has_is_named_once(tmp_path: Path, caplog: pytest.Lo
             news = follower.news("metadata.error is null", ["metadata.error"])
             assert news.table.select("trajectory_id", "metadata.error").rows() == [(number, None)]
     assert caplog.messages == ["metadata.error: none of the 1 rollouts that were read has it"]
+
+
+@pytest.mark.parametrize("apart", [0.0, 0.1])
+def test_two_interrupts_end_it_without_a_traceback(tmp_path: Path, apart: float) -> None:
+    path = filled(tmp_path / "store", range(2))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        follow = subprocess.Popen(
+            [sys.executable, "-m", "trajstore", "list", path, "--follow"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with follow:
+        assert follow.stdout is not None
+        follow.stdout.readline()
+        follow.send_signal(signal.SIGINT)
+        time.sleep(apart)
+        follow.send_signal(signal.SIGINT)
+        _, err = follow.communicate(timeout=60)
+    assert follow.returncode == INTERRUPTED
+    assert err in ("", "trajstore: interrupted\n"), "empty where the second one came long after the first"

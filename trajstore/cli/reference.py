@@ -57,7 +57,7 @@ def reference() -> str:
         "nothing |",
         f"| {FAILED} | failed: no store at the path, a value out of range, a package that is not installed, a full "
         "disk |",
-        f"| {INTERRUPTED} | interrupted (Ctrl-C) |",
+        f"| {INTERRUPTED} | interrupted (Ctrl-C; a second one, more than a second later, ends the process at once) |",
         f"| {UNREAD} | the reader of the output, as `head`, closed it before the end |",
     ]
     return "\n".join(lines) + "\n"
