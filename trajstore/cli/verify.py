@@ -62,8 +62,8 @@ VERIFY = Command(
         "Read every byte and compare it with its checksum; check that every named file exists. It counts the "
         "files of shards and of saved points' states, and the trajectories with evicted ones that pins keep. A "
         "writer may be running: its evictions are not damage. Writes nothing but a reader's lease while a writer has "
-        "the "
-        "store open. Exit code 0 = sound, 1 = damaged, INCOMPLETE (a rank is missing, all others are sound) or with too many ranks, 2 = no store there."
+        "the store open. Exit code 0 = sound, 1 = damaged, INCOMPLETE (a rank is missing, all others are sound) or "
+        "with too many ranks, 2 = no store there."
     ),
     configure=_configure,
     run=_run,
