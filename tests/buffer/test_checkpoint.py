@@ -313,12 +313,11 @@ def test_what_a_run_has_lost_is_told_by_the_ids_of_the_store_that_lost_it(tmp_pa
             call(tmp_path / "run")
 
 
-def test_letting_go_of_a_pin_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_removing_a_pin_that_is_not_there_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with filled("store", "pt", tmp_path / "store", 1) as buffer:
         buffer.points.pin("kept")
-        buffer.points.remove("kpet")
-        assert "no snapshot 'kpet' here, nothing is removed from it (there are: kept)" in caplog.text
-        caplog.clear()
+        with pytest.raises(errors.StoreNotFoundError, match=r"no snapshot is called 'kpet'; there are \['kept'\]"):
+            buffer.points.remove("kpet")
         buffer.points.remove("kept")
         assert not caplog.records
         with pytest.raises(errors.TrajectoryUnavailableError, match="no trajectory has the id -4"):

@@ -11,6 +11,7 @@ from tests.cli.stores import Run
 from tests.saved_points.stores import add, loaded, make
 from tests.support.witness import witness
 from trajstore import TrajectoryReplayBuffer
+from trajstore.errors import StoreNotFoundError
 from trajstore.points import points_at
 
 
@@ -144,7 +145,9 @@ def test_the_undo_of_a_run_names_each_rank_and_a_name_that_some_lack_is_removed_
         assert f"`trajstore rollback {tmp_path}/rank_{rank} --to {name}` undoes this" in done
     assert names[0] != names[1]
     points_at(tmp_path).remove(names[0])
-    assert f"rank_1: remove: no snapshot {names[0]!r} here, nothing is removed from it" in caplog.text
+    assert f"points.remove: {tmp_path}/rank_1: no snapshot is called {names[0]!r}" in caplog.text
+    with pytest.raises(StoreNotFoundError, match=names[0]):
+        points_at(tmp_path).remove(names[0])
     left = [aside["name"] for rank in range(2) for aside in run.json("inspect", tmp_path / f"rank_{rank}")["aside"]]
     assert left == names[1:]
 

@@ -111,6 +111,8 @@ def check(call: Call, add: Add, keys: Callable[[], list[int]], path: Path) -> No
     for lacking in (9, "absent"):
         with pytest.raises(StoreNotFoundError, match=str(lacking)):
             call(lambda points, lacking=lacking: points.go_to(lacking))
+        with pytest.raises(StoreNotFoundError, match=rf"points\.remove: .*{lacking}.*there are"):
+            call(lambda points, lacking=lacking: points.remove(lacking))
     with pytest.raises(ConfigurationError, match="a set cannot be saved"):
         call(lambda points: points.save(6, {"odd": {1}}))
     call(lambda points: points.remove("named"))

@@ -53,8 +53,8 @@ def reference() -> str:
         "| --- | --- |",
         "| 0 | done; `verify`: sound |",
         f"| {DAMAGED} | something is damaged, or ranks of a run are missing or too many: `inspect` and `verify` list "
-        "it; other commands name the parts that they leave out and process the rest; `copy` copies nothing, and if nothing can be read, they change "
-        "nothing |",
+        "it; other commands name the parts that they leave out and process the rest; `copy` copies nothing, and if "
+        "nothing can be read, they change nothing |",
         f"| {FAILED} | failed: no store at the path, a value out of range, a package that is not installed, a full "
         "disk |",
         f"| {INTERRUPTED} | interrupted (Ctrl-C; a second one, more than a second later, ends the process at once) |",

@@ -142,8 +142,8 @@ class StoresOfHandle(Stores):
     def pin(self, name: str) -> Listing:
         return self._each("pin", dict.fromkeys(self._cut.ranks, (name,)))
 
-    def remove(self, name: str | int) -> None:
-        self._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "remove_snapshot")
+    def remove(self, name: str | int) -> list[str | None]:
+        return [*self._stores.call_all(dict.fromkeys(self._handle._all_ranks(), (name,)), "remove_snapshot").values()]
 
     def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
         state = self._each("go_to", dict.fromkeys(self._cut.ranks, (name, aside)))[0]

@@ -492,9 +492,10 @@ class StoreServer:
         with self._hold.keeping(by):
             return list(self._points.pin(name)[ALONE])
 
-    def remove_snapshot(self, name: str | int) -> None:
-        """Remove a snapshot of the store."""
-        self._points.remove(name)
+    def remove_snapshot(self, name: str | int) -> str | None:
+        """Remove a snapshot of the store; return None, or a sentence if there is none."""
+        (reason,) = self._points.remove(name)
+        return reason
 
     def save_point(self, by: str, step: int, state: Mapping[str, Any], ranks: int) -> list[SavedPoint]:
         """Save this store's part of a point of ``ranks`` stores; return its snapshots then. Earlier points stay.

@@ -227,7 +227,7 @@ def _marked(target: Directory, source: str) -> Iterator[None]:
 
 
 def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copied], *, lenient: bool) -> None:
-    target, damaged = result.target, list[str]()
+    target, damaged = result.target, list[CorruptStoreError]()
     for part in reversed(place.parts):  # rank_0 last
         name = "own" if part.url == place.url else part.name
         to = f"{target}/{name}"
@@ -235,7 +235,7 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
             copied = _each(part, to, copy, lenient=lenient)
         except StoreError as error:
             if not lenient and isinstance(error, CorruptStoreError):  # the others may be damaged, too
-                damaged.append(str(error))
+                damaged.insert(0, error)
                 continue
             if not lenient or isinstance(error, UnsupportedVersionError):  # a newer trajstore reads all of it
                 raise
@@ -251,7 +251,7 @@ def _copy_parts(place: Place, result: Copied, copy: Callable[[Place, str], Copie
         result.trajectories += copied.trajectories
         result.nbytes += copied.nbytes
     if damaged:
-        raise CorruptStoreError("; ".join(reversed(damaged)))
+        raise damaged[0] if len(damaged) == 1 else CorruptStoreError("; ".join(map(str, damaged)))
 
 
 def _holds(url: str, snapshot: ReadSnapshot, trajectory_format: str | None = None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,8 +57,8 @@ class Stores(ABC):
         """Keep the present state of each store under a name; return the snapshots then."""
 
     @abstractmethod
-    def remove(self, name: str | int) -> None:
-        """Remove a snapshot from each store; warn of stores that lack it."""
+    def remove(self, name: str | int) -> list[str | None]:
+        """Remove a snapshot from each store; return for each None, or a sentence if it has no such snapshot."""
 
     @abstractmethod
     def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
@@ -264,12 +264,19 @@ class Points:
         """Remove a pin, a saved point (its step, or ``step-750``), or a head that was left (``aside-12``).
 
         Removing a head also removes the saved points on its line alone. Evicted trajectories that only it named are
-        deleted. Warns if there is no such snapshot.
+        deleted. Of several stores, a warning names each that lacks it.
 
         Raises:
+            StoreNotFoundError: no store has such a snapshot; names the existing ones.
             StoreError: the buffer has no store (``auto_save=False``).
+            StoreWriteError, StoreUnreachableError: a store could not remove it; others may have. Call it again.
         """
-        self._stores.remove(_name(name))
+        absent = self._stores.remove(_name(name))
+        reasons = [reason for reason in absent if reason is not None]
+        if len(reasons) == len(absent):
+            raise StoreNotFoundError(f"points.remove: {reasons[0]}")
+        for reason in reasons:
+            logger.warning("points.remove: %s; it is removed from the others", reason)
 
     # -- points of several stores -----------------------------------------------------------------
 
@@ -336,6 +343,15 @@ def asked(state: Mapping[str, Any]) -> dict[str, Any]:
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in state.items()
     }
+
+
+def absence(remove: Callable[[], object]) -> str | None:
+    """Remove a snapshot from a store; return None, or a sentence if there is no such snapshot."""
+    try:
+        remove()
+    except StoreNotFoundError as error:
+        return str(error)
+    return None
 
 
 def _line(snapshots: Listing) -> list[SavedPoint]:

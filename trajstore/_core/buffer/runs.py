@@ -108,8 +108,9 @@ class RankStores(Stores):
         found = self._together(f"pin({name!r})", "; others may be pinned", lambda: self._own.pin(name)[ALONE])
         return dict(enumerate(found))
 
-    def remove(self, name: str | int) -> None:
-        self._own.remove(name)
+    def remove(self, name: str | int) -> list[str | None]:
+        found = self._together(f"remove({name!r})", "; others may have", lambda: self._own.remove(name))
+        return [reason for reasons in found for reason in reasons]
 
     def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}

@@ -30,7 +30,7 @@ from trajstore._core.store.saved_points import (
 from trajstore._core.store.states import encode_state
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
-from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError, listed, written
+from trajstore.errors import ConfigurationError, StoreWriteError, written
 
 logger = logging.getLogger(__name__)
 
@@ -234,25 +234,16 @@ class Points:
     def remove(self, name: str | int) -> None:
         """Remove a snapshot; for a head that was left also the saved points that only its line has.
 
-        Evicted trajectories and files that only it named are deleted. Warns if there is no such snapshot.
+        Evicted trajectories and files that only it named are deleted.
 
         Raises:
+            StoreNotFoundError: there is no such snapshot; names the existing ones.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self._log.check_not_asking()
         with self._one, self._log.changing():
             catalog = self._log.catalog
-            try:
-                head = catalog.snapshot(name)
-            except StoreNotFoundError:
-                names = listed([snapshot.name for snapshot in catalog.snapshots()]) or "none"
-                logger.warning(
-                    "%s: remove: no snapshot %r here, nothing is removed from it (there are: %s)",
-                    self._directory.url,
-                    name,
-                    names,
-                )
-                return
+            head = catalog.snapshot(name)
             if head.kind == "aside":
                 points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
                 self._release(self._on_no_line(points, but=head))  # first: after a crash the head still names them
