@@ -324,3 +324,25 @@ def test_a_prune_that_a_full_disk_ends_says_what_it_has_evicted(tmp_path: Path) 
             seen.add((*contents_of(path), "before that, 1 trajectory was evicted, kept on disk by step-1.0" in text))
         at, fired = at + 1, plan.fired is not None
     assert seen == {(0, 1, 2, False), (1, 2, True)}
+
+
+def test_a_prune_of_several_ranks_that_fails_in_the_second_says_what_it_has_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("polars")
+    for rank in range(2):
+        with opened(tmp_path / f"rank_{rank}") as buffer:
+            add_each(buffer, range(3))
+    append = LocalDirectory.append
+
+    def failing(directory: LocalDirectory, name: str, data: bytes) -> None:
+        if directory.url.endswith("rank_1"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(directory, name, data)
+
+    done = "before that, 1 trajectory was evicted, of 3; prune again to evict the rest"
+    with monkeypatch.context() as patch, pytest.raises(StoreWriteError, match=f"No space left.*{done}"):
+        patch.setattr(LocalDirectory, "append", failing)
+        prune(tmp_path, "trajectory_id in ('0/0', '1/0', '1/1')")
+    assert [len(contents_of(tmp_path / f"rank_{rank}")) for rank in range(2)] == [2, 3]
+    assert prune(tmp_path, "trajectory_id in ('0/0', '1/0', '1/1')").trajectories == 2

@@ -106,11 +106,13 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
                     for source in reader._live.contents.sources
                     if isinstance(source, StoreSource)
                 )
+            evicted, held_by = 0, f", kept on disk by {listed(by_points['names'])}" if by_points["names"] else ""
             for rank, writer in writers.items():
-                writer.evict(own_id(ids[rank_of_id(ids) == rank]))
-            if writers:
-                held_by = f", kept on disk by {listed(by_points['names'])}" if by_points["names"] else ""
-                done = f"{trajectories(len(ids), 'was', 'were')} evicted{held_by}"
+                mine = own_id(ids[rank_of_id(ids) == rank])
+                writer.evict(mine)
+                evicted += len(mine)
+                rest = f", of {len(ids):,}; prune again to evict the rest" if evicted < len(ids) else ""
+                done = f"{trajectories(evicted, 'was', 'were')} evicted{held_by}{rest}"
     except StoreWriteError as error:
         if not done:
             raise
