@@ -262,6 +262,36 @@ def test_a_mirror_that_is_removed_is_filled_again_while_the_writer_goes_on(
     is_sound(tmp_path / "disk" / "mirror")
 
 
+def test_an_empty_mount_point_is_not_filled_in_place_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.remote.mirror.mirror._FIRST_PAUSE", 0.05)
+    store, mount, disk = tmp_path / "store", tmp_path / "mount", tmp_path / "disk"
+    mount.mkdir()
+    is_mounted, ismount = threading.Event(), os.path.ismount
+    is_mounted.set()
+    monkeypatch.setattr(os.path, "ismount", lambda path: (path == str(mount) and is_mounted.is_set()) or ismount(path))
+    with make(store, mount / "mirror") as buffer:
+        add(buffer, [0])
+        level(buffer)
+    (mount / "mirror").rename(disk)
+    is_mounted.clear()
+    with make(store, Mirror(mount / "mirror", close_timeout=0.1)) as buffer:
+        add(buffer, [1])
+        wait_until(lambda: f"not mounted at {mount}; mount it, or delete" in str(buffer.mirror.state))
+        assert not any(mount.iterdir())
+        disk.rename(mount / "mirror")
+        is_mounted.set()
+        level(buffer)
+    assert keys_at(mount / "mirror") == {0: 0, 1: 1}
+    shutil.rmtree(mount / "mirror")
+    is_mounted.clear()
+    (store / "mirrored.json").unlink()
+    with make(store, mount / "mirror") as buffer:
+        level(buffer)
+    is_sound(mount / "mirror")
+
+
 def test_a_reader_of_the_mirror_follows_and_keeps_what_it_shows(tmp_path: Path) -> None:
     with make(tmp_path / "store", tmp_path / "mirror") as buffer:
         add(buffer, range(4))

@@ -410,6 +410,7 @@ def _mirror(catalog: Catalog, writer: Report | None) -> Report | None:
     if (record := mirror_record(catalog.directory)) is None:
         return None
     since, generation = record.pop("since"), record["generation"]
+    del record["mount"]
     behind = int((catalog.index["trajectory_id"] > record["newest_id"]).sum())
     state = "gone" if writer is None or writer["since"] != since else writer["state"]
     if record["error"] is None and 0 <= generation < catalog.generation and state in ("gone", "stopped"):

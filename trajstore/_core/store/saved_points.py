@@ -211,7 +211,8 @@ class Pins:
             raise CorruptStoreError(f"{source!a}: this name cannot be read here; {IN_UTF8}")
         if value.get("name") != _name_in(file):
             raise CorruptStoreError(
-                f"{source}: has the name {value.get('name')!r}, not that of its file; restore it from a copy"
+                f"{source}: has the name {value.get('name')!r}, not that of its file; rename it to that, or delete it "
+                "if it is a copy"
             )
         return value
 

@@ -42,13 +42,14 @@ def mirror_record(directory: Directory) -> dict[str, Any] | None:
 
     Returns:
         ``url``, ``generation``, ``newest_id``, ``at`` and ``error``, as in
-        :class:`~trajstore.remote.mirror.options.MirrorState`, and ``since``, that of the lock of the writer that wrote
-        it.
+        :class:`~trajstore.remote.mirror.options.MirrorState`, ``since``, that of the lock of the writer that wrote it,
+        and ``mount``, the mount point of the mirror's disk (None for a URL).
     """
     try:
         record = orjson.loads(directory.read(MIRRORED_NAME))
         numbers = {name: int(record[name]) for name in ("generation", "newest_id")}
-        return numbers | {name: record[name] for name in ("url", "at", "error")} | {"since": record.get("since")}
+        named = {name: record[name] for name in ("url", "at", "error")}
+        return numbers | named | {name: record.get(name) for name in ("since", "mount")}
     except (OSError, CorruptStoreError, orjson.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError):
         return None
 

@@ -20,10 +20,11 @@ from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
 from trajstore._core.base.interrupts import WaitList, start_thread
 from trajstore._core.files.base import Directory, EncodedFile, ReaderLease
+from trajstore._core.files.local import LocalDirectory
 from trajstore._core.files.opening import nested, open_directory
 from trajstore._core.writing.commit_log import CommitLog
-from trajstore._core.writing.opening import MIRRORED_NAME
-from trajstore.errors import ConfigurationError, CorruptStoreError, TrajstoreError, trajectories
+from trajstore._core.writing.opening import MIRRORED_NAME, mirror_record
+from trajstore.errors import ConfigurationError, CorruptStoreError, StoreError, TrajstoreError, trajectories
 from trajstore.remote.mirror.options import Mirror, MirrorState
 from trajstore.remote.mirror.replica import Replica, as_text
 from trajstore.remote.mirror.source import Line, Picture, Tail
@@ -56,6 +57,7 @@ class StoreMirror:
         self._directory = log.directory
         self._target = target
         self._since: float | None = None
+        self._mount: str | None = None
         self._replica = Replica(self._target, self._directory)
         self._opened = False
         self._tail = Tail(self._directory)
@@ -188,7 +190,9 @@ class StoreMirror:
             self._since = self._directory.writer().get("since")
             self._replica = Replica(self._target, self._directory)
             self._tail = Tail(self._directory)
+            self._check_mounted()
             self._replica.open(self._log)
+            self._mount = mount_of(self._target)
             self._opened = True
             generation, newest = self._replica.generation, self._replica.newest_id
             self._tell(replace(self._state, generation=generation, newest_id=newest))
@@ -214,6 +218,22 @@ class StoreMirror:
             return self._bring(picture, lines)
         finally:
             lease.release()
+
+    def _check_mounted(self) -> None:
+        """Refuse to fill an empty mount point whose disk had the mirror before.
+
+        Raises:
+            StoreError: the disk is not mounted.
+        """
+        record = mirror_record(self._directory) or {}
+        if record.get("url") != as_text(self._target.url) or not isinstance(record["mount"], str):
+            return
+        self._mount = record["mount"]
+        if not os.path.ismount(self._mount) and not (self._target.exists() and any(self._target.listing())):
+            raise StoreError(
+                f"{self._target.url}: is empty, and the disk that had the mirror is not mounted at {self._mount}; "
+                f"mount it, or delete {self._directory.url}/{MIRRORED_NAME} to begin the mirror anew where it is now"
+            )
 
     def _picture(self, *, whole: bool) -> Picture:
         return Picture.of(self._log.catalog, self._replica.pins, dict(self._metadata()) if whole else None)
@@ -297,6 +317,7 @@ class StoreMirror:
         self._told_at = now
         document = {name: getattr(state, name) for name in ("generation", "newest_id", "at")}
         document |= {"since": self._since, "url": as_text(state.url), "error": state.error and as_text(state.error)}
+        document["mount"] = self._mount
         try:
             self._directory.publish([EncodedFile(MIRRORED_NAME, [orjson.dumps(document)])])
         except (OSError, TrajstoreError) as error:
@@ -355,6 +376,16 @@ class StoreMirror:
                 self._remainder(),
             )
         self._closed = True
+
+
+def mount_of(directory: Directory) -> str | None:
+    """Return the mount point above a local directory; None for a URL."""
+    if not isinstance(directory, LocalDirectory):
+        return None
+    path = os.path.realpath(directory.path)
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return as_text(path)
 
 
 def mirror_directory(options: Mirror, store: Directory) -> Directory:
