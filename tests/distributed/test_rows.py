@@ -35,7 +35,13 @@ from trajstore.distributed.reads import Reads
 from trajstore.distributed.row_server import RowAddress, RowServer
 from trajstore.distributed.run_index import RunIndex
 from trajstore.distributed.server import StoreServer
-from trajstore.errors import SchemaMismatchError, StoreClosedError, StoreError, StoreUnreachableError
+from trajstore.errors import (
+    ConfigurationError,
+    SchemaMismatchError,
+    StoreClosedError,
+    StoreError,
+    StoreUnreachableError,
+)
 
 SECONDS = 300.0
 MOMENT = 4.0
@@ -272,8 +278,8 @@ def test_a_forked_child_has_its_own_connections(stores: list[StoreServer]) -> No
 # -- TLS -----------------------------------------------------------------------------------------------
 
 
-def certify(folder: Path, name: str) -> dict[str, str]:
-    """Make an authority, and a certificate of it for this machine; return Ray's variables for them."""
+def certify(folder: Path, name: str, address: str = "127.0.0.1") -> dict[str, str]:
+    """Make an authority, and a certificate of it for an address; return Ray's variables for them."""
     x509 = pytest.importorskip("cryptography.x509", reason="needs cryptography")
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -282,7 +288,7 @@ def certify(folder: Path, name: str) -> dict[str, str]:
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"{name} {of}")]) for of in ("CA", "node")]
     for of, key, subject in zip(("CA", "SERVER"), keys, names, strict=True):
-        host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+        host = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
         certificate = (
             x509.CertificateBuilder(names[0], subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - datetime.timedelta(days=1))
@@ -325,5 +331,9 @@ def test_with_tls_both_sides_show_their_certificates(
                 encrypted.recv(1)
         wait_until(lambda: caplog.text.count("is closed: [SSL") == 2)
         monkeypatch.setenv("RAY_TLS_CA_CERT", other["RAY_TLS_CA_CERT"])
-        with pytest.raises(SilentStoresError, match="certificate verify failed"):
-            reads.rows(drawn, None, None, MOMENT)
+        with pytest.raises(ConfigurationError, match=r"certificate verify failed: .*authority RAY_TLS_CA_CERT"):
+            reads.rows(drawn, None, None, 600)
+        for name, value in certify(tmp_path, "elsewhere", "127.0.0.9").items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(ConfigurationError, match=r"store rank_. of .*not valid for '127.0.0.1'.*node's address"):
+            reads.rows(drawn, None, None, 600)

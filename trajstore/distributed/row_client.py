@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +18,12 @@ from trajstore.distributed.actors import LONGEST_PAUSE, PAUSE, Stores
 from trajstore.distributed.frames import Steps, connected, received_frame, run_all, sent
 from trajstore.distributed.read_request import ERROR, MOST_ANSWER, ROWS, failure, request
 from trajstore.distributed.row_server import RowAddress
+from trajstore.errors import ConfigurationError
 
 Block = npt.NDArray[np.uint8]
+
+_OF_CERTIFICATES = re.compile("CERTIFICATE|UNKNOWN_CA")
+"""In the reasons of OpenSSL for refused certificates, which trying again does not help."""
 
 
 class RowClient:
@@ -45,7 +51,8 @@ class RowClient:
             seconds: time limit for each store. The others' time does not run while all wait for one that is silent.
 
         Returns:
-            Blocks of :func:`.read_request.pack` by rank, and errors by rank: of the stores, or StoreUnreachableError.
+            Blocks of :func:`.read_request.pack` by rank, and errors by rank: of the stores, StoreUnreachableError, or
+            ConfigurationError for a refused certificate.
 
         Raises:
             ConfigurationError: too many rows.
@@ -84,7 +91,13 @@ class RowClient:
                 self._drop(rank)
                 address = self._addresses[rank]
                 lost = OSError(f"{address.host}:{address.port}: {result}")
-                if isinstance(result, TimeoutError) or left <= pause:
+                if isinstance(result, ssl.SSLError) and _OF_CERTIFICATES.search(result.reason or ""):
+                    failed[rank] = ConfigurationError(
+                        f"store rank_{rank} of {self._stores.name!r}: {lost}; Ray's certificate of each node "
+                        "(RAY_TLS_SERVER_CERT) must be of the authority RAY_TLS_CA_CERT, be valid now, and have the "
+                        "node's address among its alternative names"
+                    )
+                elif isinstance(result, TimeoutError) or left <= pause:
                     failed[rank] = self._stores.unreachable(rank, seconds, lost)
                 elif rank in new:  # else only the kept connection has ended
                     self._stores.silent(rank, lost)
