@@ -14,7 +14,7 @@ import torch
 
 from tests.support.witness import check_trajectory, witness
 from tools.bench.t35_run import points_of
-from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer
+from trajstore import AgentTrajectory, Retention, Reward, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.content_watch import flatten_all
 from trajstore._core.columns.memory import Arena
 from trajstore._core.store.late_values import LateValues
@@ -30,6 +30,8 @@ from trajstore.errors import (
     SessionFinishedError,
     StoreWriteError,
 )
+from trajstore.operations.mending import prune
+from trajstore.operations.moving import merge
 from trajstore.trajectory import AnyTrajectory
 
 
@@ -100,6 +102,33 @@ def test_a_request_that_another_store_has_is_deleted(tmp_path: Path, late: bool)
     store.disown(request.key, 5)
     assert look_at(store) == 1
     store.close()
+
+
+def test_a_request_that_two_stores_have_counts_once_where_they_are_united(tmp_path: Path) -> None:
+    """The second store ends before it is told to delete its copy, and so does the producer."""
+    pytest.importorskip("polars", reason="needs polars, of the extra 'query'")
+    request, path = request_of([agent(key) for key in range(4)]), tmp_path / "run"
+    for rank in range(2):
+        store = server(path, rank)
+        store.add(request, 4)
+        store.close()
+    for number, value in (("0/0", 1.0), ("1/1", 2.0), ("1/1025", 3.0)):
+        annotate(path, number, {"judge": value})
+
+    def shown(of: Path) -> list[tuple[str | None, float | None]]:
+        with TrajectoryReplayBuffer.open(of) as reader:
+            rows = reader.query().order_by("response").select("task", "judge").rows()
+        return [(row["task"], row["judge"]) for row in rows]
+
+    tasks = ["task_0", "task_1", "task_2", "task_0"]
+    assert shown(path) == list(zip(tasks, [1.0, None, None, None], strict=True)), "of the copies that are shown"
+    merge([path], tmp_path / "merged")
+    assert shown(tmp_path / "merged") == list(zip(tasks, [2.0, 3.0, None, None], strict=True)), "of both"
+    assert prune(path, "task = 'task_0'", dry_run=True).trajectories == 2
+    assert prune(path, "task = 'task_0'").trajectories == 2
+    for of in (path, path / "rank_0", path / "rank_1"):
+        with TrajectoryReplayBuffer.open(of) as reader:
+            assert {row["task"] for row in reader.query().rows()} == {"task_1", "task_2"}
 
 
 def look_at(store: StoreServer) -> int:

@@ -101,16 +101,18 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
             with reader:
                 leaving, total = reader.query().where(where).table(), len(reader)
                 ids, nbytes = leaving["trajectory_id"].to_numpy(), int(leaving["bytes"].sum())
+                sources = [source for source in reader._live.contents.sources if isinstance(source, StoreSource)]
+                gone = {
+                    (rank := ranks[source.directory.url]): _own_ids(source, ids[rank_of_id(ids) == rank], ids)
+                    for source in sources
+                }
                 by_points = _held_by_points(
-                    (open_leniently(source.directory)[0], own_id(ids[rank_of_id(ids) == ranks[source.directory.url]]))
-                    for source in reader._live.contents.sources
-                    if isinstance(source, StoreSource)
+                    (open_leniently(source.directory)[0], gone[ranks[source.directory.url]]) for source in sources
                 )
             evicted, held_by = 0, f", kept on disk by {listed(by_points['names'])}" if by_points["names"] else ""
             for rank, writer in writers.items():
-                mine = own_id(ids[rank_of_id(ids) == rank])
-                writer.evict(mine)
-                evicted += len(mine)
+                writer.evict(gone.get(rank, ids[:0]))
+                evicted += int((rank_of_id(ids) == rank).sum())
                 rest = f", of {len(ids):,}; prune again to evict the rest" if evicted < len(ids) else ""
                 done = f"{trajectories(evicted, 'was', 'were')} evicted{held_by}{rest}"
     except StoreWriteError as error:
@@ -148,6 +150,11 @@ def compact(path: str | Path, *, compress: bool = False) -> Compacted:
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
     by_points = _held_by_points((Catalog.open(store.directory), None) for store in stores_of(place))
     return Compacted(place.url, int(before), int(after), int(held), damaged, by_points)
+
+
+def _own_ids(source: StoreSource, shown: IntArray, ids: IntArray) -> IntArray:
+    """Return the ids in a store of the trajectories shown of it, and of its hidden copies of these ids."""
+    return np.concatenate([own_id(shown), source.twins[np.isin(source.twins[:, 1], ids), 0]])
 
 
 def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[str, Any]:
