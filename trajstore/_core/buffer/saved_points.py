@@ -25,8 +25,7 @@ from trajstore._core.store.rollback import SnapshotChanges, plan_change
 from trajstore._core.store.run_ids import ALONE
 from trajstore._core.store.saved_points import snapshots_of
 from trajstore._core.writing.inbox import Pending
-from trajstore._core.writing.points import Gone
-from trajstore._core.writing.points import Points as WriterPoints
+from trajstore._core.writing.points import Gone, StorePoints
 from trajstore._core.writing.unattended import held_points
 from trajstore._core.writing.writer import StoreWriter
 from trajstore.errors import ConfigurationError, StoreError, counted
@@ -203,7 +202,7 @@ class StoresAt(Stores):
         return results
 
     @staticmethod
-    def _each(stores: list[Place], call: Callable[[WriterPoints], T]) -> list[T]:
+    def _each(stores: list[Place], call: Callable[[StorePoints], T]) -> list[T]:
         results = []
         for store in stores:
             with held_points(store.directory) as points:

@@ -53,7 +53,7 @@ class Gone:
     details: Mapping[str, Any]
 
 
-class Points:
+class StorePoints:
     """Takes, removes and goes to snapshots. Thread-safe.
 
     Args:
@@ -68,7 +68,7 @@ class Points:
         self._log = log
         self._inbox = inbox
         self._directory = log.directory
-        self._one = locks.lock("Points._one")
+        self._one = locks.lock("StorePoints._one")
         """Allows one change at a time: files that no snapshot names yet must not be deleted as leftovers."""
         self._may_have_leftovers = False
         with log.changing():

@@ -10,7 +10,7 @@ from trajstore._core.store.sealed import METADATA_NAME, parse_metadata
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
 from trajstore._core.writing.opening import lock_store, warn_of_mirror
-from trajstore._core.writing.points import Points
+from trajstore._core.writing.points import StorePoints
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def held_log(directory: Directory, *, wait: bool = True) -> Iterator[CommitLog]:
 
 
 @contextmanager
-def held_points(directory: Directory) -> Iterator[Points]:
+def held_points(directory: Directory) -> Iterator[StorePoints]:
     """Yield the saved points of a store, as its single writer; raises the errors of :func:`held_log`."""
     with held_log(directory) as log:
-        yield Points(log, Inbox(log))
+        yield StorePoints(log, Inbox(log))

@@ -32,7 +32,7 @@ from trajstore._core.writing.groups import Group
 from trajstore._core.writing.inbox import Inbox
 from trajstore._core.writing.opening import lock_store
 from trajstore._core.writing.options import WriterOptions
-from trajstore._core.writing.points import Points
+from trajstore._core.writing.points import StorePoints
 from trajstore._core.writing.publishing import Publisher, Unwritable
 from trajstore._core.writing.queue import WriteQueue
 from trajstore._core.writing.rewriting import Rewriter
@@ -98,7 +98,7 @@ class StoreWriter:
         try:
             self.log = CommitLog(directory, metadata, listener)
             self.inbox = Inbox(self.log)
-            self.points = Points(self.log, self.inbox)
+            self.points = StorePoints(self.log, self.inbox)
             self.inbox.look()
         except BaseException as error:
             try:  # corruption may mean that another writer took over
