@@ -522,4 +522,4 @@ def test_the_end_of_a_log(counter: int, lost: tuple[tuple[int, int], ...], uncou
 def test_forged_numbers_say_nothing(record: dict[str, Any]) -> None:
     damage = settled(added([0, 2]), None, record, present=[0, 1, 2])
     assert (damage.lost, damage.uncounted) == ((), True)
-    assert str(damage).endswith("lost: trajectories that nobody can count, if any")
+    assert str(damage).endswith("lost: an unknown number of trajectories, perhaps none")

@@ -341,8 +341,9 @@ def test_a_prune_of_several_ranks_that_fails_in_the_second_says_what_it_has_evic
         append(directory, name, data)
 
     done = "before that, 1 trajectory was evicted, of 3; prune again to evict the rest"
-    with monkeypatch.context() as patch, pytest.raises(StoreWriteError, match=f"No space left.*{done}"):
+    with monkeypatch.context() as patch:
         patch.setattr(LocalDirectory, "append", failing)
-        prune(tmp_path, "trajectory_id in ('0/0', '1/0', '1/1')")
+        with pytest.raises(StoreWriteError, match=f"No space left.*{done}"):
+            prune(tmp_path, "trajectory_id in ('0/0', '1/0', '1/1')")
     assert [len(contents_of(tmp_path / f"rank_{rank}")) for rank in range(2)] == [2, 3]
     assert prune(tmp_path, "trajectory_id in ('0/0', '1/0', '1/1')").trajectories == 2

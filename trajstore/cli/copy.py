@@ -71,7 +71,7 @@ COPY = Command(
 
 REPAIR = Command(
     name="repair",
-    summary="copy what is whole of a damaged store to a new one",
+    summary="copy the intact part of a damaged store to a new one",
     description=(
         "Compare every checksum, and write a new store of all trajectories that can be read, with their ids; list "
         "the losses. An empty store replaces a lost rank. A directory of RLinf becomes a store. Damaged "

@@ -50,7 +50,7 @@ UNKNOWN = ("probability", "token_digest", "mask_digest", "log_prob")
 
 
 def digest(numbers: npt.ArrayLike) -> int:
-    """Return 32 bits that tell whole numbers apart, the same on every machine."""
+    """Return a 32-bit digest of whole numbers, the same on every machine."""
     data = np.asarray(numbers, "<i8").tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little")
 

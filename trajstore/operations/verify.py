@@ -314,7 +314,7 @@ def _check_torn_tail(catalog: Catalog, result: Verification) -> None:
         message = f"the record at byte {catalog.segment_end} is damaged; what it committed is not there"
         result.problems.append(Problem(catalog.segment, message, uncounted=True))
     elif not _is_cut_short(data, catalog.segment_end):
-        message = f"what lies from byte {catalog.segment_end} on is no part of a log; what it committed is not there"
+        message = f"the content from byte {catalog.segment_end} on is no part of a log; what it committed is not there"
         result.problems.append(Problem(catalog.segment, message, uncounted=True))
     else:
         result.notes.append(f"{catalog.segment}: {catalog.segment_torn:,} bytes of an interrupted commit at its end")

@@ -181,4 +181,4 @@ class Background:
             if self._error is None:
                 self._error = error
                 return
-        logger.error("%s: after an error that was not told yet: %r", self._name, error)
+        logger.error("%s: after an error that was not reported yet: %r", self._name, error)

@@ -505,7 +505,7 @@ class Reader(Closing):
         Raises:
             StoreNotFoundError: the directory or the pin is gone.
             CorruptStoreError, UnsafeContentError, UnsupportedVersionError: it cannot be read; nothing changed.
-            OSError: the same, or the writer cannot be told that newer files are needed.
+            OSError: the same, or the writer cannot be notified that newer files are needed.
         """
         with self._live.steady:
             before = self._live.generations

@@ -107,7 +107,7 @@ def _take_files(directory: Directory, names: list[str], found: RLinfContents) ->
             found.damage.append(Damage(str(error), ((number, number),)))
             continue
         if number in seen:  # RLinf numbers from 0 again after a restart
-            text = f"left out: {seen[number]} has the id {number} too, and nothing tells which is the later one"
+            text = f"left out: {seen[number]} has the id {number} too, and it is unknown which is the later one"
             found.damage.append(Damage(f"{directory.url}/{name}: {text}"))
             continue
         seen[number] = name

@@ -224,7 +224,7 @@ class JournalFile:
         return f"process {self.head.get('pid')} on {self.head.get('host')}" if self.is_held() else None
 
     def is_held(self) -> bool:
-        """Return whether a live process has the journal, as its ``flock`` tells."""
+        """Return whether a live process has the journal, by its ``flock``."""
         with suppress(FileNotFoundError), self._root.opened(self.name, os.O_RDONLY) as descriptor:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -384,7 +384,7 @@ def _is_removable(file: JournalFile, current: Mapping[str, Recorded], where: Map
 
 
 def _taken(descriptor: int) -> bool:
-    """Take the lock of an open file, without waiting; return whether nobody else has it."""
+    """Take the lock of an open file, without waiting; return whether it was free."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -75,7 +75,7 @@ class Evicted:
 
 
 Change = NewEntries | Evicted | Moved | Noted
-"""What a log record does to the trajectories of a store."""
+"""The effect of a log record on the trajectories of a store."""
 
 
 def change_in_run(change: Change, rank: int) -> Change:

@@ -43,7 +43,7 @@ def lost_in_words(lost: Sequence[Sequence[int]], uncounted: bool) -> str:
     known = f"trajectory {ids}" if count == 1 else f"{trajectories(count)}, ids {ids}" if count else ""
     if not uncounted:
         return known
-    return f"{known}, perhaps more" if known else "trajectories that nobody can count, if any"
+    return f"{known}, perhaps more" if known else "an unknown number of trajectories, perhaps none"
 
 
 def _joined(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
