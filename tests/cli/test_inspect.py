@@ -256,7 +256,7 @@ def test_another_number_of_ranks_is_a_problem_if_asked(run: Run, tmp_path: Path)
         for wanted in ("1", "3"):
             code, out, _ = run(command, tmp_path, "--ranks", wanted)
             assert (code, f"{tmp_path}: has 2 ranks, not {wanted}" in " ".join(out.split())) == (DAMAGED, True)
-        assert "is no run of 2 ranks" in run(command, tmp_path / "rank_0", "--ranks", "2")[1]
+        assert "has 0 ranks, not 2" in run(command, tmp_path / "rank_0", "--ranks", "2")[1]
     text = f"{tmp_path}: has 2 ranks, not 4: rank_2 to rank_3 are absent"
     assert inspect(tmp_path, ranks=4)["integrity"]["problems"] == [text]
     assert [problem.message for problem in verify(tmp_path, ranks=4).problems] == [text]

@@ -93,9 +93,8 @@ class RowClient:
                 lost = OSError(f"{address.host}:{address.port}: {result}")
                 if isinstance(result, ssl.SSLError) and _OF_CERTIFICATES.search(result.reason or ""):
                     failed[rank] = ConfigurationError(
-                        f"store rank_{rank} of {self._stores.name!r}: {lost}; Ray's certificate of each node "
-                        "(RAY_TLS_SERVER_CERT) must be of the authority RAY_TLS_CA_CERT, be valid now, and have the "
-                        "node's address among its alternative names"
+                        f"store rank_{rank} of {self._stores.name!r}: {lost}; the RAY_TLS_SERVER_CERT of each node "
+                        "must be valid, of the authority RAY_TLS_CA_CERT, and name the node's address (subjectAltName)"
                     )
                 elif isinstance(result, TimeoutError) or left <= pause:
                     failed[rank] = self._stores.unreachable(rank, seconds, lost)

@@ -103,7 +103,9 @@ def prune(path: str | Path, where: str, *, dry_run: bool = False) -> Pruned:
                 ids, nbytes = leaving["trajectory_id"].to_numpy(), int(leaving["bytes"].sum())
                 sources = [source for source in reader._live.contents.sources if isinstance(source, StoreSource)]
                 gone = {
-                    (rank := ranks[source.directory.url]): _own_ids(source, ids[rank_of_id(ids) == rank], ids)
+                    (rank := ranks[source.directory.url]): np.append(
+                        own_id(ids[rank_of_id(ids) == rank]), source.twins[np.isin(source.twins[:, 1], ids), 0]
+                    )
                     for source in sources
                 }
                 by_points = _held_by_points(
@@ -150,11 +152,6 @@ def compact(path: str | Path, *, compress: bool = False) -> Compacted:
             after, held = after + stats["shard_bytes"], held + stats["held_bytes"]
     by_points = _held_by_points((Catalog.open(store.directory), None) for store in stores_of(place))
     return Compacted(place.url, int(before), int(after), int(held), damaged, by_points)
-
-
-def _own_ids(source: StoreSource, shown: IntArray, ids: IntArray) -> IntArray:
-    """Return the ids in a store of the trajectories shown of it, and of its hidden copies of these ids."""
-    return np.concatenate([own_id(shown), source.twins[np.isin(source.twins[:, 1], ids), 0]])
 
 
 def _held_by_points(stores: Iterable[tuple[Catalog, IntArray | None]]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -343,15 +343,6 @@ def asked(state: Mapping[str, Any]) -> dict[str, Any]:
         name: value.state_dict() if callable(getattr(value, "state_dict", None)) else value
         for name, value in state.items()
     }
-
-
-def absence(remove: Callable[[], object]) -> str | None:
-    """Remove a snapshot from a store; return None, or a sentence if there is no such snapshot."""
-    try:
-        remove()
-    except StoreNotFoundError as error:
-        return str(error)
-    return None
 
 
 def _line(snapshots: Listing) -> list[SavedPoint]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from trajstore._core.base.arguments import path_or_url
 from trajstore._core.base.interrupts import uninterrupted
 from trajstore._core.buffer.checkpoint import CheckpointState
-from trajstore._core.buffer.points import Listing, Points, Stores, absence, asked
+from trajstore._core.buffer.points import Listing, Points, Stores, asked
 from trajstore._core.buffer.sink import Sink, StoreSink
 from trajstore._core.buffer.view import View
 from trajstore._core.files.base import Directory
@@ -107,7 +107,7 @@ class OwnStore(Stores):
 
     def remove(self, name: str | int) -> list[str | None]:
         writer = self._writer("remove")
-        reason = uninterrupted(lambda: absence(partial(writer.points.remove, name)))
+        reason = uninterrupted(partial(writer.points.remove, name))
         writer.rewriter.note()
         return [reason]
 
@@ -182,7 +182,7 @@ class StoresAt(Stores):
         return self.snapshots()
 
     def remove(self, name: str | int) -> list[str | None]:
-        return self._each(stores_of(self._place), lambda points: absence(partial(points.remove, name)))
+        return self._each(stores_of(self._place), lambda points: points.remove(name))
 
     def go_to(self, name: str | int, aside: bool) -> dict[str, Any]:
         stores = self._having(name)

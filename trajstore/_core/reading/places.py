@@ -85,12 +85,9 @@ class Place:
     def other_than(self, ranks: int | None) -> list[str]:
         """Return a sentence if a run has not this number of ranks, missing ones that are known included."""
         count = len(self.rank_names)
-        if ranks in (None, count):
-            return []
         above = ranks_above(self.rank_names, [ranks])
         absent = f": {_are_absent(above)}" if above else ""
-        has = f"has {counted(count, 'rank')}, not {ranks}" if self.kind == "run" else f"is no run of {ranks} ranks"
-        return [f"{self.url}: {has}{absent}"]
+        return [] if ranks in (None, count) else [f"{self.url}: has {counted(count, 'rank')}, not {ranks}{absent}"]
 
     @property
     def beside(self) -> list[str]:

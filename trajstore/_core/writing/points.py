@@ -30,7 +30,7 @@ from trajstore._core.store.saved_points import (
 from trajstore._core.store.states import encode_state
 from trajstore._core.writing.commit_log import CommitLog
 from trajstore._core.writing.inbox import Inbox
-from trajstore.errors import ConfigurationError, StoreWriteError, written
+from trajstore.errors import ConfigurationError, StoreNotFoundError, StoreWriteError, written
 
 logger = logging.getLogger(__name__)
 
@@ -231,23 +231,29 @@ class StorePoints:
 
     # -- removing ---------------------------------------------------------------------------------
 
-    def remove(self, name: str | int) -> None:
+    def remove(self, name: str | int) -> str | None:
         """Remove a snapshot; for a head that was left also the saved points that only its line has.
 
         Evicted trajectories and files that only it named are deleted.
 
+        Returns:
+            None, or a sentence if there is no such snapshot, with the existing ones.
+
         Raises:
-            StoreNotFoundError: there is no such snapshot; names the existing ones.
             StoreClosedError: the writer was closed, or belongs to the parent process.
         """
         self._log.check_not_asking()
         with self._one, self._log.changing():
             catalog = self._log.catalog
-            head = catalog.snapshot(name)
+            try:
+                head = catalog.snapshot(name)
+            except StoreNotFoundError as error:
+                return str(error)
             if head.kind == "aside":
                 points = [catalog.pins.heads[point] for point in catalog.present_line(head)]
                 self._release(self._on_no_line(points, but=head))  # first: after a crash the head still names them
             self._release([head])
+        return None
 
     def _on_no_line(self, points: Sequence[Snapshot], but: Snapshot | None = None) -> list[Snapshot]:
         """Return the points that are neither on the current line nor on that of a head that was left.

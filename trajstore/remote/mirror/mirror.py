@@ -316,8 +316,8 @@ class StoreMirror:
             return
         self._told_at = now
         document = {name: getattr(state, name) for name in ("generation", "newest_id", "at")}
-        document |= {"since": self._since, "url": as_text(state.url), "error": state.error and as_text(state.error)}
-        document["mount"] = self._mount
+        document |= {"since": self._since, "mount": self._mount, "url": as_text(state.url)}
+        document["error"] = state.error and as_text(state.error)
         try:
             self._directory.publish([EncodedFile(MIRRORED_NAME, [orjson.dumps(document)])])
         except (OSError, TrajstoreError) as error:
@@ -379,13 +379,13 @@ class StoreMirror:
 
 
 def mount_of(directory: Directory) -> str | None:
-    """Return the mount point above a local directory; None for a URL."""
+    """Return the mount point above a local directory; None for a URL, and for a name that is no text."""
     if not isinstance(directory, LocalDirectory):
         return None
     path = os.path.realpath(directory.path)
     while not os.path.ismount(path):
         path = os.path.dirname(path)
-    return as_text(path)
+    return path if as_text(path) == path else None
 
 
 def mirror_directory(options: Mirror, store: Directory) -> Directory:
