@@ -83,7 +83,7 @@ def memory_url() -> str:
 def small_ray() -> Any:
     """Return the Ray cluster that all tests of this process share."""
     pytest.importorskip("ray")
-    return rays.cluster()
+    return rays.running(rays.cluster)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Ray for tests: one cluster per process, and workers that are forked."""
+"""Ray for tests: one at a time in a process, shared by its tests, and workers that are forked."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from tests import forking
 
-_clusters: list[Any] = []
+_running: dict[Callable[..., Any], tuple[Any, ExitStack]] = {}
+"""What runs in this process, by what started it."""
 
 
 def executable(*modules: str) -> str:
@@ -37,26 +40,35 @@ def executable(*modules: str) -> str:
     return f"{sys.executable} -S -E {forking.__file__} {address}"
 
 
-def cluster() -> Any:
-    """Return the running cluster; without one, start a head with two CPUs and join it."""
+@contextmanager
+def cluster() -> Iterator[Any]:
+    """Run a head with two CPUs, joined by this process."""
     import ray
     from ray.cluster_utils import Cluster
 
-    if not _clusters:
-        # A lost node refuses the checks of its health; Ray gives it up after five, slow answers are still waited for.
-        system = {"health_check_period_ms": 500}
-        head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
-        _clusters.append(Cluster(initialize_head=True, head_node_args=head))
-        runtime_env = {"py_executable": executable("trajstore.distributed.server", "tests.support.witness")}
-        ray.init(address=_clusters[0].address, log_to_driver=False, runtime_env=runtime_env)
+    # A lost node refuses the checks of its health; Ray gives it up after five, slow answers are still waited for.
+    system = {"health_check_period_ms": 500}
+    head = {"num_cpus": 2, "include_dashboard": False, "_system_config": system}
+    started = Cluster(initialize_head=True, head_node_args=head)
+    runtime_env = {"py_executable": executable("trajstore.distributed.server", "tests.support.witness")}
+    ray.init(address=started.address, log_to_driver=False, runtime_env=runtime_env)
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+def running(start: Callable[[], AbstractContextManager[Any]]) -> Any:
+    """Return what ``start`` runs, until another one is asked for, or the process ends."""
+    if start not in _running:
+        stop()
+        with ExitStack() as stack:
+            started = stack.enter_context(start())
+            _running[start] = started, stack.pop_all()
         atexit.register(stop)  # registered last, so that it runs before Ray's own handlers
-    return _clusters[0]
+    return _running[start][0]
 
 
 def stop() -> None:
-    """Stop the cluster, for tests that start Ray in another way."""
-    import ray
-
-    if _clusters:
-        ray.shutdown()
-        _clusters.pop().shutdown()
+    """Stop what runs, for tests that start Ray in another way."""
+    if _running:
+        _running.popitem()[1][1].close()

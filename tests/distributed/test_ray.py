@@ -70,7 +70,7 @@ from trajstore.distributed.routes import Routes  # noqa: E402
 
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
-    return rays.cluster()
+    return rays.running(rays.cluster)
 
 
 def create(name: str, path: Path, **options: Any) -> DistributedReplayBuffer:

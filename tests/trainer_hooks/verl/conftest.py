@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests import rays
+
 try:
     import transfer_queue  # noqa: F401
     import verl  # noqa: F401
@@ -50,19 +52,12 @@ def override_verl(compose_verl: Compose) -> Compose:
     return overridden
 
 
-@pytest.fixture(scope="module")  # stops Ray before other tests start theirs
-def _plane() -> Iterator[None]:
-    from tests.trainer_hooks.verl.plane import own_plane  # verl need not be installed
-
-    with own_plane():
-        yield
-
-
 @pytest.fixture
-def data_plane(_plane: None) -> Iterator[None]:
-    """Keep a data plane of verl for the test; empty it afterwards."""
-    from tests.trainer_hooks.verl.plane import empty_plane
+def data_plane() -> Iterator[None]:
+    """Keep the data plane of verl that all tests of this process share; empty it after the test."""
+    from tests.trainer_hooks.verl.plane import empty_plane, own_plane  # verl need not be installed
 
+    rays.running(own_plane)
     yield
     empty_plane()
 

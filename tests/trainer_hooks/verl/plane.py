@@ -148,7 +148,6 @@ def shown(row: Row, mode: TrainMode) -> Row:
 @contextmanager
 def own_plane() -> Iterator[None]:
     """Run a data plane in a separate Ray instance."""
-    rays.stop()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_prestart_worker_first_driver", "0")  # a worker for every CPU would take long to start
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -161,13 +160,13 @@ def own_plane() -> Iterator[None]:
             object_store_memory=150_000_000,
             runtime_env=runtime_env,
         )
-        try:
-            storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
-            tq.init(OmegaConf.create({"backend": {"storage_backend": BACKEND, "SimpleStorage": storage}}))
-            yield
-        finally:
-            tq.close()
-            ray.shutdown()
+    try:
+        storage = {"num_data_storage_units": 1, "total_storage_size": 2000}
+        tq.init(OmegaConf.create({"backend": {"storage_backend": BACKEND, "SimpleStorage": storage}}))
+        yield
+    finally:
+        tq.close()
+        ray.shutdown()
 
 
 def empty_plane() -> None:
