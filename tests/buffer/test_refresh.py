@@ -257,8 +257,8 @@ def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
     monkeypatch.setattr(plan, "_helper_count", lambda: 3)
     plan._helpers.clear()
 
-    def read() -> None:
-        for _ in range(rounds):
+    def read(count: int) -> None:
+        for _ in range(count):
             for rows, expected in zip(drawn, plain, strict=True):
                 batch = dict(walk(buffer.read(rows), ()))
                 assert batch.keys() == expected.keys()
@@ -266,9 +266,9 @@ def test_threads_and_forked_processes_that_copy_large_batches_get_equal_rows(
         assert sum(thread.name == "trajstore-gather" and thread.is_alive() for thread in threading.enumerate()) >= 3
 
     with ThreadPoolExecutor(3) as pool:
-        threads = [pool.submit(read) for _ in range(3)]
+        threads = [pool.submit(read, rounds) for _ in range(3)]
         for _ in range(rounds):
-            child = context.Process(target=read)
+            child = context.Process(target=read, args=(3,))
             child.start()
             child.join()
             assert child.exitcode == 0

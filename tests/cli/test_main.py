@@ -55,8 +55,8 @@ def test_a_reader_that_stops_reading_ends_the_command_in_silence(project_root: P
 def test_a_closed_stream_is_reported(
     descriptor: int, message: str, words: str, tmp_path: Path, project_root: Path
 ) -> None:
-    code = f"import os, sys; os.close({descriptor}); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    command = [sys.executable, "-c", code, "-m", "trajstore", "annotate", tmp_path / "absent", *words.split()]
+    command = ["sh", "-c", f'exec "$0" -m trajstore annotate "$@" {descriptor}>&-', sys.executable]
+    command += [str(tmp_path / "absent"), *words.split()]
     done = subprocess.run(command, cwd=project_root, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, message)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run
+from tools.bench import t08_open, t14_memory, t21_view, t25_restart, t31_tokens, t35_run, t36_week
 from tools.bench.__main__ import BENCHMARKS, figures_of, main
 from tools.bench.report import Figure, Options, SkippedError, table
 from tools.crash.forked import forking
@@ -31,6 +31,7 @@ def test_prints_json_lines(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     for module in (t08_open, t14_memory, t21_view, t25_restart):  # starting Python and torch takes seconds
         monkeypatch.setattr(module, "in_child", lambda work, *arguments: work(*arguments))
     monkeypatch.setattr(t35_run, "in_child", _in_fork)
+    monkeypatch.setattr(t36_week, "RANKS", 4)
     for tokens in ("_FIRST", "_SAMPLED", "_OBSERVED"):
         monkeypatch.setattr(t31_tokens, tokens, 8)
     try:
