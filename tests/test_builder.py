@@ -93,8 +93,7 @@ def test_a_trajectory_is_the_stack_of_its_steps() -> None:
     assert trajectory.versions is not None
     assert trajectory.model_weights_id == get_model_weights_id(trajectory.versions)
     assert len(result) == 5
-    buffer = TrajectoryReplayBuffer()
-    assert buffer.add_trajectories([trajectory]) == [0]
+    assert TrajectoryReplayBuffer().add_trajectories([trajectory]) == [0]
     result.clear()
     assert len(result) == 0
 

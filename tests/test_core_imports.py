@@ -35,5 +35,4 @@ def test_documentation_and_examples_name_no_private_module(project_root: Path) -
         *(project_root / "docs").rglob("*.md"),
         *(project_root / "examples").rglob("*.py"),
     ]
-    found = [str(page) for page in pages if re.search(r"trajstore\._", page.read_text())]
-    assert found == []
+    assert [str(page) for page in pages if re.search(r"trajstore\._", page.read_text())] == []

@@ -62,5 +62,4 @@ def test_a_reader_and_a_buffer_have_the_members_that_the_reference_lists(project
     listed = {title: set(re.findall(r"`(\w+)`", names)) for title, names in rows}
     own = listed.pop("the buffer alone")
     for made, names in ((trajstore.Reader, set()), (trajstore.TrajectoryReplayBuffer, own)):
-        public = {name for name in dir(made) if not name.startswith("_")}
-        assert public == set().union(*listed.values()) | names
+        assert {name for name in dir(made) if not name.startswith("_")} == set().union(*listed.values()) | names

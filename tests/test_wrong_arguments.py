@@ -18,7 +18,7 @@ import trajstore.loader
 import trajstore.points
 import trajstore.samplers
 from tests.feeding.test_loader import block
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from trajstore import TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_n_step
 from trajstore.errors import TrajstoreError
@@ -299,6 +299,5 @@ def test_storage_options_for_a_local_path_are_told(path: Path, buffer: Trajector
 def test_another_format_of_an_existing_store_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for form, count in (("zarr", 0), ("zarr", 0), ("pt", 1), ("pt", 0)):
         caplog.clear()
-        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, trajectory_format=form) as buffer:
-            buffer.add_trajectories([block(0)])
+        stored(tmp_path, [block(0)], trajectory_format=form)
         assert caplog.text.count("newest shard has format zarr, and new ones get pt") == count

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stores import another_writer, damage_indexes, writer_to
+from tests.stores import another_writer, damage_indexes, stored, writer_to
 from tests.support.waiting import wait_until
 from tools.crash.forked import forking
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate, notes_of
@@ -48,10 +48,7 @@ def values_of(store: Path | TrajectoryReplayBuffer, number: int | str) -> list[A
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("pristine") / "store"
-    with writer_to(path) as writer:
-        writer.add_trajectories([rollout(number) for number in range(4)])
-    return path
+    return stored(tmp_path_factory.mktemp("pristine") / "store", [rollout(number) for number in range(4)])
 
 
 @pytest.fixture
@@ -198,8 +195,7 @@ def test_processes_annotate_at_once_and_the_writer_gives_rows_meanwhile(path: Pa
 
 def test_a_run_is_annotated_by_its_ids(tmp_path: Path) -> None:
     for rank in range(2):
-        with writer_to(tmp_path / f"rank_{rank}") as writer:
-            writer.add_trajectories([rollout(number) for number in range(2)])
+        stored(tmp_path / f"rank_{rank}", [rollout(number) for number in range(2)])
     annotate(tmp_path, ["1/1", "0/0"], {"score": [7, 8]})
     with TrajectoryReplayBuffer.open(tmp_path) as run:
         scores = {row["trajectory_id"]: row["score"] for row in run.query().where("score is not null").rows()}

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.stores import add_each, contents_of, keys_of, reader_of
+from tests.stores import add_each, contents_of, keys_of, reader_of, stored
 from tests.support.copies import copy_live
 from tests.support.faults import FaultPlan, failing_disk
 from tests.support.witness import check_batch, key_of, witness
@@ -169,8 +169,7 @@ def test_loading_writes_nothing_into_the_directory(tmp_path: Path, kind: str) ->
             other.save_checkpoint(tmp_path / "both")
         assert listing(source) == before
         assert not list(source.glob("readers/*"))
-        both = reader_of(tmp_path / "both")
-        assert sorted(keys_of(both).values()) == [0, 2, 3, 4, 77]
+        assert sorted(keys_of(reader_of(tmp_path / "both")).values()) == [0, 2, 3, 4, 77]
 
 
 def test_nothing_there(tmp_path: Path) -> None:
@@ -286,8 +285,7 @@ def test_what_holds_files_of_other_people_is_not_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("copy", [copy_store, repair_store, restore])
 def test_a_copy_within_its_own_source_is_refused(tmp_path: Path, copy: Callable[..., object]) -> None:
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
-        buffer.add_trajectories([witness(0)])
+    stored(tmp_path / "store", [witness(0)])
     with pytest.raises(errors.ConfigurationError, match="or contains it"):
         copy(tmp_path / "store", tmp_path / "store/inner")
     assert verify(tmp_path / "store").sound

@@ -88,8 +88,7 @@ def test_decisions_are_those_of_a_loop(
         else:
             break
     going = Retention(max_trajectories=most, max_bytes=nbytes, max_policy_age=age).to_evict(index)
-    remaining = [number for number in range(len(sizes)) if number not in set(going.tolist())]
-    assert remaining == sorted(kept)
+    assert [number for number in range(len(sizes)) if number not in set(going.tolist())] == sorted(kept)
 
 
 def test_older_trajectories_do_not_go_for_ones_that_a_crash_could_take(tmp_path: Path) -> None:

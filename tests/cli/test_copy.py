@@ -309,8 +309,7 @@ def test_a_copy_of_stores_that_was_killed_says_so_and_is_completed_by_the_same_c
             opened(copy / name)
     assert f"{names[0]}: 2 trajectories" in run.out("copy", source, copy)
     assert {name.rsplit("/", 1)[-1] for name in files_of(copy)} & {"copying.json", "writer.lock"} == set()
-    again = run.out("copy", source, copy)
-    assert again.count("everything already") == 2
+    assert run.out("copy", source, copy).count("everything already") == 2
 
 
 @pytest.mark.parametrize("words", ["copy store", "copy run", "repair store", "merge store", "split store --ranks 2"])

@@ -148,8 +148,7 @@ def test_the_cursor_stays_before_what_an_interrupt_kept_from_being_shown(
     monkeypatch.setattr(Output, "line", interrupted)
     shown = run.out("list", path, "--since", START, code=INTERRUPTED)
     monkeypatch.undo()
-    cursor = shown.split()[-1]
-    assert after(run, path, "--since", cursor)[0] == [3, 4, 5]
+    assert after(run, path, "--since", shown.split()[-1])[0] == [3, 4, 5]
 
 
 def test_a_follower_ends_when_its_reader_does(tmp_path: Path, project_root: Path) -> None:

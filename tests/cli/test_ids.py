@@ -55,8 +55,7 @@ def csv_of(text: str) -> list[str]:
 
 def test_every_command_writes_ids_of_a_run_as_rank_and_id(ranks: Path, tmp_path: Path, run: Run) -> None:
     every = ("--sort", "trajectory_id", "--limit", "0")
-    table = [line.split()[0] for line in run.out("list", ranks, *every).splitlines()[1:]]
-    assert table == RUN
+    assert [line.split()[0] for line in run.out("list", ranks, *every).splitlines()[1:]] == RUN
     assert [row["trajectory_id"] for row in run.json("list", ranks, *every)] == RUN
     assert csv_of(run.out("list", ranks, *every, "--csv")) == RUN
     sql = "select trajectory_id, max(trajectory_id) as newest from trajectories group by trajectory_id order by 1"
@@ -128,8 +127,7 @@ def test_another_spelling_is_refused_in_a_run(ranks: Path, run: Run, condition: 
 @pytest.mark.parametrize("condition", ["trajectory_id = '2/1'", "trajectory_id in ('1', '3')", "trajectory_id = 2/1"])
 def test_another_spelling_is_refused_in_a_single_store(single: Path, run: Run, condition: str) -> None:
     for words in (("list",), ("prune", "--yes")):
-        complaint = run.err(*words[:1], single, "--where", condition, *words[1:])
-        assert "trajectory_id = 17" in complaint
+        assert "trajectory_id = 17" in run.err(*words[:1], single, "--where", condition, *words[1:])
     with TrajectoryReplayBuffer.open(single) as reader, pytest.raises(ConfigurationError, match="trajectory_id = 17"):
         reader.query().where(condition).ids()
 

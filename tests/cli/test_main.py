@@ -23,8 +23,7 @@ def test_interruption_is_clean(run: Run, store: Path, monkeypatch: pytest.Monkey
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trajstore.operations.verify.find_place", interrupt)
-    err = run.err("verify", store, code=INTERRUPTED)
-    assert err == "trajstore: interrupted\n"
+    assert run.err("verify", store, code=INTERRUPTED) == "trajstore: interrupted\n"
 
 
 def test_a_reader_that_stops_reading_ends_the_command_in_silence(project_root: Path) -> None:

@@ -166,8 +166,7 @@ def test_only_the_same_result_at_a_url_is_accepted(command: str, tmp_path: Path,
 
 def test_compact_reports_a_damaged_shard_that_stays(tmp_path: Path, run: Run) -> None:
     path = stored(tmp_path / "store", [witness(key) for key in range(3)])
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as buffer:
-        buffer.add_trajectories([witness(key) for key in range(3, 6)])
+    stored(path, [witness(key) for key in range(3, 6)])
     flip(min((path / "shards").iterdir()))
     assert run.json("compact", path, code=DAMAGED)["damaged"] == 1
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.forging import forged_index, forged_log
-from tests.stores import keys_of, reader_of, refused_to_all, writer_to
+from tests.stores import keys_of, reader_of, refused_to_all, stored, writer_to
 from tests.support.copies import copy_live
 from tests.support.witness import check_trajectory, witness
 from trajstore import AgentTrajectory, Reward, Trajectory, TrajectoryReplayBuffer, errors
@@ -103,8 +103,7 @@ def test_extents_that_the_index_cannot_hold(refused: Refuse, shape: tuple[int, .
 
 def test_the_longest_extent_comes_back(tmp_path: Path) -> None:
     longest = Trajectory(rewards=torch.zeros(2**31 - 1, 1, 0), max_episode_length=2**63 - 1)
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as buffer:
-        buffer.add_trajectories([longest, longest])
+    stored(tmp_path, [longest, longest])
     again = TrajectoryReplayBuffer()
     again.load_checkpoint(tmp_path)
     assert again.total_samples == 2 * (2**31 - 1)

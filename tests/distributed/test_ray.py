@@ -121,8 +121,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         assert len(handle.sample_trajectories(5)) == 5
         check_batch(handle.sample(32, sampler=WeightedSampler()))
         if follower is not None:
-            shown = follower.news("trajectory_id >= 0")
-            assert sorted(shown.table["trajectory_id"]) == sorted(ids)
+            assert sorted(follower.news("trajectory_id >= 0").table["trajectory_id"]) == sorted(ids)
             assert len(follower.news().table) == 0
             more = handle.add_trajectories([witness(12)]).committed(120)
             with closing(Follower(tmp_path / "run", follower.cursor)) as of_directory:
@@ -133,8 +132,7 @@ def test_added_drawn_evicted_saved(cluster: Cluster, tmp_path: Path, monkeypatch
         assert handle.size == 9
         handle.save_checkpoint("saved")
         assert handle.get_stats()["num_trajectories"] == 9
-        other = DistributedReplayBuffer.connect("whole")
-        assert other.stores == [0, 1]
+        assert DistributedReplayBuffer.connect("whole").stores == [0, 1]
         with pytest.raises(ConfigurationError, match="exists already"):
             create("whole", tmp_path / "elsewhere")
         handle.stop()

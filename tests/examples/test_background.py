@@ -144,7 +144,6 @@ def test_a_damaged_record_makes_its_task_a_row_shorter(
     monkeypatch.setattr(made.collate, "get_histories", after_a_loss)
     caplog.set_level(logging.INFO)
     plan = replay.before_rollout(replay.tasks_chosen(TASKS, 0.5, 2))
-    rows = replay.batch_rows(plan, roll_out(plan, 2))
-    assert len(rows) == N * len(TASKS) - 1
+    assert len(replay.batch_rows(plan, roll_out(plan, 2))) == N * len(TASKS) - 1
     assert "no longer keeps a trajectory of task a" in caplog.text
     replay.close()

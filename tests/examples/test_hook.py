@@ -142,8 +142,7 @@ def test_state_goes_back_to_where_it_was_taken() -> None:
     state = replay.state_dict()
     then = [do_step(replay, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
     other.load_state_dict(state)
-    again = [do_step(other, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
-    assert then == again
+    assert then == [do_step(other, step)[0].non_tensors["rollout_ids"].tolist() for step in (2, 3)]
     with pytest.raises(CorruptStoreError):
         other.load_state_dict({"version": 1})
 

@@ -107,8 +107,7 @@ def test_an_interrupted_run_records_the_rows_of_an_uninterrupted_one(tmp_path: P
         "1 step after step 4 will be replaced",
         "2 steps after step 7 will be replaced",
     ]
-    ledger = read(store / "ledger")
-    assert first_difference(ledger, read(tmp_path / "other")) is None
+    assert first_difference(read(store / "ledger"), read(tmp_path / "other")) is None
     assert "equal in every step and row" in run.out("audit", store, "--against", tmp_path / "other")
     columns = ("trajectory_id", "rollout_row", "tokens", "version", "weight", "probability")
     table = TrajectoryReplayBuffer.open(store).query("trained").table()

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.feeding.test_loader import block, waits_for
-from tests.stores import in_memory, refused, writer_to
+from tests.stores import in_memory, refused, stored, writer_to
 from trajstore import AgentTrajectory, Reader, Reward, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore.errors import ConfigurationError, EmptyBufferError
@@ -76,8 +76,7 @@ def test_only_what_matches_is_drawn_and_changes_count_at_the_next_draw(tmp_path:
 
 
 def test_every_way_of_drawing_takes_a_condition_and_ids(tmp_path: Path) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([block(key) for key in range(6)])
+    stored(tmp_path / "store", [block(key) for key in range(6)])
     reader = TrajectoryReplayBuffer.open(tmp_path / "store", seed=2)
     condition, wanted = "trajectory_id in (1, 4)", {1, 4}
     for only in (
@@ -123,8 +122,7 @@ def named(loader: Iterable[Any], count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("sampler", [lambda: None, lambda: EpochSampler(unit="trajectory")])
 def test_a_loader_resumes_with_its_condition_and_refuses_another(tmp_path: Path, sampler: Callable[[], Any]) -> None:
-    with writer_to(tmp_path / "store") as writer:
-        writer.add_trajectories([rollout(number) for number in range(40)])
+    stored(tmp_path / "store", [rollout(number) for number in range(40)])
 
     def make(where: str | None = "metadata.source = 'math'", **more: Any) -> TokenLoader:
         reader = TrajectoryReplayBuffer.open(tmp_path / "store", seed=4)

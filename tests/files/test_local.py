@@ -161,5 +161,4 @@ def test_sizes_of_files_whatever_a_name_stands_for(tmp_path: Path) -> None:
     some = [f"shards/ä{number}" for number in range(31)]
     names = [*some, *(f"shards/{name}" for name in ("folder", "link", "circle", "large", "ä3/below", 300 * "z"))]
     expected = [*range(30), -1, -1, 7, -1, 5 << 32, -1, -1]
-    directory = LocalDirectory(tmp_path)
-    assert directory.sizes_of(names, "shards").tolist() == expected
+    assert LocalDirectory(tmp_path).sizes_of(names, "shards").tolist() == expected

@@ -143,8 +143,7 @@ def test_shared_objects_stay_shared() -> None:
 
 
 def test_any_buffer_is_read_and_what_follows_is_ignored() -> None:
-    data = pickle.dumps([1, 2])
-    assert safe_loads(memoryview(bytearray(data + b"tail"))) == [1, 2]
+    assert safe_loads(memoryview(bytearray(pickle.dumps([1, 2]) + b"tail"))) == [1, 2]
 
 
 # -- stand-ins and persistent ids --------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.stores import writer_to
+from tests.stores import stored
 from tests.support.equality import same
 from tests.support.formats import SHARD, SHARDS, FormatConformance, StoredShard, store_shard
 from tools.crash.forked import forking
@@ -145,9 +145,7 @@ def test_compressed_floats_of_rollouts(
     )
     options = {"codec": codec, "chunk_bytes": chunk_bytes}
     path = tmp_path_factory.mktemp("store")
-    with writer_to(path, trajectory_format="zarr", format_options=options) as buffer:
-        buffer.add_trajectories([rollout, rollout])
-        buffer.flush()
+    stored(path, [rollout, rollout], trajectory_format="zarr", format_options=options)
     with TrajectoryReplayBuffer.open(path) as reader:
         assert same(reader.get(1).rollout_log_probs, rollout.rollout_log_probs)
 

@@ -165,8 +165,7 @@ def test_the_model_reads_tries_with_their_scores_and_its_answer_is_an_experience
     assert "Score 1.0" in prompt
     assert "Score 0.0" in prompt
     assert "Score 0.5" not in prompt
-    experiences = maker.retrieve("cup", 1)
-    assert "go {kitchen}" in experiences.text
+    assert "go {kitchen}" in maker.retrieve("cup", 1).text
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,7 @@ def test_samples_of_slime_come_again_only_if_they_are_exact(
     source = slime.ReplayDataSource(args)
     for version in ("1", "2"):
         slime.step(args, source, version, False, label=value)
-    stored = slime.recording_of(args).buffer.get(0)
-    assert stored.metadata.get(LACKS, []) == ([] if exact else ["label"])
+    assert slime.recording_of(args).buffer.get(0).metadata.get(LACKS, []) == ([] if exact else ["label"])
     again = [sample for group in source.get_samples(2) for sample in group if sample.status.value != "pending"]
     assert [sample.label for sample in again] == ([value] * 2 if exact else [])
     assert (not caplog.messages) == exact

@@ -175,8 +175,7 @@ def test_an_export_of_nothing_is_refused(store: Path, tmp_path: Path) -> None:
     "words", ["convert STORE OUT --to jsonl", "convert STORE OUT --to parquet", "view STORE --bundle OUT"]
 )
 def test_a_url_is_refused_with_what_to_do(words: str, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = words.replace("STORE", str(store)).replace("OUT", "s3://bucket/out").split()
-    assert main(line) == 2
+    assert main(words.replace("STORE", str(store)).replace("OUT", "s3://bucket/out").split()) == 2
     error = capsys.readouterr().err
     assert "s3://bucket/out is a URL" in error
     assert "then copy them there" in error

@@ -120,8 +120,7 @@ def test_a_format_loses_what_it_declares(
     cannot_carry = format_named(name).cannot_carry
     kind = format_named(name).kind[:-1]
     said = f"{name} has no place for it: {', '.join(cannot_carry)}\n" if cannot_carry else ""
-    out = capsys.readouterr().out
-    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 compared, read by " in out
+    assert f"{said}{tmp_path / 'out'}: 1 {kind}, 1 compared, read by " in capsys.readouterr().out
     done = convert_from(tmp_path / "out", tmp_path / "back", name, check=True)
     assert (done.written, done.checked, done.is_whole) == (1, 1, True)
     (first,), (second,) = read_all(path), read_all(tmp_path / "back")
@@ -136,8 +135,7 @@ def test_only_fields_that_are_there_are_listed_as_lost(tmp_path: Path, capsys: p
     assert main(words) == 0
     assert "not converted" not in capsys.readouterr().out
     rollouts[1].input_ids = torch.arange(3)
-    done = convert_to(stored(tmp_path / "store", rollouts), tmp_path / "b", "chat")
-    assert done.lost == ["input_ids"]
+    assert convert_to(stored(tmp_path / "store", rollouts), tmp_path / "b", "chat").lost == ["input_ids"]
 
 
 TEXTS = st.text(max_size=20).filter(lambda text: text.encode("utf8", "ignore").decode() == text)

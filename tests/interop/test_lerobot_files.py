@@ -253,8 +253,7 @@ def test_odd_names_of_folders_are_taken_as_they_are(tmp_path: Path, name: str) -
     for decoy in ("lr=1", "ab", "runs", "x0", "x1"):
         write(tmp_path / decoy, [1, 1, 1])
     write(tmp_path / name, [2, 2])
-    done = convert_from(tmp_path / name, tmp_path / "store", "lerobot", check=True)
-    assert done.written == 2
+    assert convert_from(tmp_path / name, tmp_path / "store", "lerobot", check=True).written == 2
     assert [len(states) for states in states_of(tmp_path / "store")] == [2, 2]
 
 

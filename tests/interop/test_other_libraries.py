@@ -323,8 +323,7 @@ def test_minari(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     robot: Any = environment.unwrapped
     collector = minari.DataCollector(environment)
     acted(robot, collector.reset, collector.step, COUNT)
-    made = collector.create_dataset("robot/random-v0", eval_env=environment)
-    assert made.total_steps >= COUNT
+    assert collector.create_dataset("robot/random-v0", eval_env=environment).total_steps >= COUNT
     episodes = minari.load_dataset("robot/random-v0").iterate_episodes()
     store(
         tmp_path / "store",

@@ -223,8 +223,7 @@ def test_groups_are_drawn_without_reading_rollouts(tmp_path: Path, monkeypatch: 
     stored(tmp_path, [rollout(f"t{n % 3}") for n in range(9)])
     reader = TrajectoryReplayBuffer.open(tmp_path)
     monkeypatch.setattr(Contents, "make_resident", None)
-    drawn = reader.draw(3, sampler=GroupSampler())
-    assert sorted(drawn.ids.tolist()) == list(range(9))
+    assert sorted(reader.draw(3, sampler=GroupSampler()).ids.tolist()) == list(range(9))
 
 
 def test_more_scores_than_an_index_has_stay_in_the_rollouts(caplog: pytest.LogCaptureFixture) -> None:

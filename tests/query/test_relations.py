@@ -387,8 +387,7 @@ def test_what_cannot_be_read_is_named_and_its_neighbours_come(tmp_path: Path, ca
     path = stored(tmp_path / "store", [conversation(f"{n}", messages) for n in ("first", "second", "third")])
     spoil_document(next((path / "shards").iterdir()), b'second"')
     with TrajectoryReplayBuffer.open(tmp_path / "store") as reader:
-        ids = reader.query("messages").where("role is not null").ids().tolist()
-        assert ids == [0, 2]
+        assert reader.query("messages").where("role is not null").ids().tolist() == [0, 2]
         assert caplog.messages[-1].startswith("1 trajectory cannot be read, so the answer lacks messages: 1")
         assert len(set(reader.query("tokens").ids().tolist())) == 3  # its tokens are intact
 

@@ -141,8 +141,7 @@ def test_tokens_regions_and_requester_pays(server: Server) -> None:
 def test_anonymous(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "not to be used")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not to be used")
-    objects = ObjectStore("s3://bucket/run", {"anon": True, "endpoint_url": server.url})
-    assert fetched(objects) == WANTED
+    assert fetched(ObjectStore("s3://bucket/run", {"anon": True, "endpoint_url": server.url})) == WANTED
     assert server.by_obstore()
     assert not any("authorization" in headers for headers in server.by_obstore())
 

@@ -468,8 +468,7 @@ def test_every_format_in_an_object_store(tmp_path: Path, fmt: str, store: str) -
         expected = keys_of(buffer)
     assert keys_at(url) == expected
     is_sound(url)
-    restored = restore(url, tmp_path / "new")
-    assert restored.trajectories == len(expected)
+    assert restore(url, tmp_path / "new").trajectories == len(expected)
     with make(tmp_path / "new", url) as buffer:
         assert keys_of(buffer) == expected
         level(buffer)

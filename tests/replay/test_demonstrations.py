@@ -260,8 +260,7 @@ def test_a_rollout_with_its_tokens_takes_the_place_of_a_demonstration(tokenizer:
         rollout.entropy = 1.0
         assert manager.save_trajectories_to_memory([rollout]) == 1
         assert manager.seed([first]) == {"duplicate": 1}
-        without_log_probs = [held.old_log_probs is None for held in manager.task2trajectories["a"]]
-        assert without_log_probs == [True, False]
+        assert [held.old_log_probs is None for held in manager.task2trajectories["a"]] == [True, False]
     assert [held.old_log_probs is None for held in held(tmp_path)] == [True, False]
 
 

@@ -94,8 +94,7 @@ def test_a_plan_names_no_task_more_often_than_its_batch(ratio: float) -> None:
 
 
 def test_a_task_given_twice_fills_up_only_where_nothing_else_is_left() -> None:
-    mix = ExperienceMixCollateFn(manager_with([], []), str)
-    assert mix(["a", "a", "b"], 1.0) == ([], ["a", "b", "a"])
+    assert ExperienceMixCollateFn(manager_with([], []), str)(["a", "a", "b"], 1.0) == ([], ["a", "b", "a"])
 
 
 def test_every_task_has_n_rollout_rows() -> None:

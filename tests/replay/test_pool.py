@@ -234,8 +234,7 @@ def test_uses_survive_a_state_dict_and_a_restart() -> None:
     other.load_state_dict(manager.state_dict())
     assert numbers(other.get_offpolicy_batch(["a"], 1)) == [2]
     manager.flush()
-    reopened = ExperienceManager(rules, store=store)
-    assert numbers(reopened.get_offpolicy_batch(["a"], 1)) == [2]
+    assert numbers(ExperienceManager(rules, store=store).get_offpolicy_batch(["a"], 1)) == [2]
 
 
 def test_a_count_of_steps_that_began_anew_is_told_and_old_entries_have_no_age(caplog: pytest.LogCaptureFixture) -> None:

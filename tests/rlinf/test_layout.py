@@ -132,8 +132,7 @@ def test_what_is_added_after_a_checkpoint_from_memory(rlinf: Path, tmp_path: Pat
     with TrajectoryReplayBuffer(sample_window_size=3, **options) as buffer:
         buffer.load_checkpoint(rlinf / "checkpoint_from_cache")
         given = [buffer.get(6)] * 8
-        ids = [buffer.add_trajectories([item])[0] for item in given]
-        assert (ids, len(buffer)) == (list(range(7, 15)), 15)
+        assert ([buffer.add_trajectories([item])[0] for item in given], len(buffer)) == (list(range(7, 15)), 15)
         assert buffer.sample(10)["rewards"].shape == (10, 4)
         buffer.save_checkpoint(tmp_path / "next")
         buffer.evict([0, 1, 4])

@@ -45,8 +45,7 @@ def test_a_directory_of_rlinf_is_not_written_to(tmp_path: Path) -> None:
         buffer.load_checkpoint(tmp_path / "theirs")  # as the message recommends
         buffer.add_trajectories([buffer.get(0)])
         buffer.save_checkpoint(tmp_path / "both")
-    both = reader_of(tmp_path / "both")
-    assert len(both) == 2
+    assert len(reader_of(tmp_path / "both")) == 2
 
 
 def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
@@ -74,8 +73,7 @@ def test_a_store_that_rlinf_wrote_into_is_told_as_such(store: Path) -> None:
         (store / name).write_bytes(data)
     for path, count in ((store, 4), (moved, 1)):
         assert verify(path).sound
-        again = reader_of(path)
-        assert len(again) == count
+        assert len(reader_of(path)) == count
 
 
 def test_what_the_log_still_tells_is_read_beside_rlinfs_files(tmp_path: Path) -> None:

@@ -166,8 +166,7 @@ def test_asynchronous_ppo_joins_the_newest_rollouts() -> None:
         part = collect()[0]
         part.versions = torch.full((STEPS, BATCH - 1, 1), version)
         rollouts.append(part)
-        taken = store.add((version, version), part)
-        assert taken is True
+        assert store.add((version, version), part) is True
     assert store.add((0.0, 0.0), rollouts[0]) is False
     assert store.topn(2) == [rollouts[0], rollouts[2]]
     assert store.get_metric() == {3: {"ratio": 0.5}, 2: {"ratio": 0.5}, "discarded_unused": 2}

@@ -114,8 +114,7 @@ def test_a_draw_within_a_draw_follows_what_left_meanwhile() -> None:
         buffer._live.contents.drop(np.array([0]))
         return buffer.draw(40, sampler=sampler)
 
-    drawn = buffer._sampling.together(sampler, lambda _: let_one_go_and_draw())
-    assert set(drawn.ids.tolist()) == {1, 2, 3}
+    assert set(buffer._sampling.together(sampler, lambda _: let_one_go_and_draw()).ids.tolist()) == {1, 2, 3}
     assert sampler.ids.tolist() == [1, 2, 3]
 
 

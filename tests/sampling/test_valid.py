@@ -13,7 +13,7 @@ import torch
 
 from tests.sampling.chance import fits
 from tests.sampling.test_sequences import check_windows
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from trajstore import ChunkStepResult, EmbodiedRolloutResult, Reader, Trajectory, TrajectoryReplayBuffer, annotate
 from trajstore._core.buffer.sequences import sample_hindsight, sample_n_step, sample_sequences
 from trajstore._core.formats import FORMATS
@@ -83,8 +83,7 @@ def reader(request: pytest.FixtureRequest, world: World, tmp_path: Path) -> Iter
         if kind == "merged":
             buffer.add_trajectories(world.blocks[:2])
             buffer.flush()
-            with writer_to(tmp_path / "other") as other:
-                other.add_trajectories(world.blocks[2:])
+            stored(tmp_path / "other", world.blocks[2:])
             merge([tmp_path / "store", tmp_path / "other"], tmp_path / "merged")
         else:
             buffer.add_trajectories(world.blocks)
@@ -260,8 +259,7 @@ def test_a_builder_collects_it_and_a_buffer_without_valid_steps_is_empty() -> No
 def test_a_count_that_disagrees_with_the_field_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trajstore._core.columns.steps._valid_samples", lambda *_: 3)
     valid = torch.tensor([[True, False]] * 4)
-    with writer_to(tmp_path) as buffer:
-        buffer.add_trajectories([Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
+    stored(tmp_path, [Trajectory(rewards=torch.ones(4, 2, 1), valid=valid)])
     problem = "its field valid has 4 valid steps, the index says 3"
     assert [found.message for found in verify(tmp_path).problems] == [problem]
     with Reader.open(tmp_path) as reader, pytest.raises(CorruptStoreError, match=f"trajectory 0: {problem}"):

@@ -194,8 +194,7 @@ def test_an_object_that_is_asked_for_its_state_may_read_the_store_and_not_change
         add(buffer, range(2))
         buffer.points.save(0)
         buffer.points.save(1, {"asks": Asks()})
-        state = buffer.points.state(1)["asks"]
-        assert state == {"bytes": buffer.get_stats()["live_bytes"], "rows": 4}
+        assert buffer.points.state(1)["asks"] == {"bytes": buffer.get_stats()["live_bytes"], "rows": 4}
         assert len(buffer) == 2
 
 

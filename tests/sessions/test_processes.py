@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.stores import opened
+from tests.stores import opened, stored
 from tests.support.sessions import session_rows
 from trajstore import Retention, Reward, Sessions, errors
 from trajstore._core.buffer.sink import StoreSink
@@ -194,8 +194,7 @@ def test_rows_that_the_store_has_are_not_added_again(store: Path, limit: int | N
     in_child(lambda: begin(store, state="finished"), killed=True)
     (old,) = journals(store)
     content = old.read_bytes()
-    with opened(store) as buffer:
-        buffer.add_trajectories(session_rows([(None, [1], [2])], 1.0, rollout_id="newer"))
+    stored(store, session_rows([(None, [1], [2])], 1.0, rollout_id="newer"))
     assert not old.exists()
     old.write_bytes(content)  # a crash between the commit of the rows and the record of it
     for _ in range(2):

@@ -86,8 +86,7 @@ def test_an_index_keeps_them(facts: list[Any], data: st.DataObject) -> None:
     facts = [row and {**row, "outcome": abs(row.get("outcome", 0.0))} for row in facts]  # -1 means absent
     index = index_of(facts)
     assert facts_in(index) == facts
-    again = index_from_json(orjson.loads(orjson.dumps(index_to_json(index))), 1)
-    assert facts_in(again) == facts
+    assert facts_in(index_from_json(orjson.loads(orjson.dumps(index_to_json(index))), 1)) == facts
     gone = data.draw(st.sets(st.integers(0, max(len(facts) - 1, 0)))) if facts else set()
     index.drop(index.first + np.array(sorted(gone), np.intp))
     left = [one for at, one in enumerate(facts) if at not in gone]

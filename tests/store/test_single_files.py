@@ -183,8 +183,7 @@ def test_without_any_index_the_shards_and_pins_say_it(run: Path, metadata: bool,
     assert ("counts 7 trajectories, and 9 are there now" in problems) == metadata
     assert repair_store(store, tmp_path / "new").is_whole
     found = shown(tmp_path / "new", time=False)
-    again = {entry["trajectory_id"] for uuid, entry in found.items() if uuid not in before}
-    assert again <= EVICTED
+    assert {entry["trajectory_id"] for uuid, entry in found.items() if uuid not in before} <= EVICTED
     assert {uuid: found[uuid] for uuid in before} == before
     then, state = points(run / "rank_0")["step-1.0"]
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "new") as buffer:

@@ -38,8 +38,7 @@ def test_damage_is_reported_or_without_effect(tmp_path: Path) -> None:
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_damage_is_reported_or_without_effect_in_a_long_campaign(tmp_path: Path) -> None:
-    result = run_campaign(tmp_path, KINDS, 5000, seed=5)
-    assert result.problems == []
+    assert run_campaign(tmp_path, KINDS, 5000, seed=5).problems == []
 
 
 # -- the campaign detects faults: one by default, the others in the long campaign --------------------

@@ -167,8 +167,7 @@ def test_histories_of_another_prompt_are_counted_replaced_and_drawn_no_more(repl
         plan = hook.before_rollout(hook.tasks_chosen(["a"], 0.5, 1))
         assert [len(item.histories) for item in plan] == [1]
         fresh = [asked(8, "x"), asked(8, "y", 0.0)]
-        more = hook.replacements(plan, fresh)
-        assert more == [PlannedTask("a", 1, ())]
+        assert hook.replacements(plan, fresh) == [PlannedTask("a", 1, ())]
         if replaced:
             fresh.append(asked(8, "third"))
         rows = hook.batch_rows(plan, fresh)

@@ -38,8 +38,7 @@ def test_a_step_on_sessions_is_that_of_a_recount(train: Train, tmp_path: Path, m
     )
     rollouts = {rollout.rollout_id: rollout for rollout in done.rollouts}
     if mode == "token-mean":
-        counted = check_loss_rows(done.rows, done.rollouts, group=lambda task: GROUP)
-        assert counted.replayed_of_several > 0
+        assert check_loss_rows(done.rows, done.rollouts, group=lambda task: GROUP).replayed_of_several > 0
     branched = [rollout for rollout in rollouts.values() if "rows" in rollout.metadata]
     assert 0 < len(branched) < len(rollouts)
     for rollout in branched:

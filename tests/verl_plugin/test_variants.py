@@ -147,8 +147,7 @@ def test_the_loss_sees_what_the_store_and_the_options_say(
     assert bool(counted.replayed_of_several) == variant.two_outputs
     assert counted.beyond_clip or variant.loss is None or variant.loss.clip
     assert done.sum_of("other_prompts") == 0
-    full = {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
-    assert counted.rows_of == full
+    assert counted.rows_of == {rollout.metadata["uid"]: variant.group(rollout.task_id) for rollout in rollouts}
     recomputed = check_steps(done, verl_assets.model)
     several_updates = variant.two_outputs or set(TWO_MINI_BATCHES) <= set(variant.overrides)
     assert recomputed == (0 if several_updates else variant.steps)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stores import writer_to
+from tests.stores import stored, writer_to
 from tests.view.conftest import Serve
 from tests.view.test_bundle import bundled, serve_files  # noqa: F401
 from tests.view.test_server import ask, get, trajectory
@@ -173,8 +173,7 @@ def test_the_browser_paints_each_step_of_each_environment(
 
 def test_the_pages_curves_and_counts_are_those_of_valid_steps(serve: Serve, path: Path) -> None:
     other = path.with_name("other")
-    with writer_to(other) as writer:
-        writer.add_trajectories(BLOCKS[:1])
+    stored(other, BLOCKS[:1])
     address = serve(path, compare=other)
     for run, colours in enumerate((VALID, VALID[:36])):
         curve = ask(address, "sampled", over="time", name="reward", run=str(run))
@@ -233,8 +232,7 @@ def test_rows_read_through_ray_are_valid_steps_alone(
         assert set(colours_of(handle.sample(500, sampler=WeightedSampler()))) <= set(VALID)
         with ReplayLoader(handle, batch_size=10, sampler=EpochSampler(epochs=1)) as loader:
             assert sorted(one for batch in loader for one in colours_of(batch)) == VALID
-        table = handle.query("steps").where("valid").table()
-        assert sorted(table["rewards"].to_list()) == VALID
+        assert sorted(handle.query("steps").where("valid").table()["rewards"].to_list()) == VALID
         for number, made in zip(ids, BLOCKS, strict=True):
             assert torch.equal(handle.get(number).rewards, made.rewards)
         handle.stop()

@@ -134,8 +134,7 @@ def test_pages_are_those_of_the_query_and_stay_while_others_write(tmp_path: Path
         seen = about["state"]
         while not ask(address, "page", where="trajectory_id = 40")["total"]:
             seen, _ = stream(address, seen)
-        again = ask(address, "page", **asked, first=0, state=about["state"])
-        assert again["rows"] == pages[0]["rows"]
+        assert ask(address, "page", **asked, first=0, state=about["state"])["rows"] == pages[0]["rows"]
         last = ask(address, "page", **asked, first=14, state=about["state"])
         evicted = next(row for row in last["rows"] if row["trajectory_id"] == "39")
         assert {name for name, value in evicted.items() if value is not None} == {"trajectory_id"}

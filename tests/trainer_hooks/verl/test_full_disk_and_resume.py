@@ -240,8 +240,7 @@ def test_rollouts_of_an_interrupted_step_are_reused_and_not_in_the_pool(
     resumed.resume(folder if checkpoint else None, checkpoint)
     (history,) = [planned.histories for planned in resumed.plan(TASKS, 0.5, step) if planned.task == "sums:0"]
     assert not history
-    named = resumed.reuse.named(new_prompts(0, 1), step)
-    assert list(named["uid"]) == ["scored", "arrived"]
+    assert list(resumed.reuse.named(new_prompts(0, 1), step)["uid"]) == ["scored", "arrived"]
 
 
 def test_the_ledger_has_each_step(make_session: MakeSession, tmp_path: Path) -> None:

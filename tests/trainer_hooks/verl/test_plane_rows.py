@@ -207,8 +207,7 @@ def test_mini_batches_have_their_share_of_replayed_rows(make_session: MakeSessio
     session = make_session(offpolicy_trajectories_per_task=N - 1)
     plane.fill(session)
     uids = {f"u{index}": plane.planned(session)[task] for index, task in enumerate(TASKS)}
-    joining = session.expect(uids)
-    assert set(joining.values()) == {2}
+    assert set(session.expect(uids).values()) == {2}
     joined = session.join(plane.put([row for index, uid in enumerate(uids) for row in rollouts(uid, N - 2, index)]))
     before = list(joined.keys)
     assert all(int(key.split("_")[1]) >= FIRST_REPLAYED_SESSION for key in before[2 * N :])

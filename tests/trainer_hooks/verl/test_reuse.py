@@ -130,5 +130,4 @@ def test_prompts_get_the_finished_rollouts_of_their_task(tmp_path: Path, caplog:
                     assert columns[name].dtype == row.columns[name].dtype
                 extra = {"turn_scores": [], "tool_rewards": [], **row.columns["extra_fields"]}
                 assert columns["extra_fields"] == extra
-        unrated = dataclasses.replace(reader.get(ids[0]), reward=None)
-        assert outputs_of(unrated)[0].reward_score is None
+        assert outputs_of(dataclasses.replace(reader.get(ids[0]), reward=None))[0].reward_score is None

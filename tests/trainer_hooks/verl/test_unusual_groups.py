@@ -184,8 +184,7 @@ def test_rows_whose_experience_was_taken_out_are_marked_and_others_are_not(
     assert masks["a_2_0"] == [1, 1, 1, 1], "the whole response, with the environment tokens"
     assert len(masks) == 3 + replay
     plane.rate(joined)
-    figures = session.scored(joined, 2)
-    assert figures["guidance/guided_rollouts"] == 2.0
+    assert session.scored(joined, 2)["guidance/guided_rollouts"] == 2.0
     engine = plane.column(joined, "rollout_log_probs")
     assert torch.equal(engine["a_1_0"], kept.columns["rollout_log_probs"])
     assert torch.equal(engine["a_2_0"], plane.column(joined, "old_log_probs")["a_2_0"]), (
