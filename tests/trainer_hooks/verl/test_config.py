@@ -39,7 +39,7 @@ def block_of(compose: Compose, *overrides: str) -> ReplayBlock:
 # ---- defaults ----
 
 
-def test_what_rollouts_depend_on_is_known_by_its_contents(compose_verl: Compose, tmp_path: Path) -> None:
+def test_what_rollouts_depend_on_is_known_by_its_contents(override_verl: Compose, tmp_path: Path) -> None:
     """An edited file at the same path, and a template or tokenizer of one's own, make rollouts that do not mix."""
     file, model = tmp_path / "reward.py", "actor_rollout_ref.model"
     options = (
@@ -47,20 +47,20 @@ def test_what_rollouts_depend_on_is_known_by_its_contents(compose_verl: Compose,
         f"{model}.custom_chat_template=y",
         f"{model}.tokenizer_path={tmp_path}",
     )
-    seen = {block_of(compose_verl, option).sampling for option in options}
+    seen = {block_of(override_verl, option).sampling for option in options}
     for option in ("reward.custom_reward_function.path", "data.tool_config_path"):
         for contents in ("one", "two"):
             file.write_text(contents)
-            seen.add(block_of(compose_verl, f"{option}={file}").sampling)
-            assert block_of(compose_verl, f"{option}={file}").sampling in seen
+            seen.add(block_of(override_verl, f"{option}={file}").sampling)
+            assert block_of(override_verl, f"{option}={file}").sampling in seen
     assert len(seen) == 7
 
 
-def test_a_configuration_without_the_block_records_and_replays_nothing(compose_verl: Compose) -> None:
-    block = block_of(compose_verl)
+def test_a_configuration_without_the_block_records_and_replays_nothing(override_verl: Compose) -> None:
+    block = block_of(override_verl)
     folder = Path("checkpoints/here/trajstore").absolute()
-    assert block.sampling != block_of(compose_verl, "actor_rollout_ref.rollout.temperature=0.5").sampling
-    assert block.sampling == block_of(compose_verl, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3").sampling
+    assert block.sampling != block_of(override_verl, "actor_rollout_ref.rollout.temperature=0.5").sampling
+    assert block.sampling == block_of(override_verl, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3").sampling
     assert dataclasses.replace(block, sampling="") == ReplayBlock(
         experience_replay=ExperienceReplayConfig(enable=False, use_current_policy_entropy=False),
         recording=RecordingConfig(path=None, format="pt", capacity=None, on_error="raise"),
@@ -417,7 +417,7 @@ def test_on_resume_keep_without_replay_is_warned_of(override_verl: Compose, capl
     assert "exp_manager.on_resume: keep has no effect without" in caplog.text
 
 
-def test_every_option_is_in_the_ledger_and_a_changed_one_is_named(compose_verl: Compose, tmp_path: Path) -> None:
+def test_every_option_is_in_the_ledger_and_a_changed_one_is_named(override_verl: Compose, tmp_path: Path) -> None:
     reward, actor, rollout = tmp_path / "reward.py", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     changes = {
         f"{actor}.optim.lr_warmup_steps": 7,
@@ -436,7 +436,7 @@ def test_every_option_is_in_the_ledger_and_a_changed_one_is_named(compose_verl: 
     row |= {"ratios": None, "versions": [0], "replayed": [False]}
     for name, overrides in (("one", []), ("other", [f"{option}={value}" for option, value in changes.items()])):
         reward.write_text(name)
-        config = compose_verl([*BASE, f"reward.custom_reward_function.path={reward}", *overrides])
+        config = override_verl([*BASE, f"reward.custom_reward_function.path={reward}", *overrides])
         recorded = {
             "verl": OmegaConf.to_container(config, resolve=True),
             "contents": {**ReplayBlock.from_config(config).contents},
