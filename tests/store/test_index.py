@@ -101,6 +101,15 @@ def test_a_long_index_comes_back_and_faults_far_in_it_are_found_as_in_one_look()
         index_from_json(value, 1, checks)
 
 
+def test_the_first_commits_of_a_writer_do_not_copy_the_index() -> None:
+    index, few = index_from_json(index_to_json(index_of([*range(100)])), 1), index_of([100, 101])
+    (before,) = index.by_position("steps")
+    index.append(index.translated(few.take(slice(0, 2)), few.texts))
+    (after,) = index.by_position("steps")
+    assert after is before
+    assert index["trajectory_id"].tolist() == [*range(102)]
+
+
 # -- string tables -----------------------------------------------------------------------------------
 
 

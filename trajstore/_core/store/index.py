@@ -203,7 +203,7 @@ class TrajectoryIndex:
         """
         waiting = self._waiting.get(name)
         if waiting is not None:
-            self._arrays[name] = _with_room(name, waiting.column(), self._capacity)
+            self._arrays[name] = _with_room(waiting.column(), self._capacity)
             self._waiting.pop(name, None)
         return self._arrays[name]
 
@@ -272,9 +272,7 @@ class TrajectoryIndex:
     def _move_to(self, arrays: dict[str, npt.NDArray[Any]], before: IntArray) -> None:
         """Move the kept entries, the oldest one to position 0, to these arrays and new ones of the same capacity."""
         kept, capacity = slice(self.first, self.end), len(before) - 1
-        new = {
-            name: _with_room(name, array[kept], capacity) for name, array in self._arrays.items() if name not in arrays
-        }
+        new = {name: _with_room(array[kept], capacity) for name, array in self._arrays.items() if name not in arrays}
         self._arrays, self.before, self._lender_ids, self._lent = new | arrays, before, None, _Lent()
         self.revision += self.first > 0
         self.first, self.end = 0, len(self)
@@ -462,7 +460,7 @@ class TrajectoryIndex:
             if name in self._waiting or not is_optional(name):
                 continue
             if not name.startswith(SCORE) or sum(fact.startswith(SCORE) for fact in self.facts) < MOST_SCORES:
-                self._arrays[name] = unknown(name, self._capacity)
+                self._arrays[name] = _with_room(unknown(name, self.end), self._capacity)
             elif not self._told_left_out:
                 self._told_left_out = True
                 logger.warning(
@@ -620,21 +618,26 @@ class TrajectoryIndex:
         self.adopt({name: column.copy() if _is_part(column) else column for name, column in columns.items()})
         self._waiting = waiting
 
-    def adopt(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+    def adopt(self, columns: Mapping[str, npt.NDArray[Any]], count: int | None = None) -> None:
         """Replace all entries by these, without copying the arrays; the texts stay.
+
+        Args:
+            columns: of the entries.
+            count: number of the entries, where the arrays have room for more; None: they are full.
 
         Raises:
             CorruptStoreError: the number of samples is too large.
         """
-        if columns[SAMPLES].sum(dtype=np.float64) >= 1 << 62:
+        kept = {name: array[:count] for name, array in columns.items()}
+        if kept[SAMPLES].sum(dtype=np.float64) >= 1 << 62:
             raise CorruptStoreError("the samples of all trajectories are too many to be counted")
         self.revision += 1
         self._arrays, self._waiting, self._lender_ids = dict(columns), {}, None
-        self.first, self.end = 0, len(columns["trajectory_id"])
-        self.may_be_partial = _are_partial(columns)
-        self.before = np.zeros(self.end + 1, np.int64)
-        np.cumsum(self._arrays.pop(SAMPLES), out=self.before[1:])
-        ids = columns["trajectory_id"]
+        ids = kept["trajectory_id"]
+        self.first, self.end = 0, len(ids)
+        self.may_be_partial = _are_partial(kept)
+        self.before = np.zeros(len(self._arrays.pop(SAMPLES)) + 1, np.int64)
+        np.cumsum(kept[SAMPLES], out=self.before[1 : self.end + 1])
         self._ascending = bool(np.all(ids[1:] > ids[:-1]))
         self._order = None
 
@@ -670,11 +673,11 @@ def _may_be_lent(name: str) -> bool:
     return name not in ("shard", "slot", *STARTS) and not name.startswith((NOTE_ROWS, NOTE_START))
 
 
-def _with_room(name: str, rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+def _with_room(rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
     """Return a column grown to ``capacity`` rows; the same array if it has that many."""
     if len(rows) == capacity:
         return rows
-    grown = np.zeros(capacity, rows.dtype) if not is_optional(name) else unknown(name, capacity)
+    grown = np.empty(capacity, rows.dtype)  # the rest takes memory when it is written
     grown[: len(rows)] = rows
     return grown
 
