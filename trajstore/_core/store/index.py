@@ -677,7 +677,7 @@ def _with_room(rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
     """Return a column grown to ``capacity`` rows; the same array if it has that many."""
     if len(rows) == capacity:
         return rows
-    grown = np.empty(capacity, rows.dtype)  # the rest takes memory when it is written
+    grown = np.zeros(capacity, rows.dtype)  # takes memory for the entries that there are; appending sets the others
     grown[: len(rows)] = rows
     return grown
 

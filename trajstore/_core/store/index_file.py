@@ -70,8 +70,8 @@ def index_from_json(
         first, end = rows or (0, declared_rows(packed["trajectory_id"]))
         lazy = [name for name in dtypes if later is not None and (name in _LAZY or is_fact(name))]
         eager = {name: dtype for name, dtype in dtypes.items() if name not in lazy}
-        room = 0 if lazy else end - first  # of a writer's index, which else would be copied at the first commit
-        columns, kept = {name: np.empty(end - first + room, dtype) for name, dtype in eager.items()}, 0
+        capacity = (end - first) * (1 if lazy else 2)  # a writer's index would be copied at the first commit
+        columns, kept = {name: np.zeros(capacity, dtype) for name, dtype in eager.items()}, 0
         checks = (lambda block: range_faults(block, shards, len(index.texts)), *checks)
         for block in blocks_from_json(packed, eager, first, end):
             admitted = _admitted(block, checks, gate)
