@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+import zlib
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,19 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.stores import add_each, filled, opened, reader_of, writer_to
+from tests.stores import add_each, filled, keys_of, opened, reader_of, writer_to
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, check_trajectory, witness
-from trajstore import Reader, Retention, TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore import Reader, Retention, TrajectoryReplayBuffer, WriterOptions, annotate, errors
 from trajstore._core.base.machine_code import kernels
 from trajstore._core.buffer.sink import StoreSink
+from trajstore._core.columns.conversion import flatten
 from trajstore._core.columns.fields import walk
+from trajstore._core.columns.flat import FlatTrajectories
 from trajstore._core.files.local import LocalDirectory
 from trajstore._core.reading import plan
 from trajstore._core.store.catalog import Catalog
+from trajstore.samplers import EpochSampler
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -300,3 +305,163 @@ def test_a_forked_child_is_told_that_its_parent_let_go(tmp_path: Path) -> None:
             gone.set()
             assert "this process was forked, and its parent may have let go of it since" in results.get(timeout=600)
             child.join(600)
+
+
+# -- runs of ranks ----------------------------------------------------------------------------------
+
+RANKS = 3
+CLOCK = "trajstore._core.writing.commit_log.microseconds"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[list[TrajectoryReplayBuffer]]:
+    """Yield the writers of a run in a folder, with a commit each."""
+    writers = [writer_to(tmp_path / f"rank_{rank}", enable_cache=False) for rank in range(RANKS)]
+    for rank, writer in enumerate(writers):
+        add_each(writer, [rank])
+    yield writers
+    for writer in writers:
+        writer.close()
+
+
+def as_opened(reader: Reader, run: Path) -> list[int]:
+    """Compare all that a reader of a run shows with what opening the run shows; return the keys."""
+    with Reader.open(run) as fresh:
+        assert reader.trajectory_ids.tolist() == fresh.trajectory_ids.tolist()
+        assert reader.query().rows() == fresh.query().rows()
+        assert list(keys_of(reader).values()) == list(keys_of(fresh).values())
+        return list(keys_of(reader).values())
+
+
+def test_a_run_is_followed_without_opening_its_stores_again(
+    tmp_path: Path, ranks: list[TrajectoryReplayBuffer], openings: list[str]
+) -> None:
+    with Reader.open(tmp_path) as reader:
+        contents, rows = reader._live.contents, [torch.ones(witness(1).rewards.shape[:2])]  # type: ignore[union-attr]
+        openings.clear()
+        add_each(ranks[1], range(3, 6))
+        add_each(ranks[0], [6])
+        assert reader.refresh()
+        assert len(reader) == 7
+        annotate(ranks[1], 0, {"score": 1, "tag": "good", "rows": rows})
+        ranks[1].evict([1])
+        ranks[1].compact()  # moves what stays of a shard
+        add_each(ranks[2], [7])
+        ranks[2].evict([1])  # seen neither before nor after
+        assert reader.refresh()
+        assert reader.trajectory_ids.tolist() == [*reader.trajectory_ids[:5], reader.trajectory_ids[5]]
+        assert reader.get("1/0").notes["rows"].equal(rows[0])
+        assert not reader.refresh()
+        assert openings == []
+        assert reader._live.contents is contents
+        assert sorted(as_opened(reader, tmp_path)) == [0, 1, 2, 4, 5, 6]
+
+
+def test_a_commit_of_a_run_that_is_seen_late_comes_before_younger_ones(
+    tmp_path: Path, ranks: list[TrajectoryReplayBuffer], openings: list[str]
+) -> None:
+    sampler = EpochSampler()
+    with Reader.open(tmp_path, seed=1) as reader:
+        now = int(reader._live.contents.index["committed"].max())
+        openings.clear()
+        for rank, key, time in ((0, 3, 30), (2, 4, 10), (1, 5, 10), (1, 6, 20), (0, 7, 30), (2, 8, 31)):
+            with patch(CLOCK, lambda time=time: now + time):
+                add_each(ranks[rank], [key])
+            assert reader.refresh()
+            check_batch(reader.sample(4, sampler=sampler))
+        assert openings == []
+        assert as_opened(reader, tmp_path) == [0, 1, 2, 5, 4, 6, 3, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "what", ["joins", "goes back", "is closed", "repeats", "drops one of two", "has a clock set back"]
+)
+def test_a_run_is_loaded_again_after_what_cannot_be_followed(
+    what: str, tmp_path: Path, ranks: list[TrajectoryReplayBuffer], openings: list[str]
+) -> None:
+    def repeat() -> None:
+        ranks[2]._sink.add_flattened(FlatTrajectories.runs([flatten(witness(0))]), ranks[0]._uuids[:1].tobytes())
+        ranks[2].flush()
+
+    ranks[0].points.save(1)
+    add_each(ranks[0], [3])
+    if what == "drops one of two":
+        repeat()
+    with Reader.open(tmp_path) as reader:
+        openings.clear()
+        if what == "joins":
+            ranks.append(writer_to(tmp_path / f"rank_{RANKS}"))
+        elif what == "goes back":
+            ranks[0].points.go_to(1)
+        elif what == "is closed":
+            add_each(ranks[0], [4])
+            ranks[0].close()
+        elif what == "repeats":
+            repeat()
+        elif what == "drops one of two":
+            ranks[0].evict([0])  # the other one is shown now
+        else:
+            ranks[0].evict([0, 1])
+            with patch(CLOCK, lambda: 5):
+                add_each(ranks[0], [4])
+        assert reader.refresh()
+        assert openings != []
+        as_opened(reader, tmp_path)
+        openings.clear()
+        add_each(ranks[1], [5])
+        assert reader.refresh()
+        assert openings == [], "and followed afterwards"
+        as_opened(reader, tmp_path)
+
+
+def test_a_run_whose_points_name_more_ranks_is_refused_as_by_opening_it(
+    tmp_path: Path, ranks: list[TrajectoryReplayBuffer]
+) -> None:
+    with Reader.open(tmp_path) as reader:
+        ranks[0]._own_store.save(1, {}, RANKS + 1)
+        add_each(ranks[0], [3])
+        for refused in (reader.refresh, lambda: Reader.open(tmp_path)):
+            with pytest.raises(errors.IncompleteCheckpointError, match=f"rank_{RANKS}"):
+                refused()
+        assert len(reader) == RANKS
+        with writer_to(tmp_path / f"rank_{RANKS}"):
+            assert reader.refresh()
+            as_opened(reader, tmp_path)
+
+
+def test_a_damaged_record_of_a_rank_changes_nothing(tmp_path: Path, ranks: list[TrajectoryReplayBuffer]) -> None:
+    with Reader.open(tmp_path) as reader:
+        add_each(ranks[0], [3])
+        ranks[0].evict([0])
+        (log,) = (tmp_path / "rank_2" / "log").iterdir()
+        sound = log.read_bytes()
+        body = b'{"generation":2,"operation":"evict","ids":[[5,1]]}'
+        log.write_bytes(sound + b"%08x %b\n" % (zlib.crc32(body), body))
+        before = reader.trajectory_ids.tolist()
+        for _ in range(2):
+            with pytest.raises(errors.CorruptStoreError, match="generation 2: not a list of id ranges"):
+                reader.refresh()
+            assert reader.trajectory_ids.tolist() == before
+            assert sorted(keys_of(reader).values()) == [0, 1, 2], "files of what is shown are kept"
+        log.write_bytes(sound)
+        assert reader.refresh()
+        assert sorted(as_opened(reader, tmp_path)) == [1, 2, 3]
+
+
+def test_nothing_of_a_run_grows_with_what_has_come_and_gone(
+    tmp_path: Path, ranks: list[TrajectoryReplayBuffer], openings: list[str]
+) -> None:
+    with Reader.open(tmp_path) as reader:
+        for key in range(3, 90):
+            writer = ranks[key % RANKS]
+            add_each(writer, [key])
+            writer.evict(writer.trajectory_ids[:-2].tolist())
+            assert reader.refresh()
+            check_batch(reader.sample(8))
+        contents = reader._live.contents
+        assert len(contents.index.before) <= 65
+        assert len(contents.addresses.first) <= 64
+        assert contents.addresses.mapped <= 2 * RANKS
+        catalogs = [source.catalog for source in contents.sources]  # type: ignore[attr-defined]
+        assert not any(catalog._live or len(catalog.pinned) for catalog in catalogs)
+        as_opened(reader, tmp_path)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.interrupting import Tracer, within
 from tests.stores import keys_at
 from tests.support.waiting import wait_until
 from tests.support.witness import check_batch, witness
-from trajstore import TrajectoryReplayBuffer, WriterOptions, errors
+from trajstore import Reader, TrajectoryReplayBuffer, WriterOptions, annotate, errors
 from trajstore._core.base.interrupts import CHANGE_THREAD, uninterrupted
 from trajstore._core.buffer.sink import StoreSink
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
@@ -103,6 +104,40 @@ def test_an_interrupt_at_any_instruction(tmp_path: Path, name: str, moments: int
     assert total > 0, "there is nothing to interrupt"
     for at in range(0, total, max(1, total // (moments or total))):
         interrupted_at(tmp_path / str(at), name, at)
+
+
+@pytest.mark.parametrize("moments", [12, EVERY])
+def test_a_refresh_of_a_run_that_is_interrupted_leaves_rows_whole_and_is_made_up_for(
+    tmp_path: Path, moments: int | None
+) -> None:
+    def refreshed(run: Path, at: int | None) -> int:
+        """Return the number of instructions of a refresh, which ends at one of them."""
+        writers = [opened(run / f"rank_{rank}") for rank in range(2)]
+        for rank, writer in enumerate(writers):
+            stores.add_each(writer, range(3 * rank, 3 * rank + 3))
+        with Reader.open(run) as reader:
+            before = set(stores.keys_of(reader))
+            writers[0].evict([1])
+            annotate(writers[1], 1, {"score": 1})
+            with patch("trajstore._core.writing.commit_log.microseconds", lambda: 5):  # comes before others of rank 1
+                stores.add_each(writers[0], [6])
+            tracer = Tracer(at)
+            tracer.run(reader.refresh)
+            seen = set(stores.keys_of(reader))
+            within(600, lambda: check_batch(reader.sample(8)))
+            reader.refresh()
+            with Reader.open(run) as fresh:
+                assert reader.trajectory_ids.tolist() == fresh.trajectory_ids.tolist()
+                assert seen <= before | set(fresh.trajectory_ids.tolist())
+                assert reader.query().rows() == fresh.query().rows()
+                stores.keys_of(reader)
+        for writer in writers:
+            writer.close()
+        return tracer.count
+
+    total = refreshed(tmp_path / "count", None)
+    for at in range(0, total, max(1, total // (moments or total))):
+        refreshed(tmp_path / str(at), at)
 
 
 def test_the_rewriter_hears_of_news_after_an_interrupt_at_every_instruction_of_them(tmp_path: Path) -> None:

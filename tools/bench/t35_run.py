@@ -3,13 +3,15 @@
 Each opens the run in a process of its own; bytes are the growth of its RSS without the kernels, for each trajectory
 shown. The shards are holes, as in T8. The handle's index is filled with what 64 stores report of 10,000,000.
 
-Besides, a refresh of a run of 200 ranks on a local disk without news, and ``points.save`` of a handle of 64 stores on
+Besides, a refresh of a run of 200 ranks on a local disk without news, one of 8 ranks of 100,000 rollouts in which one
+has committed 100, beside opening them, and ``points.save`` of a handle of 64 stores on
 one disk. Their servers are in this process and called by threads, instead of actors called through Ray; once each has
 got 16 rollouts of *agent* just before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,7 +26,7 @@ import numpy as np
 from tools.bench.report import Figure, Options
 from tools.bench.t08_open import cost, load, write_store
 from tools.bench.timing import Times, in_child, status_bytes
-from tools.bench.workloads import agents
+from tools.bench.workloads import agents, opened, smalls
 from trajstore import Reader, TrajectoryReplayBuffer
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from trajstore.points import Points
 
 RANKS, LEARNERS, SHARE = (1, 8, 64), 8, 3
-IDLE_RANKS, PENDING = 200, 16
+IDLE_RANKS, PENDING, EACH, NEW = 200, 16, 100_000, 100
 
 
 def figures(options: Options) -> Iterator[Figure]:
@@ -55,6 +57,7 @@ def figures(options: Options) -> Iterator[Figure]:
     name = f"handle of {number:,} trajectories in {RANKS[-1]} stores"
     yield Figure("T35", name, held["held"] / 1e6, 100.0, "MB", details={"peak_mb": held["peak"] / 1e6})
     yield _idle(options, max(2, options.count(IDLE_RANKS, 2)))
+    yield _followed(options, options.count(EACH, 100))
     yield from _saving(options, max(2, options.count(RANKS[-1], 2)))
 
 
@@ -68,6 +71,24 @@ def _idle(options: Options, ranks: int) -> Figure:
         for _ in range(10 * options.repeats):
             times.take(reader.refresh)
     return Figure("T35", f"idle refresh of {ranks} ranks", times.ms, 10.0, "ms", details={"cpu_ms": times.processor_ms})
+
+
+def _followed(options: Options, each: int) -> Figure:
+    run, ranks, rollouts = options.folder / "followed", RANKS[1], smalls(NEW)
+    for rank in range(ranks):
+        write_store(run / f"rank_{rank}", each, 100)
+    refreshes, openings = Times(warmup=1), Times(warmup=1)
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(opened(run / f"rank_{rank}")) for rank in range(ranks)]
+        reader = stack.enter_context(Reader.open(run))
+        for number in range(options.repeats + 1):
+            writers[number % ranks].add_trajectories(rollouts)
+            writers[number % ranks].flush()
+            refreshes.take(reader.refresh)
+            openings.take(partial(Reader.open, run)).close()
+    name = f"refresh of {ranks} ranks of {each:,} after a commit of {NEW} ÷ opening them, processor time"
+    details = {"refresh_ms": refreshes.processor_ms, "opening_ms": openings.processor_ms}
+    return Figure("T35", name, refreshes.processor_ms / openings.processor_ms, 0.05, details=details)
 
 
 def _saving(options: Options, stores: int) -> Iterator[Figure]:

@@ -17,19 +17,21 @@ from trajstore._core.base.heap import return_freed
 from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
+from trajstore._core.columns.limits import UNKNOWN_TIME
 from trajstore._core.files.base import Directory, Listed, ReaderLease
 from trajstore._core.files.parallel import at_once
 from trajstore._core.reading.cache import TrajectoryCache
 from trajstore._core.reading.contents import Contents
 from trajstore._core.reading.places import RANKS, is_of_rank, name_of, rank_number, ranks_of
 from trajstore._core.reading.sources import Source, StoreSource
+from trajstore._core.reading.store_news import Tails, can_follow, named_in, taken_in
 from trajstore._core.sampling.states import names_of
 from trajstore._core.store.additions import NewEntries
 from trajstore._core.store.catalog import Catalog
 from trajstore._core.store.committed import Change, Evicted, change_in_run
 from trajstore._core.store.index import TrajectoryIndex
 from trajstore._core.store.log_records import lie_in
-from trajstore._core.store.run_ids import ALONE, ID_LIMIT
+from trajstore._core.store.run_ids import ALONE, ID_LIMIT, in_run, rank_of_id
 from trajstore._core.writing.commits import CommitListener
 from trajstore.errors import CorruptStoreError, StoreClosedError, StoreError, trajectories
 
@@ -40,6 +42,9 @@ T = TypeVar("T")
 _MAP_LIMIT = 16384
 
 _UNLIMITED = Retention()
+
+_NEVER: int = np.iinfo(np.int64).max
+"""Commit time of the newest trajectory of a store after which no further one can come."""
 
 OWN_SOURCE = 0
 """Index of the buffer's own store among the sources: it is attached first."""
@@ -81,6 +86,10 @@ class View(CommitListener):
         self.request: LoadRequest | None = None
         """The last load; None before it."""
         self._ranks: frozenset[str] | None = None
+        self._behind: set[Source] = set()
+        """The loaded sources with new commits at the last look."""
+        self._joined = False
+        """Whether ranks had joined the loaded run at the last look."""
         self._ask_each = False
         """Whether each rank of the loaded run is asked for commits, because one listing has too many files."""
         self._told: set[str] = set()
@@ -220,9 +229,11 @@ class View(CommitListener):
             contents.show(contents.attach(source), part)
         if request.share is not None or len(loaded.parts) > 1:
             contents.index.rearrange(loaded.order)  # and so free the entries of whole stores
-            for source, _ in loaded.parts:
+            ascend = bool(np.all(np.diff(contents.index["committed"]) >= 0))
+            for source, part in loaded.parts:
                 if isinstance(source, StoreSource):
                     source.catalog.forget_entries()
+                    source.newest = int(part["committed"].max(initial=UNKNOWN_TIME)) if ascend else _NEVER
         loaded.parts.clear()
         return contents, loaded
 
@@ -242,6 +253,7 @@ class View(CommitListener):
             old, self._leases = self._leases, loaded.leases
         self.request, self._ranks = request, loaded.ranks
         self._half_followed = self._ask_each = False
+        self._behind = set()
         for lease in old:
             lease.release()
         return_freed()
@@ -255,7 +267,8 @@ class View(CommitListener):
         for lease in self._leases:
             lease.notice()
         listed = self._list_ranks()
-        changed = self._half_followed or self._has_changed(listed) or self._has_joined(listed)
+        self._behind, self._joined = self._changed_ones(listed), self._has_joined(listed)
+        changed = self._half_followed or self._behind or self._joined
         return replace(self.request, known=self._ranks) if changed and self.request is not None else None
 
     def _list_ranks(self) -> Listed | None:
@@ -270,16 +283,18 @@ class View(CommitListener):
         self._ask_each = listed is None
         return listed
 
-    def _has_changed(self, listed: Listed | None) -> bool:
+    def _changed_ones(self, listed: Listed | None) -> set[Source]:
+        """Return the loaded sources with new commits."""
         loaded, run = self.loaded(), None if self.request is None else self.request.directory
 
         def changed(source: Source) -> bool:
             place = source.directory
             return source.changed(None if listed is None or place is run else listed.get(name_of(place)))
 
-        return any(at_once(changed, loaded) if run is not None and run.copies_files else map(changed, loaded))
+        behind = at_once(changed, loaded, waits=run is not None and run.copies_files)
+        return {source for source, is_behind in zip(loaded, behind, strict=True) if is_behind}
 
-    def _has_joined(self, listed: Listed | None = None) -> bool:
+    def _has_joined(self, listed: Listed | None) -> bool:
         """Return whether the loaded run has new ranks, with none missing below them."""
         if self.request is None or self._ranks is None:
             return False
@@ -291,51 +306,93 @@ class View(CommitListener):
         return not ranks.lacking and not self._ranks.issuperset(ranks.names)
 
     def follow(self) -> int | None:
-        """Show new commits of the loaded store without opening it again; return None where that is impossible.
+        """Show the commits that :meth:`request_if_changed` found without loading again; None where that is impossible.
 
-        Works for a single store that is shown whole, whose writer still keeps the log. Takes time in proportion to the
-        news; maps and cache stay, and others may sample meanwhile. Nothing may be added meanwhile.
+        Works for stores that are shown whole, a single one or a run of ranks, whose writers still keep the log. Takes
+        time in proportion to the news; maps and cache stay, and others may sample meanwhile. Nothing may be added
+        meanwhile.
 
         Returns:
-            One more than the highest id that the store has given out.
+            One more than the highest id that a store has given out.
         """
         contents, request, loaded = self.contents, self.request, self.loaded()
-        source = loaded[0] if len(loaded) == 1 else None
         if request is None or request.share is not None or request.pin is not None or contents.added:
             return None
-        if self._half_followed or len(self._ranks or ()) > 1 or self._has_joined():
+        stores = [source for source in loaded if isinstance(source, StoreSource) and not source.has_pending]
+        if self._half_followed or self._joined or not len(stores) == len(loaded) == max(1, len(self._ranks or ())):
             return None
-        if not isinstance(source, StoreSource) or source.has_pending:
+        if len(stores) > 1 and request.strict is False:  # what was left out may be readable now
             return None
-        catalog, (rank,) = source.catalog, self._loaded_by_rank()
-        for lease in self._leases:
-            lease.look()
-        try:
-            catalog.load_pins()
-            news = catalog.news()
-            if news is None:
-                return None
-            changes, number = catalog.changes(news), contents.sources.index(source)
+        behind = [store for store in stores if store in self._behind]
+        leases = [lease for lease, store in zip(self._leases, stores, strict=True) if store in behind]
+        for lease in leases:
+            lease.look()  # until everything is shown: after an error, files of both states are kept
+        news = at_once(_news, behind, waits=request.directory.copies_files)
+        tails = [item for item in news if item is not None]
+        follow = self._follow_run if len(stores) > 1 else self._follow_one
+        lacks_ranks = len(stores) > 1 and any((store.catalog.ranks or 0) > len(stores) for store in behind)
+        if len(tails) < len(news) or lacks_ranks or not follow(contents, behind, tails):
+            return None
+        for lease, store in zip(leases, behind, strict=True):
+            lease.settle(store.generation)
+        return max(store.catalog.next_id for store in stores)
+
+    def _follow_one(self, contents: Contents, behind: Sequence[StoreSource], news: Sequence[Tails]) -> bool:
+        """Apply the commits of a single store one by one."""
+        (rank,) = self._loaded_by_rank()
+        for store, tails in zip(behind, news, strict=True):
+            changes, number = store.catalog.changes(tails), contents.sources.index(store)
             # Trajectories added and evicted since, or moved twice, have no files any more: show no partial state.
-            at_once = any(record.get("operation") != "add" for _, tail in news for record in tail.records)
+            together = any(record.get("operation") != "add" for _, tail in tails for record in tail.records)
             self._half_followed = True  # until the end, for interrupts
-            while True:
+            while self._half_followed:
                 with contents.lock:  # otherwise per commit, so that sampling waits only briefly
                     for change in changes:
                         contents.follow(number, change_in_run(change, rank))
-                        if not at_once:
+                        if not together:
                             break
                     else:
                         self._half_followed = False
-                        return catalog.next_id
-        finally:
-            for lease in self._leases:
-                lease.settle(catalog.generation)
+        return True
+
+    def _follow_run(self, contents: Contents, behind: Sequence[StoreSource], news: Sequence[Tails]) -> bool:
+        """Apply the commits of all ranks as one change; return False, and show nothing of it, if that is impossible."""
+        ranks = {source: rank for rank, source in self._loaded_by_rank().items()}
+        named = np.concatenate(
+            [in_run(ranks[store], named_in(tails)) for store, tails in zip(behind, news, strict=True)]
+        )
+        twins = [
+            np.concatenate([in_run(rank, store.twins[:, 0]), store.twins[:, 1]])
+            for store, rank in ranks.items()
+            if isinstance(store, StoreSource)
+        ]
+        if lie_in(np.concatenate(twins), named).any():  # their other copy may have to be shown instead
+            return False
+        with contents.lock:
+            index = contents.index
+            positions = index.positions_in(named)
+            of_rank = rank_of_id(index.at("trajectory_id", positions))
+            places = [positions[of_rank == ranks[store]] for store in behind]
+            lent = [contents.lend(at) for at in places]
+        self._half_followed = True  # until the end, for errors and interrupts
+        changes = [
+            taken_in(store.catalog, tails, contents.sources.index(store), ranks[store], entries, at)
+            for store, tails, entries, at in zip(behind, news, lent, places, strict=True)
+        ]
+        newest = [store.newest for store in behind]
+        if not can_follow(index, changes, newest):
+            return False
+        times = [change.added["committed"] for change in changes]
+        contents.follow_run(changes)
+        for store, time, later in zip(behind, newest, times, strict=True):
+            store.newest = int(later.max(initial=time))
+        self._half_followed = False
+        return True
 
     @property
     def generations(self) -> list[int]:
-        """Number of commits seen, of each directory."""
-        return [source.generation for source in self.contents.sources]
+        """Number of commits shown, of each directory; empty if it is unknown, as following was interrupted."""
+        return [] if self._half_followed else [source.generation for source in self.contents.sources]
 
     def release(self) -> None:
         """Release the reader leases; writers may now delete these files."""
@@ -465,3 +522,9 @@ class View(CommitListener):
             return ids[~np.isin(ids, contents.pending_in(ids))]
 
         return self.locked(beyond_limits)
+
+
+def _news(store: StoreSource) -> Tails | None:
+    """Return the new log records of a store, and notice new pins; None if a newer snapshot has them."""
+    store.catalog.load_pins()
+    return store.catalog.news()

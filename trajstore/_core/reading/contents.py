@@ -24,6 +24,7 @@ from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.columns.conversion import trajectory_of, with_notes
 from trajstore._core.columns.fields import VALID
 from trajstore._core.columns.flat import Block, Copied
+from trajstore._core.columns.limits import RANGES
 from trajstore._core.columns.schema import Extent, Schema
 from trajstore._core.formats.base import ShardReader
 from trajstore._core.reading.address_table import UNAVAILABLE, AddressTable, MappedShard, Rows, ranges_of, rows_at
@@ -32,21 +33,26 @@ from trajstore._core.reading.forks import stop_at_forks
 from trajstore._core.reading.late import COLUMNS, without_notes
 from trajstore._core.reading.late_rows import late_of_batch, late_rows_of
 from trajstore._core.reading.plan import BatchColumns, Late, RowPlan
-from trajstore._core.reading.read_snapshot import ReadSnapshot, snapshot_of
+from trajstore._core.reading.read_snapshot import ReadSnapshot, slots_on_disk, snapshot_of
 from trajstore._core.reading.runs import plan_runs
 from trajstore._core.reading.shard_access import decoded
 from trajstore._core.reading.sources import Source
+from trajstore._core.reading.store_news import StoreNews
 from trajstore._core.reading.valid_rows import Valid, ValidRows
 from trajstore._core.store.additions import NewEntries, starts_of
 from trajstore._core.store.committed import Change, Evicted
-from trajstore._core.store.facts import NOTE_ROWS
+from trajstore._core.store.facts import NOTE_ROWS, joined
 from trajstore._core.store.index import Remainder, TrajectoryIndex
+from trajstore._core.store.json_arrays import StringTable
 from trajstore._core.store.moves import Moved
 from trajstore._core.store.notes import Noted
 from trajstore._core.store.row_location import STARTS, RowLocation
-from trajstore._core.store.run_ids import shown_id
+from trajstore._core.store.run_ids import own_id, shown_id
 from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
+
+_SPARE = 8
+"""Which part of a run's index is reserved for more entries when it is full: what opening it takes is the most of it."""
 
 
 class Contents:
@@ -129,15 +135,17 @@ class Contents:
         """Read trajectories of a source from another of its shards; ids below ``first_id`` belong to other sources."""
         positions = self.index.find_many(moved.ids)
         known = (positions >= 0) & (moved.ids >= first_id)
-        positions, ids = positions[known], moved.ids[known]
-        if not len(ids):
+        self._move_to(source, positions[known], moved.locations(moved.row)[known])
+
+    def _move_to(self, source: int, positions: npt.NDArray[np.int64], locations: IntArray) -> None:
+        """Read trajectories from other places of their source; ``locations`` has its rows, ``[n, 4]``."""
+        if not len(positions):
             return
-        slot = self.addresses.add_shard(source, moved.row, len(ids))
-        locations = moved.locations(slot)[known]
+        locations[:, 0] = self._slots_of(source, locations[:, 0].astype(np.int32))
         before = self.index.at("slot", positions)
         elsewhere = self.addresses.are_memory(before)
         for at in np.flatnonzero(elsewhere).tolist():
-            number = int(ids[at])
+            number = int(self.index.at("trajectory_id", positions[at]))
             before[at] = self._on_disk[number].table
             self._on_disk[number] = RowLocation(*locations[at].tolist())
         self.index.point(positions[~elsewhere], locations[~elsewhere])
@@ -148,14 +156,77 @@ class Contents:
         positions = self.index.find_many(noted.ids)
         mine = (noted.ids >= first_id) & (positions >= 0)
         columns = {name: column[mine] for name, column in noted.columns.items()}
-        positions, left = positions[mine], []
+        self._give(source, positions[mine], columns, noted.texts)
+
+    def _give(
+        self, source: int, positions: npt.NDArray[np.int64], columns: dict[str, npt.NDArray[Any]], texts: StringTable
+    ) -> None:
+        """Set late values of a source's trajectories; columns with shards get their slots."""
+        left = []
         for name in [name for name in columns if name.startswith(NOTE_ROWS)]:
             if name.removeprefix(NOTE_ROWS) in self.index.row_notes:
                 left.append(self.index.at(name, positions))
             columns[name] = self._slots_of(source, columns[name])
-        self.index.note(positions, columns, noted.texts)
+        self.index.note(positions, columns, texts)
         for slots in left:
             self.addresses.leave(slots[slots != UNAVAILABLE])
+
+    def lend(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
+        """Return the entries at some positions of a source as its own index has them; with ``lock`` held."""
+        columns = self.index.take(positions)
+        columns["shard"] = self.addresses.shards_of(slots_on_disk(columns, self.addresses, self._on_disk))[:, 1]
+        for name in self.index.row_notes:
+            tables = columns[NOTE_ROWS + name]
+            tables[tables >= 0] = self.addresses.shards_of(tables[tables >= 0])[:, 1]
+        lent = TrajectoryIndex()
+        lent.texts = self.index.texts
+        lent.append(columns | {"trajectory_id": own_id(columns["trajectory_id"])})
+        return lent
+
+    def follow_run(self, news: Sequence[StoreNews]) -> None:
+        """Apply the news of several sources as one change.
+
+        Nothing else may change the entries since they were lent. Those that stay are copied without ``lock``.
+        """
+        with self.lock:
+            shared = self.index.shared()
+        gone = np.sort(np.concatenate([item.gone for item in news]))
+        remainder = shared.remainder(gone, len(shared) // _SPARE) if len(gone) else None
+        added = [item.added for item in news]
+        with self.lock:
+            if len(gone):
+                self.drop(gone, remainder)
+
+            def moved(positions: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+                places: npt.NDArray[np.intp] = positions - shared.first - np.searchsorted(gone, positions)
+                return self.index.first + places
+
+            for item, columns in zip(news, added, strict=True):
+                self._move_to(item.source, moved(item.moved), item.locations)
+                if len(item.noted):
+                    self._give(item.source, moved(item.noted), item.late, item.texts)
+                for name in ["shard", *(name for name in columns if name.startswith(NOTE_ROWS))]:
+                    columns[name] = self._slots_of(item.source, columns[name])
+                columns["slot"] = columns.pop("shard")
+            parts = [self.index.translated(columns, item.texts) for item, columns in zip(news, added, strict=True)]
+            self._insert(joined(parts))
+
+    def _insert(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Add entries of a run where commit times, and of equal ones ranks and ids, say."""
+        index = self.index
+        oldest = columns["committed"].min(initial=RANGES["committed"][1])
+        begin = index.first + int(np.searchsorted(index["committed"], oldest))
+        later = joined([index.take(slice(begin, index.end)), columns])
+        order, shown = np.lexsort((later["trajectory_id"], later["committed"])), index.end - begin
+        later = {name: column[order] for name, column in later.items()}
+        if np.array_equal(order[:shown], np.arange(shown)):
+            index.reserve(len(order) - shown, len(index) // _SPARE)
+            index.append({name: column[shown:] for name, column in later.items()})
+        else:
+            whole = index.shared()
+            whole.adopt(joined([index.take(slice(index.first, begin)), later]))
+            vars(index).update(vars(whole))  # at once: draws after an interrupt must not see some columns of each
+        self.start = index.first  # all can be read
 
     def _slots_of(self, source: int, tables: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return slots for shards of a source, reference-counted by occurrence; -1 stays -1."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,26 @@ class ReadSnapshot:
         return ReadSnapshot(index, self.places[entries], memory, self.sources, self.late)
 
 
+def slots_on_disk(
+    columns: dict[str, npt.NDArray[Any]], addresses: AddressTable, locations: Mapping[int, RowLocation]
+) -> npt.NDArray[np.int32]:
+    """Remove the slots from columns of entries, and return those on disk where there are any, with their first rows.
+
+    Args:
+        columns: copies of all columns of an index at some positions; the first rows are changed.
+        addresses: address table with each slot's shard.
+        locations: disk slots, by id, of trajectories that are also in memory.
+    """
+    slots: npt.NDArray[np.int32] = columns.pop("slot")
+    for at in np.flatnonzero(addresses.are_memory(slots)).tolist():
+        location = locations.get(int(columns["trajectory_id"][at]))
+        if location is not None:
+            slots[at] = location.table
+            for name in STARTS:
+                columns[name][at] = getattr(location, name)
+    return slots
+
+
 def snapshot_of(
     index: TrajectoryIndex, addresses: AddressTable, sources: Sequence[Source], locations: Mapping[int, RowLocation]
 ) -> ReadSnapshot:
@@ -56,13 +77,7 @@ def snapshot_of(
         locations: disk slots, by id, of trajectories that are also in memory.
     """
     columns = index.take(np.arange(index.first, index.end))
-    slots = columns.pop("slot")
-    for at in np.flatnonzero(addresses.are_memory(slots)).tolist():
-        location = locations.get(int(columns["trajectory_id"][at]))
-        if location is not None:
-            slots[at] = location.table
-            for name in STARTS:
-                columns[name][at] = getattr(location, name)
+    slots = slots_on_disk(columns, addresses, locations)
     kept = slots != UNAVAILABLE
     slots = slots[kept]
     places = addresses.shards_of(slots)

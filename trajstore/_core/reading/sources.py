@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from trajstore._core.columns.limits import UNKNOWN_TIME
 from trajstore._core.columns.schema import Extent
 from trajstore._core.files.base import Directory
 from trajstore._core.files.partial import PartialMap, fetched
@@ -114,6 +115,9 @@ class StoreSource(Source):
 
     twins: npt.NDArray[np.int64] = np.zeros((0, 2), np.int64)
     """Trajectories that are shown as another store's: their ids here, and there."""
+
+    newest = UNKNOWN_TIME
+    """Commit time of the newest trajectory that a reader of a run has shown of this store."""
 
     def __init__(self, catalog: Catalog, checked: bool = False) -> None:
         self.checked = checked

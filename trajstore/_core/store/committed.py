@@ -341,11 +341,12 @@ class Committed:
             raise TrajectoryUnavailableError(f"no trajectory has the id {ids_in_words(sorted(unknown))}{why}")
 
     def forget_entries(self) -> None:
-        """Delete ``index``: a reader of several stores, or of a share, has the entries in an index of its own.
+        """Delete ``index`` and ``pinned``: a reader of several stores, or of a share, has an index of its own.
 
-        It loads the stores again when one has changed.
+        To apply commits, it lends the entries that they name: ``index``, until they are forgotten again.
         """
         del self.index
+        self.pinned = TrajectoryIndex()
 
     # -- snapshots --------------------------------------------------------------------------------
 

@@ -253,15 +253,15 @@ class TrajectoryIndex:
         self._order = None
         return range(new.start, new.stop)
 
-    def reserve(self, count: int) -> None:
-        """Reserve memory for ``count`` more entries."""
+    def reserve(self, count: int, spare: int | None = None) -> None:
+        """Reserve memory for ``count`` more entries; if it is short, for ``spare``, by default as many as there are."""
         if self._waiting and any(len(waiting.added) >= MOST_ADDED for waiting in self._waiting.values()):
             self._unpack()
         if self.end + count <= self._capacity:
             return
         if self.first:  # dropped entries are removed
             self._unpack()
-        self._allocate(max(len(self) + count, 2 * len(self), 64))
+        self._allocate(max(len(self) + max(count, len(self) if spare is None else spare), 64))
 
     def _allocate(self, capacity: int) -> None:
         """Move the kept entries to own arrays."""
@@ -540,16 +540,16 @@ class TrajectoryIndex:
         other._arrays, other._waiting = dict(self._arrays), dict(self._waiting)
         return other
 
-    def remainder(self, positions: npt.NDArray[np.intp]) -> Remainder | None:
+    def remainder(self, positions: npt.NDArray[np.intp], spare: int | None = None) -> Remainder | None:
         """Copy all entries but some, for :meth:`drop`; None if these are the oldest, whose drop copies nothing.
 
-        Call it on a :meth:`shared` index, without the lock of the original.
+        Call it on a :meth:`shared` index, without the lock of the original. ``spare`` as for :meth:`reserve`.
         """
         if self._are_oldest(positions):
             return None
         kept, others = self._others(positions), self.shared()
         others.adopt(self.take(kept))
-        others.reserve(len(kept))
+        others.reserve(1, spare)
         return Remainder(others, kept, self.end)
 
     def without(self, positions: npt.NDArray[np.intp]) -> TrajectoryIndex:
