@@ -229,7 +229,7 @@ class View(CommitListener):
             contents.show(contents.attach(source), part)
         if request.share is not None or len(loaded.parts) > 1:
             contents.index.rearrange(loaded.order)  # and so free the entries of whole stores
-            ascend = bool(np.all(np.diff(contents.index["committed"]) >= 0))
+            ascend = request.share is None and bool(np.all(np.diff(contents.index["committed"]) >= 0))
             for source, part in loaded.parts:
                 if isinstance(source, StoreSource):
                     source.catalog.forget_entries()
