@@ -15,7 +15,7 @@ _TOGETHER = 1.0
 def run() -> int:
     """Run the command line and return its exit code.
 
-    Ctrl-C interrupts the command, which ends what it has begun; another one later ends the process at once.
+    Ctrl-C interrupts the command, which then releases its locks and files; a later one ends the process at once.
     """
     first: list[float] = []
 

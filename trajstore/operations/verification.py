@@ -27,7 +27,7 @@ class Problem:
         lost: ids of the trajectories that it makes unreadable, as inclusive ranges. Empty if there are none or they are
             unknown. For a damaged log, the ids between two readable records; some may never have been assigned.
         uncounted: whether more may be lost than ``lost`` lists.
-        kind: what is wrong, see :data:`VERDICTS`.
+        kind: of the problem, see :data:`VERDICTS`.
     """
 
     file: str

@@ -499,9 +499,10 @@ class Reader(Closing):
 
         They may change nothing visible: rewritten shards, or commits outside a pin.
 
-        For a store or a run that is shown whole this takes time in proportion to the news, in a run up to a copy of the
-        index beside; maps and cache stay. Loaded again are a share, a pin, a store whose log has been merged into its
-        index since, and a run in which that happened to a rank, a rank joined, or a trajectory was sent to two ranks.
+        For a store or a run that is shown whole this takes time in proportion to the news, in a run at most with a copy
+        of the index besides; maps and cache stay. Loaded again are a share, a pin, a store whose log has been merged
+        into its index since, and a run in which that happened to a rank, a rank joined, or a trajectory was sent to two
+        ranks.
 
         Raises:
             StoreNotFoundError: the directory or the pin is gone.

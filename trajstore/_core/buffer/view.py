@@ -44,7 +44,7 @@ _MAP_LIMIT = 16384
 _UNLIMITED = Retention()
 
 _NEVER: int = np.iinfo(np.int64).max
-"""Commit time of the newest trajectory of a store after which no further one can come."""
+"""Stands for the newest commit time of a store whose later trajectories cannot be followed."""
 
 OWN_SOURCE = 0
 """Index of the buffer's own store among the sources: it is attached first."""
@@ -321,7 +321,7 @@ class View(CommitListener):
         stores = [source for source in loaded if isinstance(source, StoreSource) and not source.has_pending]
         if self._half_followed or self._joined or not len(stores) == len(loaded) == max(1, len(self._ranks or ())):
             return None
-        if len(stores) > 1 and request.strict is False:  # what was left out may be readable now
+        if len(stores) > 1 and request.strict is False:  # entries that were left out may be readable now
             return None
         behind = [store for store in stores if store in self._behind]
         leases = [lease for lease, store in zip(self._leases, stores, strict=True) if store in behind]

@@ -52,7 +52,7 @@ from trajstore.errors import TrajectoryUnavailableError
 from trajstore.trajectory import AgentTrajectory, AnyTrajectory
 
 _SPARE = 8
-"""Which part of a run's index is reserved for more entries when it is full: what opening it takes is the most of it."""
+"""A full index of a run grows by one in so many entries, so that it takes no more memory than opening the run."""
 
 
 class Contents:
@@ -212,7 +212,7 @@ class Contents:
             self._insert(joined(parts))
 
     def _insert(self, columns: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Add entries of a run where commit times, and of equal ones ranks and ids, say."""
+        """Insert entries of a run, in the order of commit times, ranks and ids."""
         index = self.index
         oldest = columns["committed"].min(initial=RANGES["committed"][1])
         begin = index.first + int(np.searchsorted(index["committed"], oldest))

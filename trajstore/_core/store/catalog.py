@@ -470,7 +470,7 @@ class Catalog(Committed):
 
 
 class ReadersCatalog(Catalog):
-    """Catalog for readers: entries are decoded on first use, columns that few calls need later, on theirs.
+    """Catalog for readers: entries are decoded on first use, and columns that few calls need on their own first use.
 
     Invalid values behind a valid checksum are detected at that time; :class:`CorruptStoreError` names the file.
     """

@@ -70,7 +70,7 @@ def check_lengths(columns: Columns) -> None:
 
 
 def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
-    """Yield the numbers out of range.
+    """Yield the columns with numbers out of range; columns without a range are not checked.
 
     Args:
         columns: of the entries, some or all of them.
@@ -79,29 +79,18 @@ def range_faults(columns: Columns, shards: int, texts: int) -> Iterator[Fault]:
     """
     if not len(columns["trajectory_id"]):
         return
-    ranges = {**RANGES, **fact_ranges(texts), "shard": (0, shards - 1), "weights": (0, texts - 1)}
-    yield from out_of_range(columns, ranges)
+    facts = {"terminated": (-1, 1), AGENT: (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
+    ranges = {**RANGES, **facts, "shard": (0, shards - 1), "weights": (0, texts - 1)}
+    for name in [name for name in columns if name in ranges]:
+        array, (low, high) = columns[name], ranges[name]
+        if array.min() < low or array.max() > high:
+            yield f"index column {name} holds a value out of range", (array < low) | (array > high)
     if "version_low" not in columns:
         return
     first, last = columns["version_low"], columns["version_high"]
     wrong = (first > last) | ((first == UNKNOWN_VERSION) != (last == UNKNOWN_VERSION))
     if wrong.any():
         yield "the lowest policy version is above the highest", wrong
-
-
-def fact_ranges(texts: int) -> dict[str, tuple[int, int]]:
-    """Return the valid ranges of numbered facts, for ``texts`` texts."""
-    return {"terminated": (-1, 1), AGENT: (0, 1), **dict.fromkeys(TEXTS, (-1, texts - 1))}
-
-
-def out_of_range(columns: Columns, ranges: Mapping[str, tuple[int, int]]) -> Iterator[Fault]:
-    """Yield the columns with values out of range; columns without a range are not checked."""
-    for name, array in columns.items():
-        if name not in ranges or not len(array):
-            continue
-        low, high = ranges[name]
-        if array.min() < low or array.max() > high:
-            yield f"index column {name} holds a value out of range", (array < low) | (array > high)
 
 
 def shape_faults(columns: Columns, of_steps: npt.ArrayLike, with_valid: npt.ArrayLike = False) -> Iterator[Fault]:

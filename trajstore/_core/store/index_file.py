@@ -70,7 +70,7 @@ def index_from_json(
         first, end = rows or (0, declared_rows(packed["trajectory_id"]))
         lazy = [name for name in dtypes if later is not None and (name in _LAZY or is_fact(name))]
         eager = {name: dtype for name, dtype in dtypes.items() if name not in lazy}
-        capacity = (end - first) * (1 if lazy else 2)  # a writer's index would be copied at the first commit
+        capacity = (end - first) * (1 if lazy else 2)  # so that a writer's first commit does not copy it
         columns, kept = {name: np.zeros(capacity, dtype) for name, dtype in eager.items()}, 0
         checks = (lambda block: range_faults(block, shards, len(index.texts)), *checks)
         for block in blocks_from_json(packed, eager, first, end):
