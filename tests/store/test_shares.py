@@ -17,6 +17,8 @@ from tests.forging import forged_index
 from tests.stores import stored, writer_to
 from tests.support.witness import witness
 from trajstore import AgentTrajectory, Reward, TrajectoryReplayBuffer, annotate
+from trajstore._core.columns.conversion import flatten
+from trajstore._core.columns.flat import FlatTrajectories
 from trajstore._core.store import json_arrays
 from trajstore._core.store.catalog import ReadersCatalog
 from trajstore._core.store.index import COLUMNS, TrajectoryIndex
@@ -121,6 +123,24 @@ def test_a_share_of_several_stores(store: Path, tmp_path: Path) -> None:
         alone, of_whole = shown_both_ways(tmp_path, rank, 4)
         assert alone == of_whole
         assert alone["ids"]
+
+
+def test_shares_of_stores_that_have_the_same_trajectories(tmp_path: Path) -> None:
+    """Each is in one share, as the copy that the whole run shows; halves of UUIDs that are equal are no copies."""
+    uuids = np.random.default_rng(0).integers(0, 256, (6, 16), np.uint8)
+    uuids[5, :8] = uuids[0, :8]
+    for rank, sent in enumerate(([0, 1, 2], [3, 1], [5, 2, 4, 0])):
+        with writer_to(tmp_path / f"rank_{rank}") as writer:
+            for key in sent:
+                writer._sink.add_flattened(FlatTrajectories.runs([flatten(witness(key))]), uuids[key].tobytes())
+                writer.flush()
+    with TrajectoryReplayBuffer.open(tmp_path) as reader:
+        whole = dict(zip(reader._uuids.tolist(), reader.trajectory_ids.tolist(), strict=True))
+    assert sorted(whole) == sorted(uuids.view("V16").ravel().tolist())
+    for ranks in (1, 2, 3, 4, 12):
+        shares = [shown(tmp_path, rank, ranks) for rank in range(ranks)]
+        assert [number for share in shares for number in share["ids"]] == sorted(whole.values())
+        assert [uuid for share in shares for uuid in share["uuids"]] == sorted(whole, key=whole.__getitem__)
 
 
 def test_a_share_of_a_store_with_late_values_and_commits_after_its_snapshot(store: Path) -> None:

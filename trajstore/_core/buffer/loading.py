@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -393,26 +394,26 @@ def _unite(loaded: Loaded, found: Sequence[_Opened], share: tuple[int, int] | No
         found = [
             item.showing(_readable(item.index)) if isinstance(item.source, RLinfSource) else item for item in found
         ]
-    if len(found) > 1 and _may_repeat(found):
-        readable = [item.index for item in found]
-        found = [item.showing(index) for item, index in zip(found, _distinct(readable), strict=True)]
-        _note_twins(found, readable)
-    total = sum(map(len, found))
-    start, stop = (0, total) if share is None else share_of(total, *share)
-    before = 0
-    for item in found:
-        count = len(item)
-        low, high = (min(max(edge - before, 0), count) for edge in (start, stop))
+    counts = [len(item) for item in found]
+    start, stop = (0, sum(counts)) if share is None else share_of(sum(counts), *share)
+    begins = [0, *accumulate(counts)]
+    rows = [
+        (min(max(start - begin, 0), count), min(max(stop - begin, 0), count))
+        for begin, count in zip(begins, counts, strict=False)
+    ]
+    hidden = _hidden(found) if len(found) > 1 and _may_repeat(found, rows) else [np.zeros(0, np.intp)] * len(found)
+    for item, (low, high), positions in zip(found, rows, hidden, strict=True):
         part = item.part(low, high) if high > low or share is None else TrajectoryIndex()
+        left_out = positions[(positions >= low) & (positions < high)] - low
+        part = part.without(part.first + left_out) if len(left_out) else part
         loaded.parts.append((item.source, part))  # also without entries: a later commit may add some
         loaded.counter = max(loaded.counter, int(own_id(part["trajectory_id"]).max(initial=-1)) + 1)
         loaded.next_id = max(loaded.next_id, loaded.counter, item.state.trajectory_counter)
-        before += count
     if share is not None:
         return
     loaded.counter = loaded.next_id
     if len(found) > 1:
-        loaded.order = _by_time([item.index for item in found])
+        loaded.order = _by_time([part for _, part in loaded.parts])
         stores = [part for source, part in loaded.parts if isinstance(source, StoreSource)]
         unknown = [int(np.count_nonzero(part["committed"] == UNKNOWN_TIME)) for part in stores]
         if np.count_nonzero(unknown) > 1:
@@ -437,35 +438,60 @@ def _readable(index: TrajectoryIndex) -> TrajectoryIndex:
     return index.without(lost) if len(lost) else index
 
 
-def _note_twins(found: Sequence[_Opened], readable: Sequence[TrajectoryIndex]) -> None:
-    """Record in each store which of its trajectories another store shows: their late values count as well."""
-    uuids, ids = (np.concatenate([item.index[name] for item in found]) for name in ("uuid", "trajectory_id"))
-    shown = dict(zip(uuids.tolist(), ids.tolist(), strict=True))
-    for item, before in zip(found, readable, strict=True):
-        if isinstance(item.source, StoreSource):
-            hidden = ~np.isin(before["trajectory_id"], item.index["trajectory_id"])
-            there = [shown[uuid] for uuid in before["uuid"][hidden].tolist()]
-            item.source.twins = np.stack([own_id(before["trajectory_id"][hidden]), np.array(there, np.int64)], axis=1)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2^64 divided by the golden ratio, odd: the high bits of a product depend on all bits (Knuth, TAOCP 3, 6.4)."""
 
 
-def _may_repeat(found: Sequence[_Opened]) -> bool:
-    """Return whether a UUID may be there twice: usually the halves of random UUIDs differ already."""
-    halves = np.concatenate([item.uuids().view(np.uint64)[::2].copy() for item in found])
-    halves.sort()
-    return bool(np.any(halves[1:] == halves[:-1]))
+def _may_repeat(found: Sequence[_Opened], rows: Sequence[tuple[int, int]]) -> bool:
+    """Return whether some entries of each store may have a UUID that any other entry has.
+
+    Usually the halves of random UUIDs differ already.
+    """
+    halves = [item.uuids().view(np.uint64)[::2] for item in found]
+    mine = np.concatenate([half[low:high] for half, (low, high) in zip(halves, rows, strict=True)])
+    mine.sort()
+    if not len(mine) or np.any(mine[1:] == mine[:-1]):
+        return bool(len(mine))
+    others = [
+        part for half, (low, high) in zip(halves, rows, strict=True) for part in (half[:low], half[high:]) if len(part)
+    ]
+    if not others:
+        return False
+    bits = len(mine).bit_length() + 3
+
+    def hashed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        numbers: npt.NDArray[np.uint64] = (values * _FACTOR) >> np.uint64(64 - bits)
+        return numbers
+
+    taken = np.zeros(1 << bits, np.bool_)
+    taken[hashed(mine)] = True
+    for part in others:
+        near = part[taken[hashed(part)]]  # few, so that few are searched
+        if np.any(mine[np.searchsorted(mine[:-1], near)] == near):
+            return True
+    return False
 
 
-def _distinct(indexes: Sequence[TrajectoryIndex]) -> list[TrajectoryIndex]:
-    """Return the entries without UUIDs that were committed before, by the same store or another one."""
-    uuids = np.concatenate([index["uuid"] for index in indexes])
-    halves = uuids.view(np.uint64).reshape(-1, 2)
+def _hidden(found: Sequence[_Opened]) -> list[npt.NDArray[np.intp]]:
+    """Return the positions of each store's entries whose UUID was committed before, by the same store or another one.
+
+    Each store also records them as twins: their late values count as well.
+    """
+    indexes = [item.index for item in found]
+    uuids, ids = (np.concatenate([index[name] for index in indexes]) for name in ("uuid", "trajectory_id"))
     order = _by_time(indexes)
-    _, first = np.unique(halves[order], axis=0, return_index=True)
-    fresh = np.zeros(len(uuids), np.bool_)
-    fresh[order[first]] = True
-    parts: list[TrajectoryIndex] = []
-    end = 0
-    for index in indexes:
-        begin, end = end, end + len(index)
-        parts.append(index.without(index.first + np.flatnonzero(~fresh[begin:end])))
-    return parts
+    _, first, group = np.unique(
+        uuids.view(np.uint64).reshape(-1, 2)[order], axis=0, return_index=True, return_inverse=True
+    )
+    shown = np.empty_like(order)
+    shown[order] = order[first[group]]
+    begin, hidden = 0, []
+    for item in found:
+        of_store = shown[begin : begin + len(item)]
+        positions = np.flatnonzero(of_store != np.arange(begin, begin + len(item)))
+        if isinstance(item.source, StoreSource):
+            own = own_id(ids[begin + positions])
+            item.source.twins = np.stack([own, ids[of_store[positions]]], axis=1)
+        hidden.append(positions)
+        begin += len(item)
+    return hidden

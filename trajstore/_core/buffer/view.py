@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from trajstore._core.base import locks
 from trajstore._core.base.heap import return_freed
+from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.buffer.loading import Loaded, LoadRequest, load_sources
 from trajstore._core.buffer.retention import Retention
@@ -189,6 +190,7 @@ class View(CommitListener):
         with self.contents.lock:
             self.contents.attach(StoreSource(catalog, self.verify_shards))
             self._show_own(self.contents)
+        kernels.begin()
 
     def _show_own(self, contents: Contents) -> None:
         source = contents.sources[OWN_SOURCE]
@@ -257,6 +259,7 @@ class View(CommitListener):
         for lease in old:
             lease.release()
         return_freed()
+        kernels.begin()
 
     def loaded(self) -> list[Source]:
         """Return the sources of the last load; empty before it."""

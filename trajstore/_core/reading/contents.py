@@ -19,7 +19,6 @@ import torch
 
 from trajstore._core.base import locks
 from trajstore._core.base.clock import microseconds
-from trajstore._core.base.machine_code import kernels
 from trajstore._core.base.types import Flags, IntArray
 from trajstore._core.columns.conversion import trajectory_of, with_notes
 from trajstore._core.columns.fields import VALID
@@ -64,7 +63,6 @@ class Contents:
     """
 
     def __init__(self, cache: TrajectoryCache | None, map_limit: int) -> None:
-        kernels.begin()
         self.lock = locks.rlock("Contents.lock")
         self.index = TrajectoryIndex("slot")
         self.sources: list[Source] = []

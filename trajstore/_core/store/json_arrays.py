@@ -6,7 +6,6 @@ memory. The format specification describes the encoding.
 
 from __future__ import annotations
 
-import binascii
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pybase64
 
 from trajstore._core.base import locks
 from trajstore.errors import CorruptStoreError
@@ -67,7 +67,7 @@ def _packed(rows: npt.NDArray[Any]) -> str:
         width = next(width for width in _WIDTHS if np.iinfo(width).min <= low and high <= np.iinfo(width).max)
         data = numbers[:1].tobytes() + steps.astype(width).tobytes()
     level = 0 if rows.dtype == "V16" else 1  # UUIDs are random
-    return binascii.b2a_base64(zlib.compress(data, level), newline=False).decode()
+    return pybase64.b64encode_as_string(zlib.compress(data, level))
 
 
 def array_from_json(value: Any, dtype: npt.DTypeLike, dimensions: int = 1) -> npt.NDArray[Any]:
@@ -173,7 +173,7 @@ def _unpacked(stream: Stream, shape: tuple[int, ...], dtype: np.dtype[Any]) -> n
     integers, count = dtype.kind in "iu", prod(shape[1:])
     most = prod(shape) * (8 if integers else dtype.itemsize)
     inflater = zlib.decompressobj()
-    data = inflater.decompress(binascii.a2b_base64(stream, strict_mode=True), most + 1)
+    data = inflater.decompress(pybase64.b64decode(stream, validate=True), most + 1)
     wrong = ValueError(f"a stream is not {shape[0]} rows")
     if not inflater.eof or inflater.unused_data:
         raise wrong
